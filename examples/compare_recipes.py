@@ -1,0 +1,144 @@
+"""Train the GPT of ``train_gpt.py`` in BF16 and with every FP8 recipe, on several seeds; leave a table and a plot.
+
+    python examples/compare_recipes.py --seeds 3 --steps 600 --out docs/compare_recipes
+
+Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
+runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import matplotlib
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+
+from lightning_fp8 import FP8Callback, FP8Precision
+
+sys.path.insert(0, str(Path(__file__).parent))
+from train_gpt import GPT, StdlibBytes  # noqa: E402
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+
+class Curve(L.Callback):
+    """The losses of a run."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def train(recipe: str, seed: int, steps: int, width: int, depth: int, batch_size: int) -> dict[str, Any]:
+    """One run: its final validation loss in nats per byte, and its training losses."""
+    L.seed_everything(seed)
+    curve, in_bf16 = Curve(), recipe == "bf16"
+    trainer = L.Trainer(
+        max_steps=steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
+        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),  # type: ignore[arg-type]
+    )
+    model, data = GPT(width=width, depth=depth), StdlibBytes(batch_size=batch_size, seed=seed)
+    trainer.fit(model, data)
+    trainer.limit_val_batches = 1.0
+    (metrics,) = trainer.validate(model, data, verbose=False)
+    plugin = trainer.precision_plugin
+    fp8_layers = plugin.summary.num_fp8 if isinstance(plugin, FP8Precision) and plugin.summary else 0
+    return {"val_loss": metrics["val_loss"], "losses": curve.losses, "fp8_layers": fp8_layers}
+
+
+def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
+    """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
+    rows = ["| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers |", "|---|---|---|---|---|"]
+    baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
+    for recipe in RECIPES:
+        losses = [runs[f"{recipe}/{seed}"]["val_loss"] for seed in range(seeds)]
+        mean = statistics.mean(losses)
+        rows.append(
+            f"| {recipe} | {mean:.4f} | {max(losses) - min(losses):.4f} | {mean / baseline - 1:+.2%} | "
+            f"{runs[f'{recipe}/0']['fp8_layers']} |"
+        )
+    return "\n".join(rows)
+
+
+def plot(runs: dict[str, dict[str, Any]], seeds: int, path: Path) -> None:
+    """Smoothed training loss, and its difference from the BF16 run of the same seed."""
+
+    def smooth(losses: list[float], window: int = 25) -> Tensor:
+        return torch.tensor(losses).unfold(0, window, 1).mean(-1)
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
+    for color, recipe in enumerate(RECIPES):
+        curves = torch.stack([smooth(runs[f"{recipe}/{seed}"]["losses"]) for seed in range(seeds)])
+        baseline = torch.stack([smooth(runs[f"bf16/{seed}"]["losses"]) for seed in range(seeds)])
+        steps = torch.arange(curves.shape[1]) + 25
+        above.plot(steps, curves.mean(0), color=f"C{color}", label=recipe, linewidth=1.2)
+        above.fill_between(steps, curves.amin(0), curves.amax(0), color=f"C{color}", alpha=0.12, linewidth=0)
+        if recipe != "bf16":
+            below.plot(steps, 100 * (curves / baseline - 1).mean(0), color=f"C{color}", linewidth=1.2)
+    above.set_ylabel("training loss, nats per byte\n(mean and range over seeds)")
+    above.legend()
+    below.axhline(0, color="black", linewidth=0.8)
+    below.set_ylabel("difference from BF16\nof the same seed, %")
+    below.set_xlabel("optimizer step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare FP8 recipes with BF16 on the GPT example.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=Path("compare_recipes"), help="path of the .md, .png and .json")
+    args = parser.parse_args()
+
+    record, settings = args.out.with_suffix(".json"), {k: v for k, v in vars(args).items() if k not in ("out", "seeds")}
+    saved = json.loads(record.read_text()) if record.exists() else {"settings": settings, "runs": {}}
+    if saved["settings"] != settings:
+        raise SystemExit(f"{record} holds runs with {saved['settings']}, not {settings}; choose another --out")
+    runs = saved["runs"]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for seed in range(args.seeds):
+        for recipe in RECIPES:
+            if f"{recipe}/{seed}" not in runs:
+                print(f"--- {recipe}, seed {seed}: run {len(runs) + 1} of {args.seeds * len(RECIPES)}", flush=True)
+                runs[f"{recipe}/{seed}"] = train(recipe, seed, args.steps, args.width, args.depth, args.batch_size)
+                temporary = record.with_suffix(".json.part")
+                temporary.write_text(json.dumps(saved))
+                temporary.replace(record)
+
+    command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
+    text = (
+        f"# FP8 recipes against BF16\n\nMade on the CPU, torch {torch.__version__}, by\n\n```\n{command}\n```\n\n"
+        f"{table(runs, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
+    )
+    args.out.with_suffix(".md").write_text(text)
+    plot(runs, args.seeds, args.out.with_suffix(".png"))
+    print(table(runs, args.seeds))
+
+
+if __name__ == "__main__":
+    main()

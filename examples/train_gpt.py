@@ -1,0 +1,256 @@
+"""Train a byte-level GPT in FP8 on the source text of Python's standard library.
+
+    python examples/train_gpt.py                          # FP8, delayed scaling
+    python examples/train_gpt.py --recipe blockwise       # another recipe
+    python examples/train_gpt.py --recipe bf16            # the baseline
+    lightning-fp8 fit --config configs/delayed.yaml       # the same from YAML
+
+The model is a small Llama: RMSNorm, rotary embeddings, causal attention, SwiGLU. Nothing in it knows about FP8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_fp8 import FP8Callback, FP8Precision
+
+BYTES = 256
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+class StdlibBytes(L.LightningDataModule):
+    """The ``.py`` files of the standard library as bytes; every tenth file validates.
+
+    Args:
+        length: bytes of context.
+        batch_size: sequences of a step.
+        train_sequences: sequences drawn for an epoch.
+        val_sequences: sequences of a validation, always the same.
+        seed: of the drawing.
+    """
+
+    def __init__(
+        self,
+        length: int = 128,
+        batch_size: int = 16,
+        train_sequences: int = 100_000,
+        val_sequences: int = 512,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.train_sequences, self.val_sequences = train_sequences, val_sequences
+
+    def setup(self, stage: str) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        training = [file for index, file in enumerate(files) if index % 10]
+        self.train = Windows(training, self.length, self.train_sequences, self.seed)
+        self.val = Windows(files[::10], self.length, self.val_sequences, seed=0)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.train, self.batch_size, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val, 2 * self.batch_size)
+
+
+class Windows(Dataset[Tensor]):
+    """``count`` windows of ``length + 1`` bytes at random places of the files' text."""
+
+    def __init__(self, files: list[Path], length: int, count: int, seed: int) -> None:
+        self.text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        self.length = length
+        generator = torch.Generator().manual_seed(seed)
+        self.starts = torch.randint(len(self.text) - length - 1, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = int(self.starts[index])
+        return self.text[start : start + self.length + 1].long()
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [batch, head, time, channel]
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding: channel pairs turn by an angle that grows with the position."""
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
+        self.mlp_norm, self.mlp = nn.RMSNorm(width), SwiGLU(width, 4 * width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(L.LightningModule):
+    """A byte-level GPT.
+
+    Args:
+        width: channels.
+        depth: blocks.
+        heads: attention heads.
+        lr: peak learning rate of AdamW; warms up, then falls to a tenth along a cosine.
+    """
+
+    def __init__(self, width: int = 256, depth: int = 6, heads: int = 4, lr: float = 2e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:  # the branches that are added up start smaller
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
+        self.val_loss = MeanMetric()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, time]`` bytes to ``[batch, time, 256]`` logits."""
+        x = self.embed(tokens)
+        channels = self.hparams["width"] // self.hparams["heads"] // 2
+        frequency = 10_000.0 ** (-torch.arange(channels, dtype=torch.float32, device=x.device) / channels)
+        angle = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float32, device=x.device), frequency)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_loss.set_dtype(torch.float32).reset()  # a mean of losses needs more digits than the weights
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.val_loss.update(self.loss(batch).float(), len(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self.val_loss.compute()
+        self.log_dict(
+            {"val_loss": loss, "perplexity": loss.exp(), "bits_per_byte": loss / math.log(2)},
+            prog_bar=True,
+            sync_dist=True,
+        )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"], betas=(0.9, 0.95), weight_decay=0.1)
+        steps = max(int(self.trainer.estimated_stepping_batches), 1)
+        warmup = min(50, max(steps // 10, 1))
+
+        def factor(step: int) -> float:
+            progress = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
+            return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * progress))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, count: int, length: int = 128) -> str:
+        """Continue ``prompt`` by ``count`` bytes, drawn from the model's distribution."""
+        tokens = torch.tensor([list(prompt.encode())], device=self.device)
+        for _ in range(count):
+            probability = self(tokens[:, -length:])[:, -1].float().softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probability, 1)], 1)
+        return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+class Throughput(L.Callback):
+    """Bytes per second of training, in the progress bar."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, index: int) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Tensor, index: int
+    ) -> None:
+        module.log("bytes/s", batch[:, 1:].numel() / (time.perf_counter() - self.start), prog_bar=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT in FP8 on Python's standard library.")
+    parser.add_argument("--recipe", default="delayed", help="delayed, tensorwise, rowwise, blockwise, mxfp8, or bf16")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    L.seed_everything(args.seed)
+    in_bf16 = args.recipe == "bf16"
+    trainer = L.Trainer(
+        max_steps=args.steps,
+        val_check_interval=min(100, args.steps),
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5), *([] if in_bf16 else [FP8Callback()])],
+        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=args.recipe)]}),
+    )
+    model = GPT(width=args.width, depth=args.depth)
+    trainer.fit(model, StdlibBytes(batch_size=args.batch_size, seed=args.seed))
+
+    print("\nvalidation:", {name: round(value.item(), 4) for name, value in trainer.callback_metrics.items()})
+    print("\n--- a sample of the model ---")
+    print(model.generate("def ", 200))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""FP8 training for PyTorch Lightning, on any machine, with nothing to compile."""
+
+from lightning_fp8.autocast import fp8_autocast
+from lightning_fp8.callbacks import FP8Callback
+from lightning_fp8.convert import convert_module
+from lightning_fp8.formats import Format
+from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
+from lightning_fp8.precision import FP8FabricPrecision, FP8Precision
+from lightning_fp8.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    make_recipe,
+)
+from lightning_fp8.state import fp8_state_dict, load_fp8_state_dict
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DelayedScaling",
+    "FP8Callback",
+    "FP8FabricPrecision",
+    "FP8Precision",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "LayerNorm",
+    "Linear",
+    "MXFP8BlockScaling",
+    "RMSNorm",
+    "convert_module",
+    "fp8_autocast",
+    "fp8_state_dict",
+    "load_fp8_state_dict",
+    "make_recipe",
+]

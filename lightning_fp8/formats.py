@@ -1,0 +1,86 @@
+"""The FP8 number formats: dtype and largest value. The only place that says 448.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433) for E4M3 and E5M2; OCP
+Microscaling Formats v1.0 for E8M0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+@dataclass(frozen=True)
+class Float8:
+    """One 8-bit floating-point format.
+
+    Attributes:
+        name: the field's name of the format.
+        dtype: the torch dtype that holds it.
+        max: the largest finite value; casts saturate there.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Float8("E4M3", torch.float8_e4m3fn, 448.0)
+E5M2 = Float8("E5M2", torch.float8_e5m2, 57344.0)
+
+E8M0_DTYPE = torch.float8_e8m0fnu
+"""A power of two, 2**(code - 127), without sign or mantissa; code 255 is NaN. Scales of MXFP8 only."""
+
+_BY_DTYPE = {format.dtype: format for format in (E4M3, E5M2)}
+
+
+def float8_of(dtype: torch.dtype) -> Float8:
+    """The format that ``dtype`` holds.
+
+    Raises:
+        ValueError: ``dtype`` is not an FP8 data type.
+    """
+    if dtype not in _BY_DTYPE:
+        raise ValueError(f"dtype={dtype} is not an FP8 format; use one of {', '.join(map(str, _BY_DTYPE))}")
+    return _BY_DTYPE[dtype]
+
+
+@dataclass(frozen=True)
+class FormatPair:
+    """The formats of one training step: ``forward`` for inputs and weights, ``backward`` for gradients."""
+
+    forward: Float8
+    backward: Float8
+
+    @property
+    def max_fwd(self) -> float:
+        return self.forward.max
+
+    @property
+    def max_bwd(self) -> float:
+        return self.backward.max
+
+
+_E4M3_ONLY, _E5M2_ONLY, _HYBRID = FormatPair(E4M3, E4M3), FormatPair(E5M2, E5M2), FormatPair(E4M3, E5M2)
+
+
+class Format(Enum):
+    """Which FP8 format the operands of a GEMM take.
+
+    ``HYBRID`` casts inputs and weights to E4M3 (more precision) and gradients to E5M2 (more range). Pure E5M2 is
+    known so that a recipe can refuse it by name.
+    """
+
+    E4M3 = _E4M3_ONLY
+    E5M2 = _E5M2_ONLY
+    HYBRID = _HYBRID
+
+    @property
+    def forward(self) -> Float8:
+        return self.value.forward
+
+    @property
+    def backward(self) -> Float8:
+        return self.value.backward

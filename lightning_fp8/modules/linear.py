@@ -1,0 +1,240 @@
+"""Linear: ``torch.nn.Linear`` whose three GEMMs run in FP8 inside ``fp8_autocast``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fp8 import autocast, ops
+from lightning_fp8.autocast import Setting
+from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
+from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8.ops import Quantized
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Role
+
+
+class Linear(nn.Linear):
+    """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
+
+    Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
+    ``torch.nn.Linear``'s. Features and rows may be any number.
+
+    Args:
+        in_features: columns of x.
+        out_features: columns of y.
+        bias: whether there is a bias.
+        init_method: called on each weight; ``None`` is ``torch.nn.Linear``'s.
+        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
+        parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
+            (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
+        return_bias: return ``(y without bias, bias)``.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
+
+    Raises:
+        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
+    """
+
+    # Class-level, so that a torch.nn.Linear retyped in place has them.
+    fp8: bool = True
+    return_bias: bool = False
+    fuse_wgrad_accumulation: bool = False
+    weight_names: tuple[str, ...] = ("weight",)
+    bias_names: tuple[str, ...] = ("bias",)
+    _slots: Slots | None = None
+    _last_setting: Setting | None = None
+    _weight_cache: tuple[Any, Quantized] | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        dtype = params_dtype or dtype
+        if dtype is not None and dtype not in ops.HIGH_PRECISION:
+            raise TypeError(f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        if init_method is not None:
+            with torch.no_grad():
+                init_method(self.weight)
+        if parameters_split is not None:
+            self._split_parameters(_rows_by_name(parameters_split, out_features))
+        self.use_history(AmaxHistory(history_rows("")))
+
+    def _split_parameters(self, rows: Mapping[str, int]) -> None:
+        weights, sizes = self.weight.detach().split(list(rows.values())), list(rows.values())
+        biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
+        del self.weight, self.bias
+        for name, weight, bias in zip(rows, weights, biases):
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
+        self.weight_names = tuple(f"{name}_weight" for name in rows)
+        self.bias_names = tuple(f"{name}_bias" for name in rows)
+
+    def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
+        """Keep amaxes and scales in three rows of ``history``, in the order of :class:`Role`."""
+        self._slots = {role: Slot(history, first_row + index) for index, role in enumerate(Role)}
+
+    @property
+    def slots(self) -> Slots | None:
+        """The rows of the amax history that this module reads and feeds."""
+        return self._slots
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        super()._apply(fn, recurse)
+        device = getattr(self, self.weight_names[0]).device
+        if self._slots is not None and device.type != "meta":
+            self._slots[Role.INPUT].history.to(device)  # its dtype stays float32 whatever fn casts to
+        self._weight_cache = None
+        return self
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
+
+        Args:
+            input: bfloat16, float16 or float32.
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless the weight
+                changed since, None casts it and keeps nothing.
+
+        Raises:
+            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
+            ValueError: an input of other features or on another device than the weight.
+        """
+        self._check(input)
+        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
+        added_bias = None if self.return_bias else bias
+        setting = self._setting()
+        if setting.enabled and self.fp8:
+            output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
+        elif setting.calibrating and not setting.enabled and self.fp8:
+            output = self._calibrating_forward(input, weight, added_bias)
+        else:
+            output = F.linear(input, weight, added_bias)
+        return (output, bias) if self.return_bias else output
+
+    def _setting(self) -> Setting:
+        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
+        if autocast.in_backward():
+            return self._last_setting or autocast.current_setting()
+        if not torch.compiler.is_compiling():
+            self._last_setting = autocast.current_setting()
+        return autocast.current_setting()
+
+    def _parameter(self, names: tuple[str, ...]) -> Any:
+        if len(names) == 1:
+            return getattr(self, names[0])
+        parts = [getattr(self, name) for name in names]
+        return torch.cat(parts) if parts[0] is not None else None
+
+    def _fp8_forward(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
+    ) -> Tensor:
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        if self._slots is None:
+            self.use_history(AmaxHistory(history_rows(""), input.device))
+        slots = self._slots
+        assert slots is not None
+        x = input.to(dtype).reshape(-1, self.in_features)
+        cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
+        y = LinearFunction.apply(
+            x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad
+        )
+        return y.view(*input.shape[:-1], self.out_features)
+
+    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._slots is not None
+        ops.observe(input.detach(), self._slots[Role.INPUT].seen)
+        ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
+        output = F.linear(input, weight, bias)
+        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+
+    def _cached_weight(
+        self, weight: Tensor, recipe: Recipe, slots: Slots, is_first_microbatch: bool | None
+    ) -> Quantized | None:
+        if is_first_microbatch is None:
+            return None
+        parameters = [getattr(self, name) for name in self.weight_names]
+        # A parameter's version counts its in-place changes: an optimizer step makes the copy stale.
+        key = (recipe, *((id(parameter), parameter._version) for parameter in parameters))
+        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
+            observe = torch.is_grad_enabled()
+            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
+            self._weight_cache = key, w8
+        return self._weight_cache[1]
+
+    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        main_grad = getattr(weight, "main_grad", None)
+        if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
+                f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
+                "dtype=torch.float32), and do not combine it with parameters_split"
+            )
+        if is_first_microbatch:
+            main_grad.zero_()
+        return main_grad
+
+    def _check(self, input: Tensor) -> None:
+        weight = getattr(self, self.weight_names[0])
+        device = input.device.type
+        if not input.is_floating_point():
+            raise TypeError(f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
+                "dimension must be in_features"
+            )
+        if input.device != weight.device:
+            raise ValueError(
+                f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
+                + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
+            )
+        if input.dtype != weight.dtype and not torch.is_autocast_enabled(device):
+            raise TypeError(
+                f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
+                "torch.autocast"
+            )
+
+
+def history_rows(module_name: str) -> list[tuple[str, Role]]:
+    """Names and roles of a linear layer's rows: ``layers.0.fc1.input``."""
+    prefix = f"{module_name}." if module_name else ""
+    return [(f"{prefix}{role.value}", role) for role in Role]
+
+
+def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
+    if not parameters_split:
+        raise ValueError("parameters_split is empty; name at least one part, or pass None")
+    if isinstance(parameters_split, Mapping):
+        rows = {name.rstrip("_"): size for name, size in parameters_split.items()}
+        if sum(rows.values()) != out_features:
+            raise ValueError(f"parameters_split={dict(parameters_split)} must sum to out_features={out_features}")
+        return rows
+    if isinstance(parameters_split, str) or not all(isinstance(name, str) for name in parameters_split):
+        raise TypeError(f"parameters_split={parameters_split!r} must be a sequence of names or a mapping of name to rows")
+    if out_features % len(parameters_split):
+        raise ValueError(f"out_features={out_features} does not divide into {len(parameters_split)} equal parts")
+    return {name.rstrip("_"): out_features // len(parameters_split) for name in parameters_split}

@@ -1,0 +1,137 @@
+"""The FP8 ops: ``torch.ops.lightning_fp8`` behind functions that take and give :class:`ScaledTensor`.
+
+They allocate and dispatch by device; they know no gradients and no modules.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops import reference as _reference  # noqa: F401  (registers the implementation)
+from lightning_fp8.ops import schema as _schema  # noqa: F401  (defines the ops)
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.scaling import AmaxAlgorithm
+
+_ops = torch.ops.lightning_fp8
+
+HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Quantized(NamedTuple):
+    """The GEMM operands of one tensor ``x [R, K]``: x itself, and xᵀ ``[K, R]``; what was not asked for is None."""
+
+    rowwise: ScaledTensor | None
+    columnwise: ScaledTensor | None
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    *,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Quantized:
+    """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
+        cast: format and layout.
+        scale: float32 ``[]``, layout ``tensor`` only; ``None`` or a value of 0 takes the scale from x's own amax.
+        seen: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
+        rowwise: whether to give the operand of x.
+        columnwise: whether to give the operand of xᵀ, scaled along R.
+
+    Raises:
+        TypeError: x is not a 2-D tensor in one of the three dtypes.
+        ValueError: ``scale`` with a layout that is not ``tensor``, or ``seen`` without ``scale``.
+    """
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"cannot quantize {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
+    if x.dim() != 2:
+        raise TypeError(f"quantize takes a 2-D tensor, not shape {tuple(x.shape)}; flatten the leading dimensions")
+    if cast.layout is not Layout.TENSOR and scale is not None:
+        raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
+    if seen is not None and scale is None:
+        raise ValueError("seen is collected for a given scale; pass scale too (0 takes x's own)")
+    # Where the transposed operand has the same codes, the reference's GEMM reads them in either order.
+    view_transposed = columnwise and cast.layout.transposes
+    usage = rowwise or view_transposed, columnwise and not view_transposed
+    if scale is not None:
+        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage)
+    else:
+        quantized = _ops.quantize(
+            x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage
+        )
+    data, scale_inv, data_t, scale_inv_t = quantized
+    row = ScaledTensor(data, scale_inv, cast.layout) if rowwise or view_transposed else None
+    if view_transposed and row is not None:
+        return Quantized(row if rowwise else None, row.t())
+    return Quantized(row, ScaledTensor(data_t, scale_inv_t, cast.layout) if columnwise else None)
+
+
+def observe(x: Tensor, seen: Tensor) -> None:
+    """Raise ``seen`` (float32 ``[]``) to ``max |x|`` without casting."""
+    _ops.observe(x, seen)
+
+
+def scaled_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
+    """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32, rounded once.
+
+    Args:
+        a: ``[M, K]``.
+        b: ``[N, K]``.
+        bias: ``[N]``, added before rounding.
+        out_dtype: bfloat16, float16 or float32.
+        fast_accum: allow the tensor core's shorter accumulator (a hint; the CPU has none).
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+
+    Raises:
+        ValueError: the contractions differ.
+    """
+    if a.data.shape[1] != b.data.shape[1]:
+        raise ValueError(f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major")
+    return _ops.scaled_mm(
+        a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value, bias, out_dtype, fast_accum
+    )
+
+
+def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
+    """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``)."""
+    _ops.scaled_mm_accumulate(out, a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value)
+
+
+def update_scales(
+    seen: Tensor,
+    window: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
+    margin: float,
+    algorithm: AmaxAlgorithm,
+    recompute: bool = True,
+) -> None:
+    """The delayed-scaling update of all rows: push ``seen`` into ``window``, compute ``scale``, zero ``seen``.
+
+    Args:
+        seen: float32 ``[n]``.
+        window: float32 ``[len, n]``, oldest first.
+        scale: float32 ``[n]``.
+        fp8_max: float32 ``[n]``, the largest value of each row's format.
+        margin: binary digits of head room.
+        algorithm: ``"max"`` of the window or its ``"most_recent"`` row.
+        recompute: False only advances the window (``interval`` of the recipe).
+    """
+    _ops.update_scales(seen, window, scale, fp8_max, margin, algorithm, recompute)

@@ -1,0 +1,246 @@
+"""The specification of every op in plain torch: what runs on the CPU, and on a card for which there is no kernel.
+
+Two facts make it fast enough to train with. An FP8 code is a BF16 value, and so is a code times a power of two: the
+product of such operands is exact in BF16 GEMMs with float32 accumulation. And 16-bit floats without their sign order
+like integers, NaN on top, so an amax is an integer reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8 import scaling
+from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
+from lightning_fp8.scaled import Layout, block_shape
+
+
+
+def saturating_cast(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
+    """``round_to_nearest_even(clamp(values * scale, -max, max))``; NaN stays NaN. Overwrites float32 ``values``."""
+    return values.mul_(scale).clamp_(-float8.max, float8.max).to(float8.dtype)
+
+
+def absolute_max(x: Tensor, dim: int) -> Tensor:
+    """``max |x|`` along ``dim`` as float32; NaN where there is one, 0 where there is nothing."""
+    if x.numel() == 0:
+        return torch.zeros([size for index, size in enumerate(x.shape) if index != dim], device=x.device)
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return (x.view(torch.int16) & 0x7FFF).amax(dim).view(x.dtype).float()
+    return x.abs().amax(dim).float()
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """``max |x|`` as float32 ``[]``; NaN if there is one, 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
+
+
+def observe(x: Tensor, seen: Tensor) -> None:
+    torch.maximum(seen, tensor_amax(x), out=seen)
+
+
+def quantize(
+    x: Tensor, dtype: torch.dtype, layout: str, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each tensor, row or block scaled from itself; see :func:`lightning_fp8.ops.quantize`."""
+    kind, float8, x = Layout(layout), float8_of(dtype), x.contiguous()
+    if kind is Layout.TENSOR:
+        scale = scaling.current_scale(tensor_amax(x), float8.max, power_2, epsilon)
+        return _quantize_tensor(x, scale, float8, rowwise, columnwise)
+    row = column = _nothing(x, float8, kind)
+    if rowwise:
+        row = _quantize_blocks(x, *block_shape(kind, *x.shape), kind, float8, power_2, epsilon)
+    if columnwise:
+        block_rows, block_columns = block_shape(kind, *reversed(x.shape))
+        data, scale_inv = _quantize_blocks(x, block_columns, block_rows, kind, float8, power_2, epsilon)
+        column = data.t(), scale_inv.t().contiguous()
+    return (*row, *column)
+
+
+def quantize_with_scale(
+    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One given scale, or x's own where that is 0; see :func:`lightning_fp8.ops.quantize`."""
+    float8, x = float8_of(dtype), x.contiguous()
+    scales_itself = not scale.item()
+    if scales_itself or seen is not None:
+        amax = tensor_amax(x)
+        if seen is not None:
+            torch.maximum(seen, amax, out=seen)
+        if scales_itself:
+            scale = scaling.current_scale(amax, float8.max)
+    return _quantize_tensor(x, scale, float8, rowwise, columnwise)
+
+
+def _nothing(x: Tensor, float8: Float8, layout: Layout) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0, dtype=float8.dtype), x.new_empty(0, dtype=scale_dtype(layout))
+
+
+def _quantize_tensor(
+    x: Tensor, scale: Tensor, float8: Float8, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data, scale_inv = saturating_cast(x.to(torch.float32, copy=True), scale, float8), 1.0 / scale
+    row = column = _nothing(x, float8, Layout.TENSOR)
+    if rowwise:
+        row = data, scale_inv
+    if columnwise:  # each output of an op has its own memory
+        column = (data.clone() if rowwise else data).t(), scale_inv.clone()
+    return (*row, *column)
+
+
+def _quantize_blocks(
+    x: Tensor, block_rows: int, block_columns: int, layout: Layout, float8: Float8, power_2: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``x`` in blocks of ``[block_rows, block_columns]``; zeros fill a ragged edge and change no amax."""
+    rows, columns = x.shape
+    padding = (0, -columns % block_columns, 0, -rows % block_rows)
+    padded = F.pad(x, padding) if any(padding) else x
+    grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
+    blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
+    amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
+    if layout is Layout.MX_1X32:
+        codes = scaling.e8m0_from_amax(amax, float8.max)
+        scale, scale_inv = _e8m0_scale(codes), codes.view(E8M0_DTYPE)
+    else:
+        scale = scaling.current_scale(amax, float8.max, power_2, epsilon)
+        scale_inv = 1.0 / scale
+    data = saturating_cast(blocks.to(torch.float32, copy=True), scale[:, None, :, None], float8)
+    return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
+
+
+def _e8m0_scale(codes: Tensor) -> Tensor:
+    """``2**(127 - code)``; NaN for code 255."""
+    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones_like(codes, dtype=torch.float32), 127 - codes.int()))
+
+
+def decode(data: Tensor) -> Tensor:
+    """FP8 codes as BF16 values, exactly: moves the bits, then multiplies by the difference of the exponents' biases."""
+    if data.dtype == E4M3.dtype:
+        shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
+    else:
+        shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
+    bits = data.view(torch.int8)
+    if data.numel() and int((bits & 0x7F).amax()) >= special:
+        return data.to(torch.bfloat16)  # NaN or inf: their codes are not numbers
+    bits = bits.to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(kept - 0x10000)
+    return bits.view(torch.bfloat16).mul_(2.0**rebias)
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    layout_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    layout_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """See :func:`lightning_fp8.ops.scaled_mm`. ``fast_accum`` changes nothing here: accumulation is float32."""
+    left, right, scale = _operands(a, scale_a, Layout(layout_a), b, scale_b, Layout(layout_b))
+    if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
+        return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
+    out = _float32_product(left, right)
+    if scale is not None:
+        out *= scale
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype)
+
+
+def scaled_mm_accumulate(
+    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
+) -> None:
+    out += scaled_mm(a, scale_a, layout_a, b, scale_b, layout_b, None, torch.float32, False)
+
+
+def _operands(
+    a: Tensor, scale_a: Tensor, layout_a: Layout, b: Tensor, scale_b: Tensor, layout_b: Layout
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of ``(left @ rightᵀ) * scale``: in BF16 where that is exact, else in float32."""
+    scale_a, scale_b = _scale_inv(scale_a), _scale_inv(scale_b)
+    if _is_power_of_2(scale_a) and _is_power_of_2(scale_b):
+        return _scaled(decode(a), scale_a, layout_a), _scaled(decode(b), scale_b, layout_b), None
+    if layout_a is Layout.TENSOR and layout_b is Layout.TENSOR:
+        return decode(a), decode(b), scale_a * scale_b
+    return _scaled(decode(a).float(), scale_a, layout_a), _scaled(decode(b).float(), scale_b, layout_b), None
+
+
+def _scale_inv(scale_inv: Tensor) -> Tensor:
+    return scaling.e8m0_decode(scale_inv.view(torch.uint8)) if scale_inv.dtype == E8M0_DTYPE else scale_inv
+
+
+def _is_power_of_2(scale: Tensor) -> bool:
+    return not bool((scale.contiguous().view(torch.int32) & 0x7FFFFF).any())
+
+
+def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
+    """``values [R, K]`` times their block's scale, in values' dtype. Overwrites ``values``."""
+    scale_inv = scale_inv.to(values.dtype)
+    rows, columns = values.shape
+    block_rows, block_columns = block_shape(layout, rows, columns)
+    if layout in (Layout.TENSOR, Layout.ROW) or not values.numel():
+        return values.mul_(scale_inv) if values.numel() else values
+    if rows % block_rows or columns % block_columns:
+        scale_inv = scale_inv.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+        return values.mul_(scale_inv)
+    blocks = values.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
+    blocks.mul_(scale_inv[:, None, :, None])
+    return values
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    if left.dtype == torch.float32:
+        return torch.mm(left, right.t())
+    if left.is_cuda:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    with _bf16_products():
+        return torch.mm(left.float(), right.float().t())
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """Let float32 GEMMs multiply in BF16 and accumulate in float32: exact for operands that are BF16 values.
+
+    The only way to a float32 result of a BF16 GEMM on the CPU; processors without BF16 ignore it.
+    """
+    settings = torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None
+    if settings is not None:
+        previous = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = previous
+    else:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def update_scales(
+    seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+) -> None:
+    """See :func:`lightning_fp8.ops.update_scales`."""
+    window.copy_(scaling.roll_history(window, seen))
+    if recompute:
+        amax = scaling.reduce_history(window, "max" if algorithm == "max" else "most_recent")
+        ran = (seen > 0) & torch.isfinite(seen)
+        scale.copy_(torch.where(ran, scaling.delayed_scale(amax, scale, fp8_max, margin), scale))
+    seen.zero_()
+
+
+for _op in (observe, quantize, quantize_with_scale, scaled_mm, scaled_mm_accumulate, update_scales):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", ("cpu", "cuda"), _op)

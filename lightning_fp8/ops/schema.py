@@ -1,0 +1,110 @@
+"""The schemas of ``torch.ops.lightning_fp8`` and their shapes on fake and meta tensors.
+
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where asked, the operand of x (``rowwise``) and the
+operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked for comes back empty.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.scaled import Layout, block_shape
+
+NAMESPACE = "lightning_fp8"
+
+torch.library.define(
+    f"{NAMESPACE}::quantize",
+    "(Tensor x, ScalarType dtype, str layout, bool power_2, float epsilon, bool rowwise, bool columnwise)"
+    " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
+)
+torch.library.define(
+    f"{NAMESPACE}::quantize_with_scale",
+    "(Tensor x, Tensor scale, Tensor(a!)? seen, ScalarType dtype, bool rowwise, bool columnwise)"
+    " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
+)
+torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
+torch.library.define(
+    f"{NAMESPACE}::scaled_mm",
+    "(Tensor a, Tensor scale_a, str layout_a, Tensor b, Tensor scale_b, str layout_b, Tensor? bias,"
+    " ScalarType out_dtype, bool fast_accum) -> Tensor",
+)
+torch.library.define(
+    f"{NAMESPACE}::scaled_mm_accumulate",
+    "(Tensor(a!) out, Tensor a, Tensor scale_a, str layout_a, Tensor b, Tensor scale_b, str layout_b) -> ()",
+)
+torch.library.define(
+    f"{NAMESPACE}::update_scales",
+    "(Tensor(a!) seen, Tensor(b!) window, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
+    " bool recompute) -> ()",
+)
+
+
+def scale_shape(layout: Layout, rows: int, columns: int) -> tuple[int, ...]:
+    """Shape of ``scale_inv`` of an ``[rows, columns]`` operand."""
+    if layout is Layout.TENSOR:
+        return ()
+    block_rows, block_columns = block_shape(layout, rows, columns)
+    return -(-rows // block_rows), -(-columns // block_columns)
+
+
+def scale_dtype(layout: Layout) -> torch.dtype:
+    return E8M0_DTYPE if layout is Layout.MX_1X32 else torch.float32
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize")
+def _quantize(
+    x: Tensor, dtype: torch.dtype, layout: str, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kind, (rows, columns) = Layout(layout), x.shape
+
+    def operand(wanted: bool, r: int, k: int, transposed: bool) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=scale_dtype(kind))
+        # The reference quantizes in x's order: its transposed operand is a view.
+        data = x.new_empty(k, r, dtype=dtype).t() if transposed else x.new_empty(r, k, dtype=dtype)
+        return data, x.new_empty(scale_shape(kind, r, k), dtype=scale_dtype(kind))
+
+    return (*operand(rowwise, rows, columns, False), *operand(columnwise, columns, rows, True))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_with_scale")
+def _quantize_with_scale(
+    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _quantize(x, dtype, Layout.TENSOR.value, False, 0.0, rowwise, columnwise)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::observe")
+def _observe(x: Tensor, seen: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::scaled_mm")
+def _scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    layout_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    layout_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::scaled_mm_accumulate")
+def _scaled_mm_accumulate(
+    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
+) -> None:
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::update_scales")
+def _update_scales(
+    seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+) -> None:
+    return None

@@ -1,0 +1,243 @@
+"""The Lightning plugins: FP8 as a precision of Trainer and Fabric."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_fp8 import ops
+from lightning_fp8.autocast import Setting, region
+from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
+from lightning_fp8.history import AmaxHistory, update_together, validated_state
+from lightning_fp8.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    RecipeName,
+    make_recipe,
+)
+
+
+class FP8FabricPrecision(FabricPrecision):
+    """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
+
+    Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
+    parameters and ``state_dict`` keys. The delayed scales of a model are the plugin's state.
+
+    Args:
+        recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
+        weights_dtype: dtype of the parameters.
+        first_last_layers_bf16: keep the first and last layers in BF16.
+        num_layers_at_start_in_bf16: how many first layers.
+        num_layers_at_end_in_bf16: how many last layers.
+        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only ``lightning_fp8.Linear`` in FP8.
+        skip: globs of module names that stay in BF16.
+        compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
+            everything else runs under ``torch.autocast``.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message lists what would.
+    """
+
+    def __init__(
+        self,
+        recipe: (
+            RecipeName
+            | DelayedScaling
+            | Float8CurrentScaling
+            | Float8RowwiseScaling
+            | Float8BlockScaling
+            | MXFP8BlockScaling
+        ) = "delayed",
+        weights_dtype: torch.dtype = torch.bfloat16,
+        first_last_layers_bf16: bool = True,
+        num_layers_at_start_in_bf16: int = 1,
+        num_layers_at_end_in_bf16: int = 1,
+        replace_layers: bool = True,
+        skip: Sequence[str] = (),
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype or weights_dtype)):
+            if dtype not in ops.HIGH_PRECISION:
+                raise ValueError(f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
+        if weights_dtype != torch.float32 and compute_dtype not in (None, weights_dtype):
+            raise ValueError(
+                f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute in "
+                "another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
+            )
+        self.recipe = make_recipe(recipe)
+        self.weights_dtype = weights_dtype
+        self.compute_dtype = compute_dtype or weights_dtype
+        self.policy = Policy(
+            first_last_layers_bf16,
+            num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16,
+            replace_layers,
+            skip,
+        )
+        self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
+        self.histories: dict[str, AmaxHistory] = {}
+        self.summary: ConversionSummary | None = None
+        self._pending_state: dict[str, Any] | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
+        if any(t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())):
+            module.to(dtype=self.weights_dtype)
+        self.summary = plan_conversion(module, self.policy)
+        history = apply_conversion(module, self.summary)
+        if self._take_charge_of(history):
+            rank_zero_info(f"{self.recipe}\n{self.summary}")
+            if not self.summary.num_fp8:
+                rank_zero_warn(
+                    "no layer of the model runs in FP8 (the table above says why); lower num_layers_at_start_in_bf16 or "
+                    "num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
+                )
+        if self._pending_state is not None:
+            self.load_state_dict(self._pending_state)
+        return module
+
+    def _take_charge_of(self, history: AmaxHistory) -> bool:
+        """Remember another model's history; False if it is known."""
+        if any(history is known for known in self.histories.values()):
+            return False
+        self.histories[f"model_{len(self.histories)}" if self.histories else "model"] = history
+        return True
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """New floating-point tensors are ``weights_dtype``."""
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.weights_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(previous)
+
+    def module_init_context(self) -> Any:
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
+        with ExitStack() as stack:
+            stack.enter_context(self.tensor_init_context())
+            if self.compute_dtype != self.weights_dtype:
+                for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+                    stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
+            stack.enter_context(region(Setting(self.recipe)))
+            yield
+
+    def convert_input(self, data: Any) -> Any:
+        return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype())
+
+    def update_scales(self) -> None:
+        """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
+        if isinstance(self.recipe, DelayedScaling):
+            update_together(list(self.histories.values()), self.recipe)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        closure = kwargs.pop("closure", None)
+        if closure is None:
+            self.update_scales()
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def closure_then_update() -> Any:
+            loss = closure()
+            self.update_scales()
+            return loss
+
+        return super().optimizer_step(optimizer, closure=closure_then_update, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recipe and every model's scales and amax histories, as tensors, numbers and names."""
+        recipe = dataclasses.asdict(self.recipe)
+        recipe["fp8_format"] = self.recipe.fp8_format.name
+        return {"recipe": recipe, **{name: history.state_dict() for name, history in self.histories.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the scales and histories of :meth:`state_dict`; before conversion they wait for it.
+
+        Raises:
+            ValueError: the state is malformed; nothing was changed.
+        """
+        if not self.histories:
+            self.load_state_dict_at_conversion(state_dict)
+            return
+        states = _validated_states(state_dict)
+        self._pending_state = None
+        for name, history in self.histories.items():
+            if name in states:
+                new_rows = history.load_state_dict(states[name])
+                if new_rows and isinstance(self.recipe, DelayedScaling):
+                    rank_zero_info(f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}")
+
+
+    def load_state_dict_at_conversion(self, state_dict: dict[str, Any]) -> None:
+        """Like :meth:`load_state_dict`, but for the model that is converted next."""
+        _validated_states(state_dict)
+        self._pending_state = state_dict
+
+
+class FP8Precision(Precision, FP8FabricPrecision):
+    """FP8 training as a precision plugin of the Trainer, together with :class:`lightning_fp8.FP8Callback`.
+
+    ``Trainer(plugins=[FP8Precision(recipe="delayed")], callbacks=[FP8Callback()])``. Arguments and errors are
+    :class:`FP8FabricPrecision`'s.
+    """
+
+    updated_by_callback = False
+    """Whether a callback of the running Trainer calls :meth:`update_scales`."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        in_trainer = isinstance(module, LightningModule) and module._trainer is not None
+        if in_trainer and not self.updated_by_callback:
+            raise MisconfigurationException(
+                "FP8Precision needs FP8Callback, which updates its scales; add it: "
+                "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()])"
+            )
+        return super().convert_module(module)
+
+    def _take_charge_of(self, history: AmaxHistory) -> bool:
+        # A Trainer trains one model at a time; its checkpoints must not carry the one before.
+        is_new = self.histories.get("model") is not history
+        self.histories = {"model": history}
+        return is_new
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        if not isinstance(module, LightningModule) or module._trainer is None:
+            raise MisconfigurationException("FP8Precision is the Trainer's plugin; give Fabric FP8FabricPrecision instead")
+        return super().pre_backward(tensor, module)
+
+
+def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = {name: state for name, state in state_dict.items() if name != "recipe"}
+    for state in states.values():
+        validated_state(state)
+    return states
+
+
+def _precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
+    """Lightning's name for what the rest of the model runs in; its summaries and monitors know these."""
+    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
+    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
+
+
+def _cast_floating_point(tensor: Tensor, dtype_to: torch.dtype) -> Tensor:
+    return tensor.to(dtype_to) if tensor.is_floating_point() else tensor

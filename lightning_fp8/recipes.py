@@ -1,0 +1,259 @@
+"""Recipes: how a training run scales its tensors. A recipe is a frozen dataclass; a name is a row of data.
+
+The names and fields are Transformer Engine's (``transformer_engine.common.recipe``); ``Float8RowwiseScaling`` is
+torchao's ``rowwise``. The field ``name`` identifies the recipe in YAML, mappings and checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning_fp8.formats import Float8, Format
+from lightning_fp8.scaled import Cast, Layout, Role
+from lightning_fp8.scaling import AmaxAlgorithm
+
+
+def _require_format(recipe: Any, *allowed: Format) -> None:
+    if not isinstance(recipe.fp8_format, Format):
+        names = ", ".join(f"Format.{format.name}" for format in allowed)
+        raise TypeError(f"fp8_format={recipe.fp8_format!r} is not a Format; use one of {names}")
+    if recipe.fp8_format not in allowed:
+        names = ", ".join(format.name for format in allowed)
+        raise ValueError(f"fp8_format={recipe.fp8_format.name} is not supported by {recipe.name!r}; use one of {names}")
+
+
+def _require_name(recipe: Any) -> None:
+    expected = type(recipe).__dataclass_fields__["name"].default
+    if recipe.name != expected:
+        raise ValueError(f"name={recipe.name!r} does not belong to {type(recipe).__name__}, whose name is {expected!r}")
+
+
+def _require_int(recipe: Any, field: str, minimum: int) -> None:
+    value = getattr(recipe, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field}={value!r} must be an integer of at least {minimum}")
+    if value < minimum:
+        raise ValueError(f"{field}={value} must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
+
+    Attributes:
+        margin: binary digits of head room kept above the window's amax.
+        interval: recompute the scales every so many optimizer steps.
+        fp8_format: ``HYBRID`` or ``E4M3``.
+        amax_history_len: steps the window looks back.
+        amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
+        reduce_amax: take the maximum over the data-parallel group, so that all ranks share their scales.
+    """
+
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    reduce_amax: bool = True
+    name: Literal["delayed"] = "delayed"
+
+    def __post_init__(self) -> None:
+        _require_name(self)
+        _require_format(self, Format.HYBRID, Format.E4M3)
+        _require_int(self, "margin", 0)
+        _require_int(self, "interval", 1)
+        _require_int(self, "amax_history_len", 1)
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+
+    def cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling:
+    """One scale per tensor, from its own amax. Two passes over the data, no state.
+
+    Attributes:
+        fp8_format: ``HYBRID`` or ``E4M3``.
+        power_2_scale: round scales down to powers of two.
+        amax_epsilon: lower bound of an amax.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    name: Literal["tensorwise"] = "tensorwise"
+
+    def __post_init__(self) -> None:
+        _require_name(self)
+        _require_format(self, Format.HYBRID, Format.E4M3)
+        if not 0 <= self.amax_epsilon < float("inf"):
+            raise ValueError(f"amax_epsilon={self.amax_epsilon} must be a finite number of at least 0")
+
+    def cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
+
+
+@dataclass(frozen=True)
+class Float8RowwiseScaling:
+    """One scale per row of each GEMM operand along its contraction, a power of two.
+
+    Attributes:
+        fp8_format: ``E4M3`` (torchao's choice) or ``HYBRID``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    name: Literal["rowwise"] = "rowwise"
+
+    def __post_init__(self) -> None:
+        _require_name(self)
+        _require_format(self, Format.E4M3, Format.HYBRID)
+
+    def cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling:
+    """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
+
+    Attributes:
+        fp8_format: ``E4M3``.
+        power_2_scale: round scales down to powers of two.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_2_scale: bool = True
+    name: Literal["blockwise"] = "blockwise"
+
+    def __post_init__(self) -> None:
+        _require_name(self)
+        _require_format(self, Format.E4M3)
+
+    def cast(self, role: Role) -> Cast:
+        layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
+        return Cast(float8_for(self.fp8_format, role), layout, self.power_2_scale)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling:
+    """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
+
+    Attributes:
+        fp8_format: ``E4M3`` or ``HYBRID``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    name: Literal["mxfp8"] = "mxfp8"
+
+    def __post_init__(self) -> None:
+        _require_name(self)
+        _require_format(self, Format.E4M3, Format.HYBRID)
+
+    def cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.MX_1X32, power_2_scale=True)
+
+
+Recipe: TypeAlias = (
+    DelayedScaling | Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling | MXFP8BlockScaling
+)
+RecipeName: TypeAlias = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+RECIPES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "tensorwise": Float8CurrentScaling,
+    "rowwise": Float8RowwiseScaling,
+    "blockwise": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+}
+
+# Megatron-LM's configuration keys: (key, field of the recipe); a recipe without the field ignores the key, as
+# Megatron does with amax settings of recipes that keep no history.
+_MEGATRON_FIELDS = {
+    "fp8_margin": "margin",
+    "fp8_interval": "interval",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+}
+_MEGATRON_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
+_MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
+
+
+def float8_for(format: Format, role: Role) -> Float8:
+    """The FP8 format that ``role`` takes under ``format``."""
+    return format.backward if role is Role.GRAD_OUTPUT else format.forward
+
+
+def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
+    """The recipe that ``recipe`` describes.
+
+    Args:
+        recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
+            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
+            (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
+            ``fp8_amax_compute_algo``).
+
+    Raises:
+        ValueError: an unknown name, field or value; the message lists the valid ones.
+        TypeError: not a recipe, name or mapping.
+    """
+    if isinstance(recipe, tuple(RECIPES.values())):
+        return recipe
+    if isinstance(recipe, str):
+        return _class_of(recipe)()
+    if isinstance(recipe, Mapping):
+        fields = dict(recipe)
+        if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
+            return _from_megatron(fields)
+        return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
+    raise TypeError(f"recipe={recipe!r} is neither a recipe, one of the names {_quoted(RECIPES)}, nor a mapping of fields")
+
+
+def _class_of(name: Any) -> type[Recipe]:
+    if name not in RECIPES:
+        raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
+    return RECIPES[name]
+
+
+def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
+    valid = [field.name for field in dataclasses.fields(cls)]
+    for field in fields:
+        if field not in valid:
+            raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are {_quoted(valid)}")
+    if isinstance(fields.get("fp8_format"), str):
+        name = fields["fp8_format"].upper()
+        if name not in Format.__members__:
+            raise ValueError(f"fp8_format={fields['fp8_format']!r} is unknown; use one of {_quoted(Format.__members__)}")
+        fields["fp8_format"] = Format[name]
+    return cls(**fields)
+
+
+def _from_megatron(keys: dict[str, Any]) -> Recipe:
+    for key in keys:
+        if key not in (*_MEGATRON_KEYS, "fp8_format"):
+            raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")
+    format_key = keys.get("fp8", keys.get("fp8_format", "hybrid"))
+    if _is_mxfp8(format_key) or _is_mxfp8(keys.get("fp8_format")):
+        return MXFP8BlockScaling()
+    format_name = format_key.name if isinstance(format_key, Format) else format_key
+    if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
+        raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
+    cls = _class_of(keys.get("fp8_recipe", "delayed"))
+    valid = {field.name for field in dataclasses.fields(cls)}
+    fields = {field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}
+    # Only the recipes that keep one scale per tensor follow Megatron's format; the others are E4M3 there too.
+    if cls in (DelayedScaling, Float8CurrentScaling):
+        fields["fp8_format"] = _MEGATRON_FORMATS[format_name.lower()]
+    return cls(**fields)
+
+
+def _is_mxfp8(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "mxfp8"
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,93 @@
+"""amax -> scale: the formulas of every recipe, as pure functions of tensors.
+
+Convention: ``scale`` multiplies before the cast, ``scale_inv = 1 / scale`` divides back. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+AmaxAlgorithm = Literal["max", "most_recent"]
+
+
+def floor_power_of_2(scale: Tensor) -> Tensor:
+    """The largest power of two that is not above ``scale`` (float32, positive, normal), element by element."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
+    """Scale of a tensor, row or block from its own amax: ``fp8_max / max(amax, epsilon)``.
+
+    An amax of 0, inf or NaN gives 1; a quotient beyond float32 gives float32's largest value; ``power_2`` rounds
+    down to a power of two. Source: Transformer Engine's ``compute_scale_from_amax``.
+
+    Args:
+        amax: float32, any shape, non-negative.
+
+    Returns:
+        float32 of amax's shape, finite and positive.
+    """
+    amax = amax.clamp(min=epsilon) if epsilon else amax
+    usable = (amax > 0) & torch.isfinite(amax)
+    scale = torch.where(usable, fp8_max / amax, 1.0).clamp(max=FLOAT32_MAX)
+    return floor_power_of_2(scale) if power_2 else scale
+
+
+def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: float = 0) -> Tensor:
+    """The delayed-scaling rule: ``(fp8_max / amax) / 2**margin``.
+
+    Keeps the old ``scale`` where amax is 0, inf or NaN; a quotient beyond float32 gives float32's largest value.
+    Source: Transformer Engine's fused update (``delayed_scaling.cu``).
+
+    Args:
+        amax: float32 ``[n]``, the window's amax.
+        scale: float32 ``[n]``, the scales in use.
+        fp8_max: the format's largest value, one number or float32 ``[n]``.
+        margin: binary digits of head room.
+    """
+    usable = (amax > 0) & torch.isfinite(amax)
+    return torch.where(usable, ((fp8_max / amax) / 2.0**margin).clamp(max=FLOAT32_MAX), scale)
+
+
+def roll_history(history: Tensor, amax: Tensor) -> Tensor:
+    """Push ``amax [n]`` into the window ``history [len, n]``, oldest row first, and return the new window.
+
+    A column whose amax is 0 (its module did not run), inf or NaN (it would freeze the scale for the whole window)
+    stays as it is.
+    """
+    usable = (amax > 0) & torch.isfinite(amax)
+    return torch.where(usable, torch.cat([history[1:], amax[None]]), history)
+
+
+def reduce_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
+    """The amax ``[n]`` that a window ``[len, n]`` stands for: its maximum, or its most recent row."""
+    return history.amax(0) if algorithm == "max" else history[-1]
+
+
+def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
+    """E8M0 code (uint8) of ``amax / fp8_max``, rounded up to a power of two.
+
+    0 gives code 0 (2**-127), inf gives 254, NaN gives 255. Source: OCP Microscaling Formats v1.0 with Transformer
+    Engine's round-up, which never saturates a finite block.
+
+    Args:
+        amax: float32, any shape, non-negative.
+    """
+    bits = (amax * (torch.ones((), dtype=torch.float32) / fp8_max).item()).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # A subnormal up to 2**-127 is what code 0 stands for; inf (exponent 255, no mantissa) saturates to 254.
+    round_up = (mantissa > 0) & (exponent != 254) & ((exponent > 0) | (mantissa > 0x400000))
+    code = (exponent + round_up.int()).clamp(max=254)
+    return torch.where(torch.isnan(amax), 255, code).to(torch.uint8)
+
+
+def e8m0_decode(code: Tensor) -> Tensor:
+    """``2**(code - 127)`` as float32 from uint8 codes; 255 is NaN."""
+    bits = code.int() << 23
+    bits = torch.where(code == 0, 0x00400000, bits)  # 2**-127 is subnormal in float32
+    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)

@@ -1,0 +1,79 @@
+"""The FP8 state of a whole model as one dictionary, for training without Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fp8.history import AmaxHistory, validated_state
+from lightning_fp8.modules import Linear
+from lightning_fp8.scaled import Role
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """A module's name without what torch.compile, activation checkpointing and FSDP wrap around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def fp8_linears(model: nn.Module) -> list[tuple[str, Linear]]:
+    """The FP8 linear layers of ``model`` under their clean names, each once."""
+    return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, Linear)]
+
+
+def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Scales and amax histories of the FP8 layers of ``model``.
+
+    Returns:
+        ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
+        ``[len, n]``, oldest first) and ``updates``. Loads with ``torch.load(weights_only=True)``.
+    """
+    names, scales, windows, updates = [], [], [], 0
+    for name, linear in fp8_linears(model):
+        for role, slot in (linear.slots or {}).items():
+            names.append(f"{name}.{role.value}" if name else role.value)
+            scales.append(slot.scale.detach())
+            windows.append(slot.history.window[:, slot.row])
+            updates = max(updates, slot.history.updates)
+    length = max((len(window) for window in windows), default=0)
+    columns = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
+    return {
+        "names": names,
+        "scale": torch.stack(scales) if scales else torch.zeros(0),
+        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0),
+        "updates": updates,
+    }
+
+
+def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Give the FP8 layers of ``model`` the scales and histories of ``state``; rows it does not hold start empty.
+
+    Args:
+        model: a model with FP8 layers (see ``convert_module``).
+        state: what :func:`fp8_state_dict` gave, or the ``"model"`` entry of the plugin's state in a checkpoint.
+
+    Returns:
+        The names of rows that ``state`` does not hold.
+
+    Raises:
+        ValueError: ``state`` is malformed or ``model`` has no FP8 layer; nothing was changed.
+    """
+    validated_state(state)
+    names: dict[int, list[str]] = {}
+    histories: dict[int, AmaxHistory] = {}
+    for name, linear in fp8_linears(model):
+        if linear.slots is None:
+            continue
+        history = linear.slots[Role.INPUT].history
+        histories[id(history)] = history
+        rows = names.setdefault(id(history), list(history.names))
+        for role, slot in linear.slots.items():
+            rows[slot.row] = f"{name}.{role.value}" if name else role.value
+    if not histories:
+        raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
+    return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
