@@ -40,7 +40,7 @@ class Curve(L.Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
-        self.losses.append(outputs["loss"].item())
+        self.losses.append(round(outputs["loss"].item(), 4))
 
 
 def train(recipe: str, seed: int, steps: int, width: int, depth: int, batch_size: int) -> dict[str, Any]:

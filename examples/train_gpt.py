@@ -137,10 +137,10 @@ class GPT(L.LightningModule):
         width: channels.
         depth: blocks.
         heads: attention heads.
-        lr: peak learning rate of AdamW; warms up, then falls to a tenth along a cosine.
+        lr: peak learning rate of AdamW; warms up, then falls to a fiftieth along a cosine.
     """
 
-    def __init__(self, width: int = 256, depth: int = 6, heads: int = 4, lr: float = 2e-3) -> None:
+    def __init__(self, width: int = 256, depth: int = 6, heads: int = 4, lr: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Embedding(BYTES, width)
@@ -193,7 +193,7 @@ class GPT(L.LightningModule):
 
         def factor(step: int) -> float:
             progress = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
-            return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * progress))
+            return min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * progress))
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -77,6 +77,9 @@ class Format(Enum):
     E5M2 = _E5M2_ONLY
     HYBRID = _HYBRID
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
     @property
     def forward(self) -> Float8:
         return self.value.forward
