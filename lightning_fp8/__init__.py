@@ -15,8 +15,7 @@ from lightning_fp8.recipes import (
     make_recipe,
 )
 from lightning_fp8.state import fp8_state_dict, load_fp8_state_dict
-
-__version__ = "0.1.0"
+from lightning_fp8.version import __version__
 
 __all__ = [
     "DelayedScaling",
@@ -31,6 +30,7 @@ __all__ = [
     "Linear",
     "MXFP8BlockScaling",
     "RMSNorm",
+    "__version__",
     "convert_module",
     "fp8_autocast",
     "fp8_state_dict",

@@ -1,0 +1,81 @@
+"""``lightning-fp8``: recipes in YAML, their printed fields, and what a wrong one says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_fp8 import FP8Precision
+from lightning_fp8.cli import main, recipe_hints
+from lightning_fp8.recipes import RECIPES
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str, list[dict[str, dict]]]]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *args, "--print_config"])
+    assert stopped.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_there_is_one_config_per_recipe() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_print_config_shows_every_field_of_the_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed_config(capsys, "--config", str(CONFIGS / f"{name}.yaml"))
+    (plugin,) = config["trainer"]["plugins"]
+    recipe = plugin["init_args"]["recipe"]
+    assert recipe["name"] == name
+    assert set(recipe) == {field.name for field in dataclasses.fields(RECIPES[name])}
+
+
+def test_a_recipe_of_a_few_fields_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((CONFIGS / "delayed.yaml").read_text())
+    config["trainer"]["plugins"][0]["init_args"]["recipe"] = {"name": "delayed", "margin": 2}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(config))
+    printed = printed_config(capsys, "--config", str(tmp_path / "short.yaml"))
+    recipe = printed["trainer"]["plugins"][0]["init_args"]["recipe"]
+    assert (recipe["margin"], recipe["amax_history_len"], recipe["fp8_format"]) == (2, 1024, "HYBRID")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("delayed", "margn"), ("tensorwise", "margin"), ("blockwise", "amax_history_len")]
+)
+def test_a_wrong_field_is_refused_with_the_valid_ones(
+    name: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config["trainer"]["plugins"][0]["init_args"]["recipe"][field] = 0
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", str(tmp_path / "wrong.yaml")])
+    assert stopped.value.code == 2
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{RECIPES[name].__name__} has no field '{field}'" in last_line
+    assert all(valid.name in last_line for valid in dataclasses.fields(RECIPES[name]))
+
+
+def test_hints_are_only_given_for_recipes() -> None:
+    assert recipe_hints("Problem with given class_path 'torch.optim.AdamW':\n  Option 'lrr' is not accepted") == ""
+
+
+def test_fit_trains_from_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--model.width", "32", "--model.depth", "3", "--model.heads", "2", "--data.length", "16"]
+    quick = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"]
+    seen: list[int] = []
+    update = FP8Precision.update_scales
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8Precision, "update_scales", lambda plugin: (seen.append(1), update(plugin))[1])
+        main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
+    assert len(seen) == 3
