@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
+from train_gpt import GPT, StdlibBytes  # the file beside this one
 
 from lightning_fp8 import FP8Callback, FP8Precision
 
-sys.path.insert(0, str(Path(__file__).parent))
-from train_gpt import GPT, StdlibBytes  # noqa: E402
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+plt.switch_backend("Agg")  # no screen needed
 
 RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
@@ -69,7 +66,10 @@ def train(recipe: str, seed: int, steps: int, width: int, depth: int, batch_size
 
 def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
     """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
-    rows = ["| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers |", "|---|---|---|---|---|"]
+    rows = [
+        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers |",
+        "|---|---|---|---|---|",
+    ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
     for recipe in RECIPES:
         losses = [runs[f"{recipe}/{seed}"]["val_loss"] for seed in range(seeds)]

@@ -46,7 +46,9 @@ def main(args: Sequence[str] | None = None) -> None:
     class FP8CLI(LightningCLI):
         def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
             parser = Parser(**kwargs)
-            parser.add_argument("-c", "--config", action=jsonargparse.ActionConfigFile, help="a YAML configuration file")
+            parser.add_argument(
+                "-c", "--config", action=jsonargparse.ActionConfigFile, help="a YAML configuration file"
+            )
             return parser
 
     # A console script does not see the working directory, where the user's classes live.

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules import Linear
 from lightning_fp8.modules.linear import history_rows
-from lightning_fp8.state import clean_name, fp8_linears, fp8_state_dict
-from lightning_fp8.history import AmaxHistory
 from lightning_fp8.scaled import Role
+from lightning_fp8.state import clean_name, fp8_linears, fp8_state_dict
 
 
 @dataclass(frozen=True)

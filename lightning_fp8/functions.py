@@ -17,7 +17,14 @@ Slots = dict[Role, Slot]
 
 
 def quantize_role(
-    x: Tensor, role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwise: bool = True, columnwise: bool = False
+    x: Tensor,
+    role: Role,
+    recipe: Recipe,
+    slots: Slots,
+    *,
+    observe: bool,
+    rowwise: bool = True,
+    columnwise: bool = False,
 ) -> Quantized:
     """Cast ``x [R, K]`` as ``recipe`` does for ``role``; delayed scaling reads and, if ``observe``, feeds its slot."""
     slot = slots[role] if isinstance(recipe, DelayedScaling) else None
@@ -54,8 +61,7 @@ class LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x8 = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=needs_wgrad)
         w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
-        assert x8.rowwise is not None and w8.rowwise is not None
-        y = ops.scaled_mm(x8.rowwise, w8.rowwise, bias=bias, out_dtype=out_dtype, fast_accum=True)
+        y = ops.scaled_mm(_present(x8.rowwise), _present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
 
         saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
         ctx.save_for_backward(*saved, weight if needs_dgrad else None)
@@ -78,16 +84,21 @@ class LinearFunction(torch.autograd.Function):
             w8 = ctx.cached_weight or quantize_role(
                 weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True
             )
-            dx = ops.scaled_mm(dy8.rowwise, w8.columnwise, out_dtype=ctx.x_dtype)
+            dx = ops.scaled_mm(_present(dy8.rowwise), _present(w8.columnwise), out_dtype=ctx.x_dtype)
         if needs_wgrad:
             x_t = ScaledTensor(x_data, x_scale_inv, ctx.x_layout)
             if ctx.main_grad is not None:
-                ops.scaled_mm_accumulate(ctx.main_grad, dy8.columnwise, x_t)
+                ops.scaled_mm_accumulate(ctx.main_grad, _present(dy8.columnwise), x_t)
             else:
-                dw = ops.scaled_mm(dy8.columnwise, x_t, out_dtype=ctx.weight_dtype)
+                dw = ops.scaled_mm(_present(dy8.columnwise), x_t, out_dtype=ctx.weight_dtype)
         if needs_bias_grad:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, dbias, *[None] * 6
+
+
+def _present(operand: ScaledTensor | None) -> ScaledTensor:
+    assert operand is not None  # it was asked for
+    return operand
 
 
 class ObserveGradFunction(torch.autograd.Function):

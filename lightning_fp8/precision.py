@@ -72,11 +72,13 @@ class FP8FabricPrecision(FabricPrecision):
     ) -> None:
         for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype or weights_dtype)):
             if dtype not in ops.HIGH_PRECISION:
-                raise ValueError(f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
+                raise ValueError(
+                    f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+                )
         if weights_dtype != torch.float32 and compute_dtype not in (None, weights_dtype):
             raise ValueError(
-                f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute in "
-                "another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
+                f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
+                "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
         self.recipe = make_recipe(recipe)
         self.weights_dtype = weights_dtype
@@ -95,7 +97,9 @@ class FP8FabricPrecision(FabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
-        if any(t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())):
+        if any(
+            t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
+        ):
             module.to(dtype=self.weights_dtype)
         self.summary = plan_conversion(module, self.policy)
         history = apply_conversion(module, self.summary)
@@ -103,8 +107,8 @@ class FP8FabricPrecision(FabricPrecision):
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
                 rank_zero_warn(
-                    "no layer of the model runs in FP8 (the table above says why); lower num_layers_at_start_in_bf16 or "
-                    "num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
+                    "no layer of the model runs in FP8 (the table above says why); lower num_layers_at_start_in_bf16 "
+                    "or num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
                 )
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
@@ -145,7 +149,9 @@ class FP8FabricPrecision(FabricPrecision):
         return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
 
     def convert_output(self, data: Any) -> Any:
-        return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype())
+        return apply_to_collection(
+            data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype()
+        )
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
@@ -186,8 +192,9 @@ class FP8FabricPrecision(FabricPrecision):
             if name in states:
                 new_rows = history.load_state_dict(states[name])
                 if new_rows and isinstance(self.recipe, DelayedScaling):
-                    rank_zero_info(f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}")
-
+                    rank_zero_info(
+                        f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
+                    )
 
     def load_state_dict_at_conversion(self, state_dict: dict[str, Any]) -> None:
         """Like :meth:`load_state_dict`, but for the model that is converted next."""
@@ -195,7 +202,7 @@ class FP8FabricPrecision(FabricPrecision):
         self._pending_state = state_dict
 
 
-class FP8Precision(Precision, FP8FabricPrecision):
+class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer, together with :class:`lightning_fp8.FP8Callback`.
 
     ``Trainer(plugins=[FP8Precision(recipe="delayed")], callbacks=[FP8Callback()])``. Arguments and errors are
@@ -222,7 +229,7 @@ class FP8Precision(Precision, FP8FabricPrecision):
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if not isinstance(module, LightningModule) or module._trainer is None:
-            raise MisconfigurationException("FP8Precision is the Trainer's plugin; give Fabric FP8FabricPrecision instead")
+            raise MisconfigurationException("FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead")
         return super().pre_backward(tensor, module)
 
 

@@ -201,8 +201,6 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         ValueError: an unknown name, field or value; the message lists the valid ones.
         TypeError: not a recipe, name or mapping.
     """
-    if isinstance(recipe, tuple(RECIPES.values())):
-        return recipe
     if isinstance(recipe, str):
         return _class_of(recipe)()
     if isinstance(recipe, Mapping):
@@ -210,7 +208,9 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
             return _from_megatron(fields)
         return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
-    raise TypeError(f"recipe={recipe!r} is neither a recipe, one of the names {_quoted(RECIPES)}, nor a mapping of fields")
+    if not isinstance(recipe, tuple(RECIPES.values())):
+        raise TypeError(f"recipe={recipe!r} is neither a recipe, a name ({_quoted(RECIPES)}), nor a mapping of fields")
+    return recipe
 
 
 def _class_of(name: Any) -> type[Recipe]:
@@ -225,10 +225,10 @@ def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
         if field not in valid:
             raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are {_quoted(valid)}")
     if isinstance(fields.get("fp8_format"), str):
-        name = fields["fp8_format"].upper()
-        if name not in Format.__members__:
-            raise ValueError(f"fp8_format={fields['fp8_format']!r} is unknown; use one of {_quoted(Format.__members__)}")
-        fields["fp8_format"] = Format[name]
+        name = fields["fp8_format"]
+        if name.upper() not in Format.__members__:
+            raise ValueError(f"fp8_format={name!r} is unknown; use one of {_quoted(Format.__members__)}")
+        fields["fp8_format"] = Format[name.upper()]
     return cls(**fields)
 
 

@@ -70,7 +70,7 @@ class ScaledTensor:
             ValueError: the layout's blocks run along K and differ in the transposed tensor.
         """
         if not self.layout.transposes:
-            raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize the transposed tensor instead")
+            raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")
         scale_inv = self.scale_inv if self.layout is Layout.TENSOR else self.scale_inv.t()
         return ScaledTensor(self.data.t(), scale_inv, self.layout)
 

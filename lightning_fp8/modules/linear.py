@@ -14,7 +14,7 @@ from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
 from lightning_fp8.history import AmaxHistory, Slot
 from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import Role
 
 
@@ -68,7 +68,9 @@ class Linear(nn.Linear):
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         dtype = params_dtype or dtype
         if dtype is not None and dtype not in ops.HIGH_PRECISION:
-            raise TypeError(f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
+            raise TypeError(
+                f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+            )
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -157,9 +159,7 @@ class Linear(nn.Linear):
         x = input.to(dtype).reshape(-1, self.in_features)
         cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        y = LinearFunction.apply(
-            x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad
-        )
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad)
         return y.view(*input.shape[:-1], self.out_features)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -201,7 +201,9 @@ class Linear(nn.Linear):
         weight = getattr(self, self.weight_names[0])
         device = input.device.type
         if not input.is_floating_point():
-            raise TypeError(f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()")
+            raise TypeError(
+                f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
+            )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
@@ -234,7 +236,9 @@ def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_featu
             raise ValueError(f"parameters_split={dict(parameters_split)} must sum to out_features={out_features}")
         return rows
     if isinstance(parameters_split, str) or not all(isinstance(name, str) for name in parameters_split):
-        raise TypeError(f"parameters_split={parameters_split!r} must be a sequence of names or a mapping of name to rows")
+        raise TypeError(
+            f"parameters_split={parameters_split!r} must be a sequence of names or a mapping of name to rows"
+        )
     if out_features % len(parameters_split):
         raise ValueError(f"out_features={out_features} does not divide into {len(parameters_split)} equal parts")
     return {name.rstrip("_"): out_features // len(parameters_split) for name in parameters_split}

@@ -103,7 +103,9 @@ def scaled_mm(
         ValueError: the contractions differ.
     """
     if a.data.shape[1] != b.data.shape[1]:
-        raise ValueError(f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major")
+        raise ValueError(
+            f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
+        )
     return _ops.scaled_mm(
         a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value, bias, out_dtype, fast_accum
     )

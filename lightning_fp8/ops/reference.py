@@ -20,7 +20,6 @@ from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
 from lightning_fp8.scaled import Layout, block_shape
 
 
-
 def saturating_cast(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
     """``round_to_nearest_even(clamp(values * scale, -max, max))``; NaN stays NaN. Overwrites float32 ``values``."""
     return values.mul_(scale).clamp_(-float8.max, float8.max).to(float8.dtype)
@@ -118,7 +117,9 @@ def _quantize_blocks(
 
 def _e8m0_scale(codes: Tensor) -> Tensor:
     """``2**(127 - code)``; NaN for code 255."""
-    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones_like(codes, dtype=torch.float32), 127 - codes.int()))
+    return torch.where(
+        codes == 255, torch.nan, torch.ldexp(torch.ones_like(codes, dtype=torch.float32), 127 - codes.int())
+    )
 
 
 def decode(data: Tensor) -> Tensor:

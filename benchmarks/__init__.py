@@ -1,0 +1,1 @@
+"""Timings: ``python -m benchmarks --json out.json``."""
