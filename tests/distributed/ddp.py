@@ -1,0 +1,97 @@
+"""Run by two processes of ``torch.distributed``: trains under DDP and writes what each rank saw.
+
+``python -m tests.distributed.ddp {scales,resume} FOLDER``, with RANK, WORLD_SIZE and MASTER_* in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from lightning_fp8 import FP8Precision
+from lightning_fp8.recipes import RECIPES
+from tests.small import Regression, equal_weights, fp8_trainer, regression_data
+
+
+class Record(L.Callback):
+    """The amaxes of this rank before each update, the scales after it, and the collectives of the update."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+        self.scales: list[list[float]] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.seen.append(trainer.precision_plugin.histories["model"].seen.tolist())
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.scales.append(trainer.precision_plugin.histories["model"].scale.tolist())
+
+
+def count_collectives() -> list[str]:
+    """Every collective that Python starts, by name; DDP's own gradient buckets start in C++."""
+    calls: list[str] = []
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    return calls
+
+
+def scales(folder: Path, accumulate: int) -> dict[str, Any]:
+    L.seed_everything(1)
+    record = Record()
+    trainer = fp8_trainer("delayed", strategy="ddp", devices=2, max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.callbacks.insert(0, record)  # before FP8Callback, so that it sees amaxes that are not reduced yet
+    update, updates = FP8Precision.update_scales, []
+
+    def counted_update(plugin: FP8Precision) -> None:
+        before = len(calls)
+        update(plugin)
+        updates.append(calls[before:])
+
+    FP8Precision.update_scales = counted_update  # type: ignore[method-assign]
+    calls = count_collectives()
+    model = Regression()
+    trainer.fit(model, regression_data())
+    return {"seen": record.seen, "scales": record.scales, "updates": updates, "steps": trainer.global_step}
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    result = {}
+    for name, ours in [*((recipe, False) for recipe in RECIPES), ("delayed", True)]:
+
+        def train(epochs: int, ckpt_path: Path | None = None) -> tuple[L.Trainer, Regression]:
+            L.seed_everything(1)
+            model = Regression(ours)  # noqa: B023
+            trainer = fp8_trainer(name, strategy="ddp", devices=2, max_epochs=epochs)  # noqa: B023
+            trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+            return trainer, model
+
+        _, straight = train(3)
+        first, half = train(1)
+        first.save_checkpoint(folder / f"{name}{ours}.ckpt")
+        _, resumed = train(3, folder / f"{name}{ours}.ckpt")
+        result[f"{name}, {'our modules' if ours else 'converted'}"] = {
+            "losses": half.losses + resumed.losses == straight.losses,
+            "count": len(resumed.losses),
+            "weights": equal_weights(resumed, straight),
+        }
+    return result
+
+
+if __name__ == "__main__":
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    report = resume(folder) if what == "resume" else scales(folder, int(sys.argv[3]))
+    (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))

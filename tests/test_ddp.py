@@ -1,0 +1,31 @@
+"""DDP on two processes: ranks share their scales by one collective per optimizer step, and resume to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_on_two_ranks
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path: Path) -> None:
+    first, second = run_on_two_ranks("ddp", "scales", str(tmp_path), str(accumulate), folder=tmp_path)
+    steps = 4 // accumulate
+    assert first["steps"] == second["steps"] == steps
+    assert first["seen"] != second["seen"]  # their data differ
+    assert first["scales"] == second["scales"]
+    assert len(first["scales"]) == 4
+    # 448 / max over the ranks, for the first step's input of the first FP8 layer
+    largest = max(first["seen"][0][0], second["seen"][0][0])
+    assert first["scales"][accumulate - 1][0] == pytest.approx(448 / largest, rel=1e-6)
+    for rank in (first, second):
+        assert rank["updates"] == [["all_reduce"]] * steps
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+    for report in run_on_two_ranks("ddp", "resume", str(tmp_path), folder=tmp_path):
+        assert len(report) == 6
+        for name, result in report.items():
+            assert result == {"losses": True, "weights": True, "count": 4}, name

@@ -1,0 +1,147 @@
+"""Resume is bit for bit, on one device: 2N epochs straight equal N epochs and N more from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
+from lightning_fp8.recipes import RECIPES
+from tests.small import Regression, equal_weights, fp8_trainer, quiet_trainer, regression_data
+
+
+def train(epochs: int, recipe: Any, ours: bool = False, ckpt_path: Path | None = None) -> tuple[L.Trainer, Regression]:
+    L.seed_everything(1)
+    model, trainer = Regression(ours), fp8_trainer(recipe, max_epochs=epochs)
+    trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["converted", "our modules"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resume_is_bit_for_bit(recipe: str, ours: bool, tmp_path: Path) -> None:
+    _, straight = train(4, recipe, ours)
+    first, half = train(2, recipe, ours)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    trainer, resumed = train(4, recipe, ours, tmp_path / "half.ckpt")
+    assert trainer.precision_plugin.summary.num_fp8 == 2
+    assert half.losses + resumed.losses == straight.losses
+    assert equal_weights(resumed, straight)
+
+
+def test_without_the_fp8_state_the_resumed_run_differs(tmp_path: Path) -> None:
+    _, straight = train(4, "delayed")
+    first, half = train(2, "delayed")
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    file = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    del file["FP8Precision"]
+    torch.save(file, tmp_path / "bare.ckpt")
+    _, resumed = train(4, "delayed", ckpt_path=tmp_path / "bare.ckpt")
+    assert half.losses + resumed.losses != straight.losses
+
+
+def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path) -> None:
+    trainer, model = train(2, "delayed")
+    trainer.save_checkpoint(tmp_path / "full.ckpt")
+    live = trainer.test(model, regression_data(seed=5), verbose=False)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+    def test_from(file: str) -> Any:
+        return fp8_trainer().test(Regression(), regression_data(seed=5), ckpt_path=tmp_path / file, verbose=False)
+
+    assert test_from("full.ckpt") == live
+    assert test_from("weights.ckpt") != live  # scaled from themselves: close, not equal
+    assert test_from("weights.ckpt")[0]["test_loss"] == pytest.approx(live[0]["test_loss"], rel=0.1)
+
+
+def test_load_from_checkpoint_without_a_trainer(tmp_path: Path) -> None:
+    trainer, model = train(2, "delayed")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Regression.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu").bfloat16()
+    assert equal_weights(loaded, model)
+    assert type(loaded.net[2]) is torch.nn.Linear
+
+    convert_module(loaded)
+    file = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert load_fp8_state_dict(loaded, file["FP8Precision"]["model"]) == []
+    x = next(iter(regression_data()))[0].bfloat16()
+    with torch.no_grad(), fp8_autocast():
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_bf16_checkpoint_into_fp8_and_back(tmp_path: Path) -> None:
+    baseline = quiet_trainer(precision="bf16-true", max_epochs=2)
+    model = Regression()
+    baseline.fit(model, regression_data())
+    baseline.save_checkpoint(tmp_path / "bf16.ckpt")
+
+    trainer, resumed = train(4, "delayed", ckpt_path=tmp_path / "bf16.ckpt")
+    assert len(resumed.losses) == 8
+    assert sum(resumed.losses[-4:]) < sum(model.losses[:4])
+    trainer.save_checkpoint(tmp_path / "fp8.ckpt")
+
+    back, again = quiet_trainer(precision="bf16-true", max_epochs=6), Regression()
+    back.fit(again, regression_data(), ckpt_path=tmp_path / "fp8.ckpt")
+    assert len(again.losses) == 8
+    assert sum(again.losses[-4:]) < sum(model.losses[:4])
+    assert again.state_dict().keys() == resumed.state_dict().keys()
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_a_history_of_another_length_is_cut_or_padded(length: int, tmp_path: Path) -> None:
+    trainer, _ = train(2, DelayedScaling(amax_history_len=8))  # 8 steps fill the window
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["FP8Precision"]["model"]["amax_history"]
+    other = fp8_trainer(DelayedScaling(amax_history_len=length), max_epochs=3)
+    other.fit(Regression(), regression_data(), ckpt_path=tmp_path / "a.ckpt")
+    window = other.precision_plugin.histories["model"].window
+    assert window.shape[0] == length
+    kept = min(8, length - 4)  # four steps came after the file
+    assert torch.equal(window[length - 4 - kept : length - 4], saved[8 - kept :])
+    assert not window[: length - 4 - kept].any()
+
+
+def test_another_recipe_takes_over(tmp_path: Path) -> None:
+    trainer, _ = train(2, "delayed")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    _, resumed = train(4, "blockwise", ckpt_path=tmp_path / "a.ckpt")
+    assert len(resumed.losses) == 8
+
+
+@pytest.mark.parametrize("damage", ["dtype", "shape", "missing", "nan"])
+def test_damaged_state_is_refused_before_training(damage: str, tmp_path: Path) -> None:
+    trainer, _ = train(1, "delayed")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    file = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    state = file["FP8Precision"]["model"]
+    if damage == "dtype":
+        state["scale"] = state["scale"].double()
+    elif damage == "shape":
+        state["amax_history"] = state["amax_history"][:, 1:]
+    elif damage == "nan":
+        state["scale"][0] = float("nan")
+    else:
+        del state["amax_history"]
+    torch.save(file, tmp_path / "damaged.ckpt")
+    model = Regression()
+    with pytest.raises(ValueError, match=r"FP8 state.*(scale|amax_history)"):
+        fp8_trainer(max_epochs=2).fit(model, regression_data(), ckpt_path=tmp_path / "damaged.ckpt")
+    assert model.losses == []
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    model = Regression()
+    convert_module(model)
+    with fp8_autocast():
+        model(torch.randn(4, 16)).sum().backward()
+    before = fp8_state_dict(model)
+    broken = {**before, "amax_history": before["amax_history"].half()}
+    with pytest.raises(ValueError, match="float32"):
+        load_fp8_state_dict(model, broken)
+    after = fp8_state_dict(model)
+    assert before["names"] == after["names"]
+    assert torch.equal(before["scale"], after["scale"])
