@@ -1,0 +1,25 @@
+"""ModelParallelStrategy (FSDP2) on two processes: FP8 layers inside sharded blocks, exact resume, both file formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_on_two_ranks
+
+
+@pytest.mark.parametrize(("file", "sharded"), [("full", "blocks"), ("sharded", "blocks"), ("full", "linears")])
+def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, tmp_path: Path) -> None:
+    first, second = run_on_two_ranks("model_parallel", str(tmp_path), file, sharded, folder=tmp_path)
+    assert first["scales"] == second["scales"]
+    for report in (first, second):
+        assert report["losses"]
+        assert report["weights"]
+        assert report["count"] == 4
+        assert report["falls"]
+        assert report["num_fp8"] == report["converted"] == 5  # two blocks of two, and the linear after them
+        assert report["scales"] == report["straight_scales"]
+        assert min(report["scales"]) > 0
+        assert report["is_folder"] == (file == "sharded")
+        assert report["classes"] == (["FSDPLinear"] if sharded == "linears" else ["Linear"])
