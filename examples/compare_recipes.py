@@ -1,6 +1,6 @@
 """Train the GPT of ``train_gpt.py`` in BF16 and with every FP8 recipe, on several seeds; leave a table and a plot.
 
-    python examples/compare_recipes.py --seeds 3 --steps 600 --out docs/compare_recipes
+    python examples/compare_recipes.py --seeds 3 --steps 600 --jobs 2 --out docs/compare_recipes
 
 Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
 runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shlex
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,11 @@ class Curve(L.Callback):
         self.losses.append(round(outputs["loss"].item(), 4))
 
 
-def train(recipe: str, seed: int, steps: int, width: int, depth: int, batch_size: int) -> dict[str, Any]:
+def train(
+    recipe: str, seed: int, threads: int, steps: int, width: int, depth: int, batch_size: int, lr: float
+) -> dict[str, Any]:
     """One run: its final validation loss in nats per byte, and its training losses."""
+    torch.set_num_threads(threads)
     L.seed_everything(seed)
     curve, in_bf16 = Curve(), recipe == "bf16"
     trainer = L.Trainer(
@@ -55,7 +60,7 @@ def train(recipe: str, seed: int, steps: int, width: int, depth: int, batch_size
         callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),  # type: ignore[arg-type]
     )
-    model, data = GPT(width=width, depth=depth), StdlibBytes(batch_size=batch_size, seed=seed)
+    model, data = GPT(width=width, depth=depth, lr=lr), StdlibBytes(batch_size=batch_size, seed=seed)
     trainer.fit(model, data)
     trainer.limit_val_batches = 1.0
     (metrics,) = trainer.validate(model, data, verbose=False)
@@ -112,23 +117,31 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the processor's cores")
     parser.add_argument("--out", type=Path, default=Path("compare_recipes"), help="path of the .md, .png and .json")
     args = parser.parse_args()
 
-    record, settings = args.out.with_suffix(".json"), {k: v for k, v in vars(args).items() if k not in ("out", "seeds")}
+    record, settings = (
+        args.out.with_suffix(".json"),
+        {k: v for k, v in vars(args).items() if k not in ("out", "seeds", "jobs")},
+    )
     saved = json.loads(record.read_text()) if record.exists() else {"settings": settings, "runs": {}}
     if saved["settings"] != settings:
         raise SystemExit(f"{record} holds runs with {saved['settings']}, not {settings}; choose another --out")
     runs = saved["runs"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for seed in range(args.seeds):
-        for recipe in RECIPES:
-            if f"{recipe}/{seed}" not in runs:
-                print(f"--- {recipe}, seed {seed}: run {len(runs) + 1} of {args.seeds * len(RECIPES)}", flush=True)
-                runs[f"{recipe}/{seed}"] = train(recipe, seed, args.steps, args.width, args.depth, args.batch_size)
-                temporary = record.with_suffix(".json.part")
-                temporary.write_text(json.dumps(saved))
-                temporary.replace(record)
+    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in RECIPES if f"{recipe}/{seed}" not in runs]
+    threads = max(torch.get_num_threads() // args.jobs, 1)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        training = {pool.submit(train, *run, threads, **settings): run for run in wanted}
+        for future in as_completed(training):
+            recipe, seed = training[future]
+            runs[f"{recipe}/{seed}"] = future.result()
+            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(RECIPES)} is done", flush=True)
+            temporary = record.with_suffix(".json.part")
+            temporary.write_text(json.dumps(saved))
+            temporary.replace(record)
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
     text = (

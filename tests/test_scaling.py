@@ -1,0 +1,149 @@
+"""amax -> scale, against tables worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_fp8 import DelayedScaling, Format
+from lightning_fp8.history import AmaxHistory
+from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
+
+FLOAT32_MAX = 3.4028234663852886e38
+INF, NAN = math.inf, math.nan
+DENORMAL = 2.0**-149
+
+
+def f32(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("amax", "fp8_max", "power_2", "scale"),
+    [
+        (1.0, 448.0, False, 448.0),
+        (0.25, 448.0, False, 1792.0),
+        (448.0, 448.0, False, 1.0),
+        (3.25, 448.0, False, 137.84615384615384),
+        (0.25, 57344.0, False, 229376.0),
+        (3.25, 57344.0, False, 17644.307692307691),
+        (0.0, 448.0, False, 1.0),
+        (INF, 448.0, False, 1.0),
+        (NAN, 448.0, False, 1.0),
+        (DENORMAL, 448.0, False, FLOAT32_MAX),
+        (1e-38, 448.0, False, FLOAT32_MAX),
+        (3.25, 448.0, True, 128.0),
+        (1.75, 448.0, True, 256.0),
+        (1.76, 448.0, True, 128.0),
+        (DENORMAL, 448.0, True, 2.0**127),
+        (0.0, 448.0, True, 1.0),
+    ],
+)
+def test_current_scale(amax: float, fp8_max: float, power_2: bool, scale: float) -> None:
+    assert current_scale(f32(amax), fp8_max, power_2).item() == pytest.approx(scale, rel=1e-7)
+
+
+def test_epsilon_bounds_the_amax_from_below() -> None:
+    assert current_scale(f32(1e-3, 2.0), 448.0, epsilon=0.5).tolist() == [896.0, 224.0]
+
+
+def test_floor_power_of_2_at_and_around_powers() -> None:
+    assert floor_power_of_2(f32(1.0, 1.999, 2.0, 0.75, 3e38)).tolist() == [1.0, 1.0, 2.0, 0.5, 2.0**127]
+
+
+@pytest.mark.parametrize(
+    ("amax", "margin", "scale"),
+    [(0.25, 0, 1792.0), (1.0, 2, 112.0), (448.0, 0, 1.0), (0.0, 0, 5.0), (INF, 0, 5.0), (NAN, 2, 5.0)]
+    + [(DENORMAL, 0, FLOAT32_MAX), (1e-38, 0, FLOAT32_MAX)],
+)
+def test_delayed_scale(amax: float, margin: int, scale: float) -> None:
+    assert delayed_scale(f32(amax), f32(5.0), 448.0, margin).item() == pytest.approx(scale, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scales"),
+    [
+        ("max", [112, 112, 112, 112, 112, 224, 448, 896]),
+        ("most_recent", [112, 224, 448, 448, 896, 1792, 3584, 7168]),
+    ],
+)
+def test_delayed_scaling_over_more_steps_than_its_window(algorithm: str, scales: list[float]) -> None:
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm)  # type: ignore[arg-type]
+    history, seen = AmaxHistory([("x", Role.INPUT)]), []
+    for amax in [4, 2, 1, 0, 0.5, 0.25, 0.125, 0.0625]:
+        history.seen.fill_(amax)
+        history.update(recipe)
+        seen.append(history.scale.item())
+        assert history.seen.item() == 0
+    assert seen == scales
+    assert history.window.flatten().tolist() == [0.5, 0.25, 0.125, 0.0625]
+
+
+def test_formats_and_margin_of_the_rows() -> None:
+    history = AmaxHistory([("x", Role.INPUT), ("w", Role.WEIGHT), ("g", Role.GRAD_OUTPUT)])
+    history.seen.fill_(1.0)
+    history.update(DelayedScaling(margin=3))
+    assert history.scale.tolist() == [56.0, 56.0, 7168.0]
+    history.update(DelayedScaling(fp8_format=Format.E4M3))  # nothing was seen: nothing changes
+    assert history.scale.tolist() == [56.0, 56.0, 7168.0]
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_bad_amax_never_enters_the_window(bad: float, algorithm: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)  # type: ignore[arg-type]
+    history, scales = AmaxHistory([("x", Role.INPUT)]), []
+    for amax in [4, bad, 2, bad, 1, 1, 1]:
+        history.seen.fill_(amax)
+        history.update(recipe)
+        scales.append(history.scale.item())
+    expected = {"max": [112, 112, 112, 112, 112, 224, 448], "most_recent": [112, 112, 224, 224, 448, 448, 448]}
+    assert scales == expected[algorithm]
+    assert torch.isfinite(history.window).all()
+
+
+def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> None:
+    recipe, history, scales = DelayedScaling(interval=3, amax_history_len=2), AmaxHistory([("x", Role.INPUT)]), []
+    for amax in [8, 4, 2, 1, 1, 1]:
+        history.seen.fill_(amax)
+        history.update(recipe)
+        scales.append(history.scale.item())
+    assert scales == [0, 0, 112, 112, 112, 448]  # 0: cast by the tensor's own amax
+
+
+def test_history_is_cut_or_padded_at_its_old_end() -> None:
+    history = AmaxHistory([("x", Role.INPUT)])
+    for amax in [1, 2, 3]:
+        history.seen.fill_(amax)
+        history.update(DelayedScaling(amax_history_len=3))
+    history.resize(5)
+    assert history.window.flatten().tolist() == [0, 0, 1, 2, 3]
+    history.resize(2)
+    assert history.window.flatten().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("amax", "code"),
+    [(1.0, 119), (3.0, 120), (448.0, 127), (448.0001, 128), (0.0, 0), (INF, 254), (NAN, 255), (DENORMAL, 0)]
+    + [(448 * 2.0**k, 127 + k) for k in (-100, -5, 7, 100)],
+)
+def test_e8m0_rounds_up(amax: float, code: int) -> None:
+    assert e8m0_from_amax(f32(amax), 448.0).item() == code
+
+
+def test_e8m0_covers_every_bf16_amax() -> None:
+    amax = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    code = e8m0_from_amax(amax, 448.0).double()
+    scale = 2.0 ** (code - 127)
+    quotient = amax.double() / 448.0
+    assert (quotient <= scale * (1 + 1e-6)).all()
+    assert ((quotient > scale / 2 * (1 - 1e-6)) | (code == 0)).all()
+
+
+def test_e8m0_decode() -> None:
+    codes = torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(e8m0_decode(codes).double(), 2.0 ** (codes.double() - 127))
+    assert math.isnan(e8m0_decode(torch.tensor([255], dtype=torch.uint8)).item())
