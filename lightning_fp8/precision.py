@@ -232,6 +232,11 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             raise MisconfigurationException("FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead")
         return super().pre_backward(tensor, module)
 
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        # A compiled block that activation checkpointing recomputes reads the current setting, not its forward's.
+        with region(Setting(self.recipe)):
+            super().backward(tensor, model, *args, **kwargs)
+
 
 def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     states = {name: state for name, state in state_dict.items() if name != "recipe"}

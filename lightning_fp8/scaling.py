@@ -34,7 +34,8 @@ def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: 
     """
     amax = amax.clamp(min=epsilon) if epsilon else amax
     usable = (amax > 0) & torch.isfinite(amax)
-    scale = torch.where(usable, fp8_max / amax, 1.0).clamp(max=FLOAT32_MAX)
+    # Tensor by tensor: torch turns a number divided by a tensor into a reciprocal, which rounds twice.
+    scale = torch.where(usable, torch.full_like(amax, fp8_max) / amax, 1.0).clamp(max=FLOAT32_MAX)
     return floor_power_of_2(scale) if power_2 else scale
 
 
@@ -51,7 +52,8 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
         margin: binary digits of head room.
     """
     usable = (amax > 0) & torch.isfinite(amax)
-    return torch.where(usable, ((fp8_max / amax) / 2.0**margin).clamp(max=FLOAT32_MAX), scale)
+    largest = torch.as_tensor(fp8_max, dtype=torch.float32, device=amax.device)
+    return torch.where(usable, ((largest / amax) / 2.0**margin).clamp(max=FLOAT32_MAX), scale)
 
 
 def roll_history(history: Tensor, amax: Tensor) -> Tensor:

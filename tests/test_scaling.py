@@ -46,6 +46,15 @@ def test_current_scale(amax: float, fp8_max: float, power_2: bool, scale: float)
     assert current_scale(f32(amax), fp8_max, power_2).item() == pytest.approx(scale, rel=1e-7)
 
 
+def test_scales_are_divided_with_one_rounding() -> None:
+    amax = torch.rand(10_000) * torch.logspace(-3, 3, 10_000)
+    exact = (448.0 / amax.double()).float()
+    assert torch.equal(current_scale(amax, 448.0), exact)
+    assert torch.equal(delayed_scale(amax, torch.ones(10_000), 448.0), exact)
+    exact_powers = torch.tensor([7 * 2.0**k for k in range(-20, 20)])
+    assert current_scale(exact_powers, 448.0, power_2=True).tolist() == [64 * 2.0**-k for k in range(-20, 20)]
+
+
 def test_epsilon_bounds_the_amax_from_below() -> None:
     assert current_scale(f32(1e-3, 2.0), 448.0, epsilon=0.5).tolist() == [896.0, 224.0]
 

@@ -149,9 +149,7 @@ class Linear(nn.Linear):
     def _fp8_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
     ) -> Tensor:
-        dtype = input.dtype
-        if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
+        dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(history_rows(""), input.device))
         slots = self._slots
@@ -199,7 +197,6 @@ class Linear(nn.Linear):
 
     def _check(self, input: Tensor) -> None:
         weight = getattr(self, self.weight_names[0])
-        device = input.device.type
         if not input.is_floating_point():
             raise TypeError(
                 f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
@@ -214,11 +211,18 @@ class Linear(nn.Linear):
                 f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
-        if input.dtype != weight.dtype and not torch.is_autocast_enabled(device):
+        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
             raise TypeError(
                 f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What torch.autocast computes in on this device; None where it is off or unknown."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def history_rows(module_name: str) -> list[tuple[str, Role]]:

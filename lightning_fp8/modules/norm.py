@@ -73,8 +73,7 @@ class LayerNorm(nn.LayerNorm):
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
         gamma, beta = _gamma(self), self.bias.float() if self.bias is not None else None
-        with torch.autocast(input.device.type, enabled=False):
-            return F.layer_norm(input.float(), self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
+        return F.layer_norm(input.float(), self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -107,8 +106,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
-        with torch.autocast(x.device.type, enabled=False):
-            return F.rms_norm(x.float(), self.normalized_shape, _gamma(self), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.normalized_shape, _gamma(self), self.eps).to(x.dtype)
 
 
 def _gamma(module: LayerNorm | RMSNorm) -> Tensor | None:

@@ -1,0 +1,214 @@
+"""fp8_autocast outside Lightning: nesting, calibration, updates, state, recomputation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_fp8.functions
+from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
+from lightning_fp8.recipes import RECIPES
+from lightning_fp8.scaled import Role
+from tests.small import mlp
+
+
+def high_precision(linear: Linear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)
+
+
+def step(model: nn.Module, x: Tensor, recipe: Any = "delayed") -> None:
+    with fp8_autocast(fp8_recipe=recipe):
+        y = model(x)
+    y.square().sum().backward()
+
+
+def test_regions_nest_and_the_innermost_rules() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    exact = high_precision(linear, x)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        outer = linear(x)
+        with fp8_autocast(enabled=False):
+            assert torch.equal(linear(x), exact)
+            with fp8_autocast(fp8_recipe="mxfp8"):
+                inner = linear(x)
+        assert torch.equal(linear(x), outer)
+    assert torch.equal(linear(x), exact)
+    assert not torch.equal(outer, exact)
+    assert not torch.equal(inner, outer)
+
+
+def test_a_region_ends_with_an_exception() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    with pytest.raises(RuntimeError, match="inside"), fp8_autocast():
+        raise RuntimeError("inside")
+    assert torch.equal(linear(x), high_precision(linear, x))
+
+
+def test_it_decorates_functions_and_defaults_to_delayed_scaling() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+
+    @fp8_autocast()
+    def forward() -> Tensor:
+        return linear(x)
+
+    assert not torch.equal(forward(), high_precision(linear, x))
+    assert linear.slots[Role.INPUT].seen == x.abs().max()
+
+
+def test_scales_are_updated_where_the_next_training_region_begins() -> None:
+    linear = Linear(16, 8)
+    slots = linear.slots
+    x = torch.randn(4, 16)
+    step(linear, x)
+    assert slots[Role.INPUT].scale == 0
+    with torch.no_grad(), fp8_autocast():
+        linear(x)
+    assert slots[Role.INPUT].scale == 0  # evaluation updates nothing
+    with fp8_autocast(enabled=False):
+        pass
+    assert slots[Role.INPUT].scale == 0
+    with fp8_autocast(), fp8_autocast():
+        assert slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
+        assert slots[Role.WEIGHT].scale == torch.tensor(448.0) / linear.weight.abs().max()
+        assert slots[Role.INPUT].history.updates == 2  # the first region found nothing to update
+    assert slots[Role.GRAD_OUTPUT].scale > 0
+
+
+def test_an_enabled_region_inside_a_disabled_one_updates_too() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    for _ in range(2):
+        with fp8_autocast(enabled=False), fp8_autocast():
+            linear(x)
+    assert linear.slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
+
+
+def test_calibrating_collects_and_computes_in_high_precision() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    dy = torch.randn(4, 8)
+    with fp8_autocast(enabled=False, calibrating=True):
+        y = linear(x)
+        assert torch.equal(y, high_precision(linear, x))
+        y.backward(dy)
+    for role, tensor, largest in (
+        (Role.INPUT, x, 448),
+        (Role.WEIGHT, linear.weight, 448),
+        (Role.GRAD_OUTPUT, dy, 57344),
+    ):
+        assert linear.slots[role].scale.item() == pytest.approx((largest / tensor.abs().max()).item(), rel=1e-6)
+
+
+def test_calibration_without_gradients_prepares_inference() -> None:
+    linear = Linear(16, 8)
+    with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True):
+        linear(torch.full((2, 16), 4.0))
+    assert linear.slots[Role.INPUT].scale == 112
+    assert linear.slots[Role.GRAD_OUTPUT].scale == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_step_leaves_scales_finite_and_training_recovers(bad: float) -> None:
+    model = mlp(Linear)
+    x, poisoned = torch.randn(8, 16), torch.randn(8, 16)
+    poisoned[3, 5] = bad
+    for batch in (x, poisoned, x):
+        step(model, batch)
+        model.zero_grad()
+    with fp8_autocast():
+        y = model(x)
+    assert torch.isfinite(y).all()
+    state = fp8_state_dict(model)
+    assert torch.isfinite(state["scale"]).all()
+    assert torch.isfinite(state["amax_history"]).all()
+    with torch.no_grad():
+        torch.testing.assert_close(y, model(x), rtol=0.2, atol=0.1)
+
+
+def test_the_first_step_may_be_the_bad_one() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    step(linear, torch.full((4, 16), math.nan))
+    linear.zero_grad()
+    step(linear, x)
+    torch.testing.assert_close(linear.weight.grad.isfinite().all(), torch.tensor(True))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_state_goes_through_a_file_and_back(converted: bool, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        model = mlp(nn.Linear if converted else Linear)
+        return convert_module(model) if converted else model
+
+    first, x = build(), torch.randn(8, 16)
+    for _ in range(3):
+        step(first, x)
+    with fp8_autocast():  # the update of the third step
+        pass
+    torch.save(fp8_state_dict(first), tmp_path / "fp8.pt")
+    second = build()
+    assert load_fp8_state_dict(second, torch.load(tmp_path / "fp8.pt", weights_only=True)) == []
+    for name in ("scale", "amax_history"):
+        assert torch.equal(fp8_state_dict(second)[name], fp8_state_dict(first)[name])
+    assert (fp8_state_dict(first)["scale"] > 0).all()
+    with torch.no_grad(), fp8_autocast():
+        assert torch.equal(second(2 * x), first(2 * x))
+
+
+def test_rows_a_file_does_not_hold_start_empty() -> None:
+    small, large = mlp(Linear, depth=3), mlp(Linear, depth=4)
+    missing = load_fp8_state_dict(large, fp8_state_dict(small))
+    assert missing == [f"6.{role.value}" for role in Role]
+
+
+def test_a_model_without_fp8_layers_takes_no_state() -> None:
+    with pytest.raises(ValueError, match="convert_module"):
+        load_fp8_state_dict(mlp(), fp8_state_dict(mlp(Linear)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_repeats_its_forward(recipe: str, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(2)
+        model, x = mlp(Linear), torch.randn(8, 16, requires_grad=True)
+        for _ in range(3):
+            model.zero_grad()
+            with fp8_autocast(fp8_recipe=recipe):
+                y = checkpoint(model, x, use_reentrant=use_reentrant) if recompute else model(x)
+            y.square().sum().backward()
+        state = fp8_state_dict(model)
+        return [*(parameter.grad for parameter in model.parameters()), state["scale"], state["amax_history"]]
+
+    assert all(torch.equal(one, two) for one, two in zip(gradients(True), gradients(False)))
+
+
+def test_backward_follows_the_forwards_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    quantize = lightning_fp8.functions.ops.quantize
+
+    def recorded(x: Tensor, cast: Any, **kwargs: Any) -> Any:
+        used.append(cast.layout.value)
+        return quantize(x, cast, **kwargs)
+
+    monkeypatch.setattr(lightning_fp8.functions.ops, "quantize", recorded)
+    linear = Linear(64, 32)
+    with fp8_autocast(fp8_recipe="mxfp8"):
+        y = linear(torch.randn(4, 64, requires_grad=True))
+    with fp8_autocast(fp8_recipe="rowwise"):
+        y.sum().backward()
+    assert set(used) == {"1x32"}
+    assert len(used) == 4  # x, w; dy, w again
+
+
+def test_reduce_amax_is_a_setting_of_the_recipe() -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    recipe = DelayedScaling(reduce_amax=False, margin=1)
+    step(linear, x, recipe)
+    step(linear, x, recipe)
+    assert linear.slots[Role.INPUT].scale == torch.tensor(224.0) / x.abs().max()
