@@ -1,0 +1,150 @@
+"""Imports follow one arrow, precision → convert → modules → functions → ops → kernels, and never turn back."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def _files(package: str) -> dict[str, Path]:
+    """Dotted name to file of every module of ``package``."""
+    files = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def _imports(source: str, module: str, is_package: bool) -> set[str]:
+    """Dotted names that ``source`` imports anywhere in it, also inside functions; ``a.b`` for ``from a import b``."""
+    found: set[str] = set()
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = _files("lightning_fp8") | _files("cuda_kernels")
+IMPORTS = {name: _imports(path.read_text(), name, path.name == "__init__.py") for name, path in FILES.items()}
+
+
+def _reached(module: str) -> set[str]:
+    """Modules of ours that importing ``module`` needs, whatever ``lightning_fp8/__init__`` pulls in aside."""
+    reached: set[str] = set()
+    todo = [module]
+    while todo:
+        new = {name for name in IMPORTS[todo.pop()] if name in FILES and name not in ("lightning_fp8", *reached)}
+        reached |= new
+        todo += new
+    return reached
+
+
+def _in_room(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def _room(name: str) -> list[str]:
+    modules = [module for module in FILES if _in_room(module, f"lightning_fp8.{name}")]
+    assert modules, f"lightning_fp8.{name} does not exist"
+    return modules
+
+
+def test_the_parser_sees_every_kind_of_import() -> None:
+    source = """
+import torch.nn as nn
+from lightning_fp8 import ops
+from . import history
+from ..formats import E4M3
+from .linear import Linear
+def later():
+    import lightning.pytorch
+"""
+    assert _imports(source, "lightning_fp8.modules.x", is_package=False) == {
+        "torch.nn",
+        "lightning_fp8",
+        "lightning_fp8.ops",
+        "lightning_fp8.modules",
+        "lightning_fp8.modules.history",
+        "lightning_fp8.formats",
+        "lightning_fp8.formats.E4M3",
+        "lightning_fp8.modules.linear",
+        "lightning_fp8.modules.linear.Linear",
+        "lightning.pytorch",
+    }
+    assert _imports("from . import a", "lightning_fp8.ops", is_package=True) == {
+        "lightning_fp8.ops",
+        "lightning_fp8.ops.a",
+    }
+
+
+def test_the_arrow_points_from_plugin_to_ops() -> None:
+    assert "lightning_fp8.precision" in _reached("lightning_fp8.callbacks.fp8")
+    assert "lightning_fp8.convert" in _reached("lightning_fp8.precision")
+    assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert")
+    assert "lightning_fp8.functions" in _reached("lightning_fp8.modules.linear")
+    assert "lightning_fp8.ops" in _reached("lightning_fp8.functions")
+
+
+@pytest.mark.parametrize(
+    ("room", "above"),
+    [
+        ("ops", ("functions", "modules", "convert", "precision", "callbacks", "autocast", "history", "state", "cli")),
+        ("functions", ("modules", "convert", "precision", "callbacks", "state", "cli")),
+        ("history", ("functions", "modules", "convert", "precision", "callbacks", "autocast", "state", "cli")),
+        ("modules", ("convert", "precision", "callbacks", "state", "cli")),
+        ("convert", ("precision", "callbacks", "cli")),
+        ("precision", ("callbacks", "cli")),
+    ],
+)
+def test_a_room_imports_nothing_above_it(room: str, above: tuple[str, ...]) -> None:
+    for forbidden in above:
+        _room(forbidden)  # the rule would be empty if the room were renamed
+        for module in _room(room):
+            wrong = {name for name in _reached(module) if _in_room(name, f"lightning_fp8.{forbidden}")}
+            assert not wrong, f"{module} reaches {sorted(wrong)}"
+
+
+def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
+    kernels = [name for name in FILES if _in_room(name, "cuda_kernels")]
+    assert "cuda_kernels" in kernels
+    for module in kernels:
+        wrong = {
+            name
+            for name in IMPORTS[module]
+            for room in ("lightning_fp8", "lightning", "torch.nn", "torch.autograd")
+            if _in_room(name, room)
+        }
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
+    knowing = {
+        module
+        for module, imports in IMPORTS.items()
+        if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
+    }
+    assert "lightning_fp8.precision" in knowing
+    rooms = ("precision", "callbacks", "cli", "checkpoint", "parallel")
+    assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
+
+
+def test_only_formats_says_the_largest_values() -> None:
+    saying = {
+        module
+        for module, path in FILES.items()
+        if _in_room(module, "lightning_fp8")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in (448, 57344)
+    }
+    assert saying == {"lightning_fp8.formats"}
