@@ -183,10 +183,10 @@ class FP8FabricPrecision(FabricPrecision):
         Raises:
             ValueError: the state is malformed; nothing was changed.
         """
-        if not self.histories:
-            self.load_state_dict_at_conversion(state_dict)
-            return
         states = _validated_states(state_dict)
+        if not self.histories:
+            self._pending_state = state_dict
+            return
         self._pending_state = None
         for name, history in self.histories.items():
             if name in states:
@@ -195,11 +195,6 @@ class FP8FabricPrecision(FabricPrecision):
                     rank_zero_info(
                         f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
                     )
-
-    def load_state_dict_at_conversion(self, state_dict: dict[str, Any]) -> None:
-        """Like :meth:`load_state_dict`, but for the model that is converted next."""
-        _validated_states(state_dict)
-        self._pending_state = state_dict
 
 
 class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]

@@ -1,8 +1,6 @@
-"""FP8Callback: when scales are updated, and when they come back from a checkpoint."""
+"""FP8Callback: when scales are updated."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,17 +25,6 @@ class FP8Callback(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """All micro-batches have run their backward; the weights have not moved yet."""
         _plugin(trainer).update_scales()
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore scales for every stage; Lightning itself gives plugins their state in ``fit`` only."""
-        plugin = _plugin(trainer)
-        state = checkpoint.get(type(plugin).__qualname__)
-        if state is None:
-            return
-        if trainer.strategy.restore_checkpoint_after_setup:
-            plugin.load_state_dict(state)
-        else:
-            plugin.load_state_dict_at_conversion(state)
 
 
 def _plugin(trainer: Trainer) -> FP8Precision:
