@@ -14,7 +14,9 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path
     first, second = run_on_two_ranks("ddp", "scales", str(tmp_path), str(accumulate), folder=tmp_path)
     steps = 4 // accumulate
     assert first["steps"] == second["steps"] == steps
-    assert first["seen"] != second["seen"]  # their data differ
+    assert len(first["seen"]) == steps
+    for one, two in zip(first["seen"], second["seen"]):
+        assert one != two  # their data differ
     assert first["scales"] == second["scales"]
     assert len(first["scales"]) == 4
     # 448 / max over the ranks, for the first step's input of the first FP8 layer
@@ -22,6 +24,7 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path
     assert first["scales"][accumulate - 1][0] == pytest.approx(448 / largest, rel=1e-6)
     for rank in (first, second):
         assert rank["updates"] == [["all_reduce"]] * steps
+        assert rank["more_than_bf16"] == {"all_reduce": steps}
 
 
 def test_resume_is_bit_for_bit(tmp_path: Path) -> None:

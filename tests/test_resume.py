@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
@@ -79,6 +80,10 @@ def test_bf16_checkpoint_into_fp8_and_back(tmp_path: Path) -> None:
     baseline.fit(model, regression_data())
     baseline.save_checkpoint(tmp_path / "bf16.ckpt")
 
+    _, loaded = train(2, "delayed", ckpt_path=tmp_path / "bf16.ckpt")  # nothing is left to train
+    assert loaded.losses == []
+    assert equal_weights(loaded, model)
+
     trainer, resumed = train(4, "delayed", ckpt_path=tmp_path / "bf16.ckpt")
     assert len(resumed.losses) == 8
     assert sum(resumed.losses[-4:]) < sum(model.losses[:4])
@@ -105,11 +110,37 @@ def test_a_history_of_another_length_is_cut_or_padded(length: int, tmp_path: Pat
     assert not window[: length - 4 - kept].any()
 
 
-def test_another_recipe_takes_over(tmp_path: Path) -> None:
-    trainer, _ = train(2, "delayed")
+@pytest.mark.parametrize(("saved", "resumed"), [("delayed", "blockwise"), ("blockwise", "delayed")])
+def test_another_recipe_takes_over(saved: str, resumed: str, tmp_path: Path) -> None:
+    trainer, _ = train(2, saved)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    _, resumed = train(4, "blockwise", ckpt_path=tmp_path / "a.ckpt")
-    assert len(resumed.losses) == 8
+    file = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    del file["FP8Precision"]
+    torch.save(file, tmp_path / "bare.ckpt")
+    _, model = train(4, resumed, ckpt_path=tmp_path / "a.ckpt")
+    _, without_state = train(4, resumed, ckpt_path=tmp_path / "bare.ckpt")
+    _, same = train(4, saved, ckpt_path=tmp_path / "a.ckpt")
+    assert len(model.losses) == 8
+    assert model.losses == without_state.losses  # one of the two has no state to give or to take
+    assert equal_weights(model, without_state)
+    assert model.losses != same.losses
+
+
+def test_a_file_of_weights_alone_starts_a_new_run(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True)
+    trainer, model = fp8_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True), Regression()
+    trainer.fit(model, regression_data())
+    file = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert "FP8Precision" not in file
+    with pytest.raises(KeyError, match="contains only the model"):  # Lightning's own answer
+        fp8_trainer(max_epochs=4).fit(Regression(), regression_data(), ckpt_path=tmp_path / "weights.ckpt")
+
+    again = Regression.load_from_checkpoint(tmp_path / "weights.ckpt", map_location="cpu")
+    assert equal_weights(again.bfloat16(), model)
+    run = fp8_trainer(max_epochs=1)
+    run.fit(again, regression_data())
+    assert run.precision_plugin.histories["model"].updates == len(again.losses) == 4
+    assert sum(again.losses) < sum(model.losses[:4])
 
 
 @pytest.mark.parametrize("damage", ["dtype", "shape", "missing", "nan"])
@@ -133,15 +164,21 @@ def test_damaged_state_is_refused_before_training(damage: str, tmp_path: Path) -
     assert model.losses == []
 
 
-def test_a_refused_state_changes_nothing() -> None:
-    model = Regression()
-    convert_module(model)
-    with fp8_autocast():
-        model(torch.randn(4, 16)).sum().backward()
+@pytest.mark.parametrize("key", ["scale", "amax_history"])
+def test_a_refused_state_changes_nothing(key: str) -> None:
+    trainer, model = train(2, "delayed")
+    history = trainer.precision_plugin.histories["model"]
     before = fp8_state_dict(model)
-    broken = {**before, "amax_history": before["amax_history"].half()}
+    assert before["scale"].min() > 0
+    assert before["amax_history"][-1].min() > 0
+    broken = {**before, key: before[key].half()}
     with pytest.raises(ValueError, match="float32"):
         load_fp8_state_dict(model, broken)
+    with pytest.raises(ValueError, match="float32"):
+        trainer.precision_plugin.load_state_dict({"model": broken})
     after = fp8_state_dict(model)
+    assert trainer.precision_plugin.histories["model"] is history
     assert before["names"] == after["names"]
+    assert before["updates"] == after["updates"] == 8
     assert torch.equal(before["scale"], after["scale"])
+    assert torch.equal(before["amax_history"], after["amax_history"])

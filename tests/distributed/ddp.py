@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_fp8 import FP8Precision
 from lightning_fp8.recipes import RECIPES
-from tests.small import Regression, equal_weights, fp8_trainer, regression_data
+from tests.distributed.launch import leave
+from tests.small import Regression, equal_weights, fp8_trainer, quiet_trainer, regression_data
 
 
 class Record(L.Callback):
@@ -62,9 +64,18 @@ def scales(folder: Path, accumulate: int) -> dict[str, Any]:
 
     FP8Precision.update_scales = counted_update  # type: ignore[method-assign]
     calls = count_collectives()
-    model = Regression()
-    trainer.fit(model, regression_data())
-    return {"seen": record.seen, "scales": record.scales, "updates": updates, "steps": trainer.global_step}
+    trainer.fit(Regression(), regression_data())
+    in_fp8 = Counter(calls)
+    calls.clear()
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    quiet_trainer(precision="bf16-true", **options).fit(Regression(), regression_data())
+    return {
+        "seen": record.seen,
+        "scales": record.scales,
+        "updates": updates,
+        "steps": trainer.global_step,
+        "more_than_bf16": dict(in_fp8 - Counter(calls)),
+    }
 
 
 def resume(folder: Path) -> dict[str, Any]:
@@ -95,3 +106,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     report = resume(folder) if what == "resume" else scales(folder, int(sys.argv[3]))
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    leave()

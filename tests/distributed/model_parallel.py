@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_fp8 import Linear
+from tests.distributed.launch import leave
 from tests.small import Regression, fp8_trainer, regression_data
 
 
@@ -69,9 +70,19 @@ def main(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any
     first, half = train(1, *options)
     first.save_checkpoint(folder / "half.ckpt")
     trainer, resumed = train(3, *options, ckpt_path=folder / "half.ckpt")
+    differs = None
+    if not sharded_file:
+        if trainer.global_rank == 0:
+            file = torch.load(folder / "half.ckpt", weights_only=True)
+            del file["FP8Precision"]
+            torch.save(file, folder / "bare.ckpt")
+        trainer.strategy.barrier()
+        _, bare = train(3, *options, ckpt_path=folder / "bare.ckpt")
+        differs = half.losses + bare.losses != straight.losses
     one, two = full_weights(straight), full_weights(resumed)
     return {
         "losses": half.losses + resumed.losses == straight.losses,
+        "differs_without_state": differs,
         "count": len(resumed.losses),
         "falls": sum(straight.losses[-2:]) < sum(straight.losses[:2]),
         "weights": all(torch.equal(one[name], two[name]) for name in one),
@@ -89,3 +100,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     report = main(folder, sys.argv[2] == "sharded", sys.argv[3] == "linears")
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    leave()
