@@ -1,4 +1,4 @@
-"""Numba-CUDA kernels. They know bytes, threads and tiles; nothing of torch.nn, recipes or lightning_fp8.
+"""Numba-CUDA kernels. They know bytes, threads and tiles; nothing of torch.nn, autograd or recipes.
 
 No kernel is here yet: on a CUDA device the ops run their plain-torch reference.
 """

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lightning_fp8.modules.linear
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
 from lightning_fp8.functions import quantize_role
+from lightning_fp8.history import update_living
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -31,7 +32,7 @@ def gemm_error_bound(a: Tensor, b: Tensor, format_a: str, format_b: str, out: Te
     a, b = a.abs(), b.abs()
     error_a = a * EPS[format_a] + SMALLEST[format_a] * 2 * a.max() / LARGEST[format_a]
     error_b = b * EPS[format_b] + SMALLEST[format_b] * 2 * b.max() / LARGEST[format_b]
-    return error_a @ b + a @ error_b + error_a @ error_b + 2.0**-7 * out.abs() + 1e-6
+    return error_a @ b + a @ error_b + error_a @ error_b + 2.0**-7 * out.abs() + 1e-6 * out.abs().max().clamp(max=1)
 
 
 def within(actual: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -62,6 +63,23 @@ def test_fprop_dgrad_wgrad(recipe: str, dtype: torch.dtype, shape: tuple[int, in
     if bias:
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(linear.bias.grad.double(), dy64.sum(0), rtol=eps, atol=1e-5)
+
+
+def test_each_operand_is_scaled_by_its_own_delayed_scale() -> None:
+    recipe = make_recipe("delayed")
+    linear = Linear(64, 48, bias=False)
+    nn.init.normal_(linear.weight, std=1e-4)
+    x, dy = 1e3 * torch.randn(32, 64), 1e-7 * torch.randn(32, 48)  # a scale taken for another's saturates or flushes
+    for _ in range(2):
+        linear.weight.grad, leaf = None, x.clone().requires_grad_()
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(leaf)
+        y.backward(dy)
+        update_living(recipe)  # the second pass casts by what the first one saw
+    x64, w64, dy64 = x.double(), linear.weight.detach().double(), dy.double()
+    assert within(y, x64 @ w64.t(), gemm_error_bound(x64, w64.t(), "E4M3", "E4M3", x64 @ w64.t()))
+    assert within(leaf.grad, dy64 @ w64, gemm_error_bound(dy64, w64, "E5M2", "E4M3", dy64 @ w64))
+    assert within(linear.weight.grad, dy64.t() @ x64, gemm_error_bound(dy64.t(), x64, "E5M2", "E4M3", dy64.t() @ x64))
 
 
 @RECIPE
