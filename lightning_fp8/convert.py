@@ -14,9 +14,7 @@ from torch import nn
 
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules import Linear
-from lightning_fp8.modules.linear import history_rows
-from lightning_fp8.scaled import Role
-from lightning_fp8.state import clean_name, fp8_linears, fp8_state_dict
+from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
 
 
 @dataclass(frozen=True)
@@ -153,17 +151,19 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
 
 def _share_history(model: nn.Module) -> AmaxHistory:
-    linears = [(name, module) for name, module in fp8_linears(model) if module.fp8]
-    rows = [row for name, _ in linears for row in history_rows(name)]
-    histories = [module.slots[Role.INPUT].history if module.slots else None for _, module in linears]
+    modules = [(name, module) for name, module in fp8_modules(model) if module.fp8]
+    rows = [row for name, module in modules for row in module.history_rows(name)]
+    histories = [module.history for _, module in modules]
     shared = histories[0] if histories else None
     if shared and shared.names == [name for name, _ in rows] and all(history is shared for history in histories):
         return shared
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     history = AmaxHistory(rows, device)
     history.load_state_dict(fp8_state_dict(model))
-    for index, (_, module) in enumerate(linears):
-        module.use_history(history, first_row=index * len(Role))
+    first_row = 0
+    for _, module in modules:
+        module.use_history(history, first_row)
+        first_row += len(module.roles)
     return history
 
 

@@ -185,7 +185,7 @@ _MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
 
 def float8_for(format: Format, role: Role) -> Float8:
     """The FP8 format that ``role`` takes under ``format``."""
-    return format.backward if role is Role.GRAD_OUTPUT else format.forward
+    return format.backward if role.is_gradient else format.forward
 
 
 def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:

@@ -12,11 +12,27 @@ from lightning_fp8.formats import Float8
 
 
 class Role(Enum):
-    """What a tensor is to the three GEMMs of a linear layer."""
+    """What a tensor is to the GEMMs of its layer."""
 
     INPUT = "input"
     WEIGHT = "weight"
     GRAD_OUTPUT = "grad_output"
+
+    # Attention: softmax(q kᵀ) = s, s v = o, and their gradients. q, k and v share a scale.
+    QKV = "qkv"
+    S = "s"
+    O = "o"  # noqa: E741
+    DQKV = "dqkv"
+    DO = "do"
+    DP = "dp"
+
+    @property
+    def is_gradient(self) -> bool:
+        return self in (Role.GRAD_OUTPUT, Role.DQKV, Role.DO, Role.DP)
+
+
+LINEAR_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT)
+ATTENTION_ROLES = (Role.QKV, Role.S, Role.O, Role.DQKV, Role.DO, Role.DP)
 
 
 class Layout(Enum):

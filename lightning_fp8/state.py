@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.history import AmaxHistory, validated_state
-from lightning_fp8.modules import Linear
-from lightning_fp8.scaled import Role
+from lightning_fp8.modules.base import FP8Module, row_name
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -21,9 +20,9 @@ def clean_name(name: str) -> str:
     return name
 
 
-def fp8_linears(model: nn.Module) -> list[tuple[str, Linear]]:
-    """The FP8 linear layers of ``model`` under their clean names, each once."""
-    return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, Linear)]
+def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:
+    """The FP8 modules of ``model`` under their clean names, each once."""
+    return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FP8Module)]
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -34,9 +33,9 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         ``[len, n]``, oldest first) and ``updates``. Loads with ``torch.load(weights_only=True)``.
     """
     names, scales, windows, updates = [], [], [], 0
-    for name, linear in fp8_linears(model):
-        for role, slot in (linear.slots or {}).items():
-            names.append(f"{name}.{role.value}" if name else role.value)
+    for name, module in fp8_modules(model):
+        for role, slot in (module.slots or {}).items():
+            names.append(row_name(name, role))
             scales.append(slot.scale.detach())
             windows.append(slot.history.window[:, slot.row])
             updates = max(updates, slot.history.updates)
@@ -66,14 +65,14 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
     validated_state(state)
     names: dict[int, list[str]] = {}
     histories: dict[int, AmaxHistory] = {}
-    for name, linear in fp8_linears(model):
-        if linear.slots is None:
+    for name, module in fp8_modules(model):
+        history = module.history
+        if history is None:
             continue
-        history = linear.slots[Role.INPUT].history
         histories[id(history)] = history
         rows = names.setdefault(id(history), list(history.names))
-        for role, slot in linear.slots.items():
-            rows[slot.row] = f"{name}.{role.value}" if name else role.value
+        for role, slot in (module.slots or {}).items():
+            rows[slot.row] = row_name(name, role)
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]

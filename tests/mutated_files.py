@@ -6,6 +6,7 @@ turns any large allocation into an error that is not ours.
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 import resource
@@ -93,6 +94,8 @@ def main(count: int) -> int:
     sys.addaudithook(audit)
     for read, data in ARCHIVES:
         read(data)  # what is imported late is imported now
+    for codec in ("raw_unicode_escape", "cp437"):  # those of pickletools and zipfile
+        codecs.lookup(codec)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + HEADROOM, in_use + HEADROOM))
     options = settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from lightning_fp8 import autocast, ops
 from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
-from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8.history import AmaxHistory
+from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
-from lightning_fp8.scaled import Role
+from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 
-class Linear(nn.Linear):
+class Linear(FP8Module, nn.Linear):
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -40,12 +41,11 @@ class Linear(nn.Linear):
     """
 
     # Class-level, so that a torch.nn.Linear retyped in place has them.
-    fp8: bool = True
+    roles = LINEAR_ROLES
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     weight_names: tuple[str, ...] = ("weight",)
     bias_names: tuple[str, ...] = ("bias",)
-    _slots: Slots | None = None
     _last_setting: Setting | None = None
     _weight_cache: tuple[Any, Quantized] | None = None
 
@@ -79,7 +79,7 @@ class Linear(nn.Linear):
                 init_method(self.weight)
         if parameters_split is not None:
             self._split_parameters(_rows_by_name(parameters_split, out_features))
-        self.use_history(AmaxHistory(history_rows("")))
+        self.use_history(AmaxHistory(self.history_rows()))
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
         weights, sizes = self.weight.detach().split(list(rows.values())), list(rows.values())
@@ -91,20 +91,8 @@ class Linear(nn.Linear):
         self.weight_names = tuple(f"{name}_weight" for name in rows)
         self.bias_names = tuple(f"{name}_bias" for name in rows)
 
-    def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
-        """Keep amaxes and scales in three rows of ``history``, in the order of :class:`Role`."""
-        self._slots = {role: Slot(history, first_row + index) for index, role in enumerate(Role)}
-
-    @property
-    def slots(self) -> Slots | None:
-        """The rows of the amax history that this module reads and feeds."""
-        return self._slots
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         super()._apply(fn, recurse)
-        device = getattr(self, self.weight_names[0]).device
-        if self._slots is not None and device.type != "meta":
-            self._slots[Role.INPUT].history.to(device)  # its dtype stays float32 whatever fn casts to
         self._weight_cache = None
         return self
 
@@ -151,7 +139,7 @@ class Linear(nn.Linear):
     ) -> Tensor:
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
-            self.use_history(AmaxHistory(history_rows(""), input.device))
+            self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
         assert slots is not None
         x = input.to(dtype).reshape(-1, self.in_features)
@@ -223,12 +211,6 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def history_rows(module_name: str) -> list[tuple[str, Role]]:
-    """Names and roles of a linear layer's rows: ``layers.0.fc1.input``."""
-    prefix = f"{module_name}." if module_name else ""
-    return [(f"{prefix}{role.value}", role) for role in Role]
 
 
 def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:

@@ -1,0 +1,55 @@
+"""FP8Module: a module that keeps rows of an amax history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_fp8.functions import Slots
+from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8.scaled import Role
+
+
+class FP8Module(nn.Module):
+    """Base of modules that cast by recipe. It registers no buffers: a ``state_dict`` holds parameters alone.
+
+    Attributes:
+        roles: the tensors that it casts; one history row for each, in this order.
+        fp8: False runs it in high precision everywhere.
+    """
+
+    roles: ClassVar[tuple[Role, ...]] = ()
+    fp8: bool = True
+    _slots: Slots | None = None
+
+    @property
+    def slots(self) -> Slots | None:
+        """The rows of the amax history that this module reads and feeds."""
+        return self._slots
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        """The history that :attr:`slots` lie in."""
+        return self._slots[self.roles[0]].history if self._slots else None
+
+    def history_rows(self, name: str = "") -> list[tuple[str, Role]]:
+        """Names and roles of the rows of a module called ``name``: ``layers.0.fc1.input``."""
+        return [(row_name(name, role), role) for role in self.roles]
+
+    def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
+        """Keep amaxes and scales in rows of ``history``, in the order of :attr:`roles`."""
+        self._slots = {role: Slot(history, first_row + index) for index, role in enumerate(self.roles)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        device = next((parameter.device for parameter in self.parameters()), None)
+        if self.history is not None and device is not None and device.type != "meta":
+            self.history.to(device)  # its dtype stays float32 whatever fn casts to
+        return self
+
+
+def row_name(module: str, role: Role) -> str:
+    """The name of the row of ``role`` in the module called ``module``."""
+    return f"{module}.{role.value}" if module else role.value
