@@ -2,6 +2,7 @@
 
 from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.callbacks import FP8Callback
+from lightning_fp8.checkpoint.load import load_te_state_dict
 from lightning_fp8.convert import convert_module
 from lightning_fp8.formats import Format
 from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
@@ -35,5 +36,6 @@ __all__ = [
     "fp8_autocast",
     "fp8_state_dict",
     "load_fp8_state_dict",
+    "load_te_state_dict",
     "make_recipe",
 ]

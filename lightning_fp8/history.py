@@ -93,6 +93,13 @@ class AmaxHistory:
             recompute=self.updates % recipe.interval == 0,
         )
 
+    def set_row(self, row: int, scale: float, window: Tensor) -> None:
+        """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
+        self.resize(max(len(window), len(self.window)))
+        self.scale[row], self.seen[row] = scale, 0.0
+        self.window[:, row] = 0.0
+        self.window[len(self.window) - len(window) :, row] = window.to(self.window.device)
+
     def state_dict(self) -> dict[str, Any]:
         """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
         return {

@@ -29,6 +29,7 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
+from lightning_fp8.state import fp8_modules, load_fp8_state_dict
 
 
 class FP8FabricPrecision(FabricPrecision):
@@ -176,6 +177,18 @@ class FP8FabricPrecision(FabricPrecision):
         recipe = dataclasses.asdict(self.recipe)
         recipe["fp8_format"] = self.recipe.fp8_format.name
         return {"recipe": recipe, **{name: history.state_dict() for name, history in self.histories.items()}}
+
+    def receive_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
+
+        Raises:
+            ValueError: the state is malformed; nothing was changed.
+        """
+        validated_state(state)
+        if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
+            load_fp8_state_dict(model, state)
+        else:
+            self._pending_state = {"model": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scales and histories of :meth:`state_dict`; before conversion they wait for it.

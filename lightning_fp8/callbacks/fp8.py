@@ -1,26 +1,55 @@
-"""FP8Callback: when scales are updated."""
+"""FP8Callback: when scales are updated, and how foreign checkpoints are taken."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
+from lightning_fp8.checkpoint.load import load_hook, planned_rows
+from lightning_fp8.checkpoint.report import LoadReport
+from lightning_fp8.convert import plan_conversion
 from lightning_fp8.precision import FP8Precision
 
 
 class FP8Callback(Callback):
     """Updates the scales of :class:`lightning_fp8.FP8Precision` once per optimizer step, in one collective.
 
+    A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
+
+    Attributes:
+        te_report: what became of each FP8 state of the last such checkpoint.
+
     Raises:
         MisconfigurationException: the Trainer has no ``FP8Precision``; raised before training.
     """
 
+    te_report: LoadReport | None = None
+    _load_hook: Any = None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _plugin(trainer).updated_by_callback = True
+        plugin = _plugin(trainer)
+        plugin.updated_by_callback = True
+
+        def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
+            if state is not None:
+                plugin.receive_state(pl_module, state)
+            self.te_report = report
+            rank_zero_info(str(report))
+
+        # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
+        self._load_hook = pl_module.register_load_state_dict_pre_hook(
+            load_hook(lambda: planned_rows(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
+        )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _plugin(trainer).updated_by_callback = False
+        if self._load_hook is not None:
+            self._load_hook.remove()
+            self._load_hook = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """All micro-batches have run their backward; the weights have not moved yet."""

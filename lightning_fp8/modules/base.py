@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
+from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.functions import Slots
 from lightning_fp8.history import AmaxHistory, Slot
 from lightning_fp8.scaled import Role
@@ -48,6 +50,36 @@ class FP8Module(nn.Module):
         if self.history is not None and device is not None and device.type != "meta":
             self.history.to(device)  # its dtype stays float32 whatever fn casts to
         return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
+        keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
+        found = [key for key in keys if key in state_dict]
+        values = [state_dict.pop(key) for key in found]
+        if values:
+            try:
+                self._load_te_state(values[0])
+            except CheckpointError as error:
+                error_msgs.append(f"{found[0]}: {error}")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _load_te_state(self, value: Any) -> None:
+        state = read_te_state(value)
+        if state.forward is not None and self._slots is not None:
+            rows = {role: state.row(role) for role in self.roles}
+            for role, row in rows.items():
+                self._slots[role].history.set_row(self._slots[role].row, row.scale, row.amax_history)
 
 
 def row_name(module: str, role: Role) -> str:

@@ -1,0 +1,97 @@
+"""Loading a Transformer Engine checkpoint, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fp8.checkpoint.remap import FP8Rows, Remapped, has_te_state, remap
+from lightning_fp8.checkpoint.report import LoadReport
+from lightning_fp8.checkpoint.unpickle import CheckpointError
+from lightning_fp8.convert import ConversionSummary
+from lightning_fp8.scaled import LINEAR_ROLES
+from lightning_fp8.state import fp8_modules, load_fp8_state_dict
+
+
+def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadReport:
+    """Load parameters and FP8 state that Transformer Engine saved, whichever version, into ``model``.
+
+    Nothing of the file is executed. Either everything is loaded or, with an error, nothing.
+
+    Args:
+        model: a model of ``lightning_fp8`` modules, or converted by ``convert_module``; other models get the
+            parameters alone.
+        state_dict: what a model of Transformer Engine modules gave; the whole of a Lightning checkpoint does as well.
+        strict: every parameter of one side must be on the other.
+
+    Returns:
+        What became of each FP8 state.
+
+    Raises:
+        CheckpointError: a damaged or foreign state, or keys or shapes that do not fit; the message names the keys.
+    """
+    nested = state_dict.get("state_dict")
+    remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, rows_of(model))
+    check_fit(model, remapped, strict)
+    model.load_state_dict(remapped.state_dict, strict=strict)
+    if remapped.fp8_state is not None:
+        load_fp8_state_dict(model, remapped.fp8_state)
+    return remapped.report
+
+
+def rows_of(model: nn.Module) -> FP8Rows:
+    """The modules of ``model`` that run in FP8, and their roles."""
+    return {name: module.roles for name, module in fp8_modules(model) if module.fp8}
+
+
+def planned_rows(model: nn.Module, plan: ConversionSummary) -> FP8Rows:
+    """The modules of ``model`` that will run in FP8 once it is converted as ``plan`` says."""
+    linears = {layer.name: layer.fp8 for layer in plan.layers}
+    return {name: LINEAR_ROLES for name, fp8 in linears.items() if fp8} | {
+        name: roles for name, roles in rows_of(model).items() if name not in linears
+    }
+
+
+def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> None:
+    """Raise before torch loads a part: ``nn.Module.load_state_dict`` copies what fits and complains afterwards.
+
+    Raises:
+        CheckpointError: missing or unexpected keys (``strict``), or other shapes.
+    """
+    own, given = model.state_dict(), remapped.state_dict
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    problems = [
+        f"{key} has shape {tuple(given[key].shape)} in the file and {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if isinstance(value, Tensor) and isinstance(given.get(key), Tensor) and given[key].shape != value.shape
+    ]
+    if strict:
+        problems += [f"the file lacks {key}" for key in missing] + [f"the model lacks {key}" for key in unexpected]
+    if problems:
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        advice = "; strict=False loads what fits" if strict and (missing or unexpected) else ""
+        raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:20])}{more}{advice}")
+
+
+def load_hook(
+    rows: Callable[[], FP8Rows], receive: Callable[[dict[str, Any] | None, LoadReport], None]
+) -> Callable[..., None]:
+    """A load-state pre-hook of a whole model, which takes Transformer Engine's states out of what is being loaded.
+
+    Args:
+        rows: the modules that run, or will run, in FP8.
+        receive: is given the FP8 state, or None, and the report.
+    """
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:
+        if prefix or not has_te_state(state_dict):
+            return
+        remapped = remap(state_dict, module, rows())
+        check_fit(module, remapped, strict)
+        state_dict.clear()
+        state_dict.update(remapped.state_dict)
+        receive(remapped.fp8_state, remapped.report)
+
+    return hook

@@ -1,0 +1,52 @@
+"""What became of each FP8 state of a foreign checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["loaded", "remapped", "defaulted", "ignored"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of the file or of the model.
+
+    Attributes:
+        key: the file's key, or the model's module that the file has nothing for.
+        outcome: ``loaded`` under its own name; ``remapped`` to another; ``defaulted`` to scale 1 and amax 0, as
+            Transformer Engine starts; ``ignored``.
+        reason: where it went, or why not.
+        writer: the versions of Transformer Engine that write this form.
+    """
+
+    key: str
+    outcome: Outcome
+    reason: str
+    writer: str = ""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The entries of one load. ``str()`` is a sentence and the entries that did not simply load."""
+
+    entries: tuple[Entry, ...]
+
+    def with_outcome(self, outcome: Outcome) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.outcome == outcome)
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """The versions that wrote the file's states, each once."""
+        return tuple(dict.fromkeys(entry.writer for entry in self.entries if entry.writer))
+
+    def __str__(self) -> str:
+        counts = Counter(entry.outcome for entry in self.entries)
+        numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome.__args__)  # type: ignore[attr-defined]
+        written_by = f" written by {'; '.join(self.writers)}" if self.writers else ""
+        lines = [f"Transformer Engine state{written_by}: {numbers}"]
+        lines += [
+            f"  {entry.key}: {entry.outcome}, {entry.reason}" for entry in self.entries if entry.outcome != "loaded"
+        ]
+        return "\n".join(lines)

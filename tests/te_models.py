@@ -1,0 +1,88 @@
+"""Models of the shapes that Transformer Engine's checkpoints come from, and files for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import Linear
+from lightning_fp8.history import AmaxHistory
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.scaled import ATTENTION_ROLES
+from tests.te_writer import Columns
+
+ROOT = Path(__file__).parent.parent
+
+
+class CoreAttention(FP8Module):
+    """Attention's history rows, without attention."""
+
+    roles = ATTENTION_ROLES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use_history(AmaxHistory(self.history_rows()))
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        return qkv.chunk(3, -1)[2]
+
+
+class MultiheadAttention(nn.Module):
+    def __init__(self, linear: type[nn.Linear] = Linear) -> None:
+        super().__init__()
+        self.qkv = linear(16, 48)
+        self.core_attention = CoreAttention()
+        self.proj = linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.core_attention(self.qkv(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, linear: type[nn.Linear] = Linear) -> None:
+        super().__init__()
+        self.self_attention = MultiheadAttention(linear)
+        self.fc = linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(self.self_attention(x))
+
+
+def blocks(linear: type[nn.Linear] = Linear, depth: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(Block(linear) for _ in range(depth)))
+
+
+def random_columns(gemms: int, length: int, seed: int) -> Columns:
+    """A run's state: no two values are equal, and the staging row is empty as it is between steps."""
+    generator = torch.Generator().manual_seed(seed)
+    columns: list[Tensor] = []
+    for slots in (3 * gemms, 2 * gemms):
+        window = torch.rand(length, slots, generator=generator) + 0.5
+        window[0] = 0
+        columns += [torch.rand(slots, generator=generator) * 100 + 2, window]
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+def te_files(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What the versions named in ``specs`` would save; see ``tests.te_writer``."""
+    torch.save(specs, folder / "specs.pt")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.te_writer", str(folder / "specs.pt"), str(folder / "files.pt")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    return torch.load(folder / "files.pt", weights_only=True)
+
+
+def spec(version: str, parameters: Mapping[str, Tensor], modules: list[str], length: int = 8) -> dict[str, Any]:
+    """A file of ``version`` in which all ``modules`` have random states, ``core_attention`` attention's."""
+    attention = [name for name in modules if name.endswith("core_attention")]
+    states = {
+        name: random_columns(3 if name in attention else 1, length, seed) for seed, name in enumerate(modules, start=1)
+    }
+    return {"version": version, "parameters": dict(parameters), "states": states, "attention": attention}
