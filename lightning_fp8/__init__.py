@@ -2,6 +2,7 @@
 
 from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.callbacks import FP8Callback
+from lightning_fp8.checkpoint.export import export_te_state_dict
 from lightning_fp8.checkpoint.load import load_te_state_dict
 from lightning_fp8.convert import convert_module
 from lightning_fp8.formats import Format
@@ -33,6 +34,7 @@ __all__ = [
     "RMSNorm",
     "__version__",
     "convert_module",
+    "export_te_state_dict",
     "fp8_autocast",
     "fp8_state_dict",
     "load_fp8_state_dict",

@@ -234,8 +234,11 @@ def _alignment(file_names: list[str], model_keys: set[str], modules: set[str]) -
 
     def fits(drop: str, add: str) -> int:
         names = [add + name.removeprefix(drop) for name in file_names]
-        return sum(name in model_keys or name.rpartition(".")[0] in modules - {""} for name in names)
+        return sum(name in model_keys or name.rpartition(".")[0] in named for name in names)
 
+    named = modules - {""}
+    if fits("", "") == len(file_names):
+        return lambda name: name
     drop, add = max(((drop, add) for drop in drops for add in adds), key=lambda pair: (fits(*pair), not any(pair)))
     return lambda name: add + name.removeprefix(drop)
 

@@ -43,6 +43,38 @@ _ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 
 ATTENTION_GEMMS = 3
 
 
+def num_gemms_of(roles: tuple[Role, ...]) -> int:
+    """How many GEMMs Transformer Engine counts for a module of these roles."""
+    return ATTENTION_GEMMS if Role.QKV in roles else 1
+
+
+def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
+    """Direction (``"fwd"`` or ``"bwd"``) and column of a tensor."""
+    if role in _ATTENTION_COLUMNS:
+        return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
+    if role.is_gradient:
+        return "bwd", gemm * BACKWARD_SLOTS + _LINEAR_COLUMNS[role]
+    return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
+
+
+def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
+    """A module's state as Transformer Engine starts it: scale 1, amax 0."""
+    columns = {}
+    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms)
+        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms)
+    return columns
+
+
+def place_row(columns: dict[str, Tensor], role: Role, scale: float, window: Tensor) -> None:
+    """Write one tensor's state into ``columns``; a scale of 0, never updated, stays at its default."""
+    direction, index = column_of(role)
+    if scale:
+        columns[f"scale_{direction}"][index] = scale
+    if len(window):
+        columns[f"amax_history_{direction}"][-len(window) :, index] = window
+
+
 @dataclass(frozen=True)
 class Columns:
     """One direction of a module: ``scale`` float32 ``[n]`` and ``amax_history`` float32 ``[len, n]``."""
@@ -82,19 +114,14 @@ class TEState:
         """1 for a linear layer, 2 for LayerNormMLP, 3 for attention; 0 without state."""
         return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
 
-    def row(self, role: Role, gemm: int = 0, grouped: bool = False) -> Row:
-        """The state of one tensor of GEMM ``gemm``; GroupedLinear (``grouped``) orders by role, not by GEMM.
+    def row(self, role: Role, gemm: int = 0) -> Row:
+        """The state of one tensor of GEMM ``gemm``.
 
         Raises:
             CheckpointError: the state has no such column.
         """
-        columns = self.backward if role.is_gradient else self.forward
-        slots = BACKWARD_SLOTS if role.is_gradient else FORWARD_SLOTS
-        if role in _LINEAR_COLUMNS:
-            slot = _LINEAR_COLUMNS[role]
-            index = slot * self.num_gemms + gemm if grouped else gemm * slots + slot
-        else:
-            index = _ATTENTION_COLUMNS[role]
+        direction, index = column_of(role, gemm)
+        columns = self.forward if direction == "fwd" else self.backward
         if columns is None or index >= len(columns.scale):
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
         scale, window = columns.scale[index].item(), columns.amax_history[:, index]

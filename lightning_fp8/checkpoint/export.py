@@ -1,0 +1,157 @@
+"""The way back: a state dict in the layout that a given Transformer Engine version reads."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
+from lightning_fp8.checkpoint.unpickle import Standin
+from lightning_fp8.history import Slot
+from lightning_fp8.modules import LayerNorm, RMSNorm
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.scaled import ATTENTION_ROLES, Role
+from lightning_fp8.state import clean_name, fp8_modules
+
+_RECIPES = "transformer_engine.common.recipe"
+_FIRST_VERSION = (0, 12)
+
+
+def export_te_state_dict(model: nn.Module, version: str, recipe: DelayedScaling | None = None) -> dict[str, Any]:
+    """The parameters of ``model`` and its delayed-scaling state as Transformer Engine ``version`` would save them.
+
+    A tensor that was never scaled gets Transformer Engine's start, scale 1 and amax 0. Attention has no state before
+    1.6. Versions 2.16.1, 2.17.1 and 2.18 and later read any FP8 state only with
+    ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``, their own too.
+
+    Args:
+        model: a model with FP8 layers.
+        version: ``"1.13"``, ``"2.4.0"``, ...; 0.12 or later.
+        recipe: written along from 2.0 on, and decides the formats; ``None`` is ``DelayedScaling()`` with the history's
+            length.
+
+    Returns:
+        The state dict. Values of ``_extra_state`` are ``io.BytesIO`` up to 1.13, uint8 tensors from 2.0 on.
+
+    Raises:
+        ValueError: a version that is none, or is before 0.12.
+    """
+    number = parse_version(version)
+    state_dict = {clean_name(key): value for key, value in model.state_dict().items()}
+    for name, module in fp8_modules(model):
+        slots = (module.slots or {}) if module.fp8 else {}
+        attention = module.roles == ATTENTION_ROLES
+        if attention and number < (1, 6):
+            continue
+        middle = [FUSED_ATTENTION] if attention and number < (1, 8) else []
+        key = ".".join([*([name] if name else []), *middle, EXTRA_STATE])
+        state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles), number, recipe)
+    if number >= (2, 0):  # norms became operations then, which have a state that is always empty
+        for name, module in model.named_modules():
+            if isinstance(module, (LayerNorm, RMSNorm)):
+                state_dict[f"{clean_name(name)}.{EXTRA_STATE}".lstrip(".")] = _value(None, 0, (2, 4), None)
+    return state_dict
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """Major and minor number.
+
+    Raises:
+        ValueError: not a version, or before 0.12.
+    """
+    match = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+    if not match:
+        raise ValueError(f"version={version!r} is no Transformer Engine version; give one like '1.13' or '2.4.0'")
+    number = int(match[1]), int(match[2])
+    if number < _FIRST_VERSION:
+        raise ValueError(f"version={version!r} is too old to be written; 0.12 and later are")
+    return number
+
+
+def _columns(slots: Mapping[Role, Slot]) -> dict[str, Tensor] | None:
+    if not slots:
+        return None
+    length = max(1, *(len(slot.history.window) for slot in slots.values()))
+    columns = empty_columns(num_gemms_of(tuple(slots)), length)
+    for role, slot in slots.items():
+        window = slot.history.window[:, slot.row].detach().cpu().clone()
+        # Transformer Engine collects the next amax in the oldest row; ours is read by no update any more.
+        window[:1] = 0
+        place_row(columns, role, slot.scale.item(), window)
+    return columns
+
+
+def _value(
+    columns: dict[str, Tensor] | None, num_gemms: int, version: tuple[int, int], recipe: DelayedScaling | None
+) -> io.BytesIO | Tensor:
+    if columns is None:
+        return torch.empty(0, dtype=torch.uint8) if version >= (2, 4) else _packed(None, version)
+    length = len(columns["amax_history_fwd"])
+    recipe = recipe or DelayedScaling(amax_history_len=length)
+    state: dict[str, Any] = dict(columns)
+    extra: dict[str, Any] = {"fp8_checkpoint": True, "num_gemms": num_gemms}
+    if version >= (2, 0):
+        state = {"recipe": _te_recipe(recipe, length), **state}
+    else:
+        state |= {f"scale_inv_{way}": columns[f"scale_{way}"].reciprocal() for way in ("fwd", "bwd")}
+        extra["fp8_max_fwd"] = recipe.fp8_format.forward.max
+        extra["fp8_max_bwd"] = recipe.fp8_format.backward.max
+        if version < (1, 6):
+            state |= {"global_fp8_buffer": {}, "global_fp8_state": {}}
+    return _packed({**state, "extra_fp8_variables": extra}, version)
+
+
+def _packed(state: dict[str, Any] | None, version: tuple[int, int]) -> io.BytesIO | Tensor:
+    buffer = io.BytesIO()
+    if version >= (2, 0):
+        _StandinPickler(buffer, protocol=4).dump(state)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _te_recipe(recipe: DelayedScaling, length: int) -> Standin:
+    largest = (recipe.fp8_format.forward.max, recipe.fp8_format.backward.max)
+    fp8_format = Standin(f"{_RECIPES}.Format", (Standin(f"{_RECIPES}._FormatHelper", largest),))
+    fields = {
+        "margin": recipe.margin,
+        "fp8_format": fp8_format,
+        "amax_history_len": length,
+        "amax_compute_algo": recipe.amax_compute_algo,
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": recipe.reduce_amax,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+    }
+    return Standin(f"{_RECIPES}.DelayedScaling", (), fields)
+
+
+# Python's own pickler: the one in C imports a class before it writes its name.
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]
+
+
+class _StandinPickler(_Pickler):
+    """Writes a :class:`Standin` as an object of the class it names, which need not be installed."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def save_standin(self, standin: Standin) -> None:
+        module, _, name = standin.name.rpartition(".")
+        self.save(module)
+        self.save(name)
+        self.write(pickle.STACK_GLOBAL)
+        self.save(standin.args)
+        # An object with attributes is made empty and filled, as pickle does; others are their arguments.
+        self.write(pickle.NEWOBJ if standin.state else pickle.REDUCE)
+        if standin.state:
+            self.save(standin.state)
+            self.write(pickle.BUILD)
+
+    dispatch[Standin] = save_standin
