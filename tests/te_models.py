@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +18,19 @@ from lightning_fp8 import Linear
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.scaled import ATTENTION_ROLES
-from tests.te_writer import Columns
+from tests.small import Regression, fp8_trainer, regression_data
+from tests.te_writer import VERSIONS, Columns
 
 ROOT = Path(__file__).parent.parent
+
+
+# Where Transformer Engine keeps each tensor: direction, and column among (input, weight, output) and (grad_output,
+# grad_input) of each GEMM.
+LINEAR = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}
+ATTENTION = {
+    **{"qkv": ("fwd", 2), "o": ("fwd", 3), "s": ("fwd", 8)},
+    **{"dqkv": ("bwd", 0), "do": ("bwd", 3), "dp": ("bwd", 5)},
+}
 
 
 class CoreAttention(FP8Module):
@@ -86,3 +98,31 @@ def spec(version: str, parameters: Mapping[str, Tensor], modules: list[str], len
         name: random_columns(3 if name in attention else 1, length, seed) for seed, name in enumerate(modules, start=1)
     }
     return {"version": version, "parameters": dict(parameters), "states": states, "attention": attention}
+
+
+def expected_rows(states: dict[str, Any], attention: bool = True) -> dict[str, tuple[float, Tensor]]:
+    rows = {}
+    for name, columns in states.items():
+        for role, (direction, column) in (ATTENTION if name.endswith("core_attention") else LINEAR).items():
+            scale, window = columns[:2] if direction == "fwd" else columns[2:]
+            empty = name.endswith("core_attention") and not attention
+            rows[f"{name}.{role}"] = (0.0, torch.zeros(len(window))) if empty else (scale[column], window[:, column])
+    return rows
+
+
+def lightning_checkpoints(folder: Path) -> dict[str, tuple[dict[str, Any], Path]]:
+    """For every version what was saved, and a Lightning checkpoint as its plugin would make of ``Regression``."""
+    L.seed_everything(1)
+    trainer = fp8_trainer("delayed", max_epochs=1)
+    trainer.fit(Regression(), regression_data())
+    trainer.save_checkpoint(folder / "ours.pt")
+    ours = torch.load(folder / "ours.pt", weights_only=True)
+    del ours["FP8Precision"]
+    linears = sorted({key.rpartition(".")[0] for key in ours["state_dict"]})
+    specs = [spec(version, ours["state_dict"], linears) for version in VERSIONS]
+    paths = {}
+    for written, state_dict in zip(specs, te_files(specs, folder)):
+        path = folder / f"{written['version']}.ckpt"
+        torch.save({**ours, "state_dict": OrderedDict(state_dict)}, path)
+        paths[written["version"]] = written, path
+    return paths

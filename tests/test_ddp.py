@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import run_on_two_ranks
+from tests.te_models import expected_rows, lightning_checkpoints
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -32,3 +33,15 @@ def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
         assert len(report) == 6
         for name, result in report.items():
             assert result == {"losses": True, "weights": True, "count": 4}, name
+
+
+def test_transformer_engines_files_resume(tmp_path: Path) -> None:
+    written = lightning_checkpoints(tmp_path)
+    for report in run_on_two_ranks("ddp", "te_resume", str(tmp_path), folder=tmp_path):
+        assert report.keys() == written.keys()
+        for version, result in report.items():
+            expected = {name: float(scale) for name, (scale, _) in expected_rows(written[version][0]["states"]).items()}
+            scales = result.pop("scales")
+            assert len(scales) == 6
+            assert scales == {name: expected[name] for name in scales}, version
+            assert result == {"losses": True, "weights": True, "count": 6}, version

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,11 @@ from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict
 from lightning_fp8.checkpoint.te_state import read_te_state
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from tests.small import Regression, fp8_trainer, regression_data
-from tests.te_models import Block, blocks, random_columns, spec, te_files
+from tests.te_models import Block, blocks, expected_rows, lightning_checkpoints, random_columns, spec, te_files
 from tests.te_writer import VERSIONS
 
-# Where Transformer Engine keeps each tensor: direction, and column among (input, weight, output) and (grad_output,
-# grad_input) of each GEMM.
-LINEAR = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}
-ATTENTION = {
-    **{"qkv": ("fwd", 2), "o": ("fwd", 3), "s": ("fwd", 8)},
-    **{"dqkv": ("bwd", 0), "do": ("bwd", 3), "dp": ("bwd", 5)},
-}
 MODULES = [f"{block}.{name}" for block in (0, 1) for name in ("self_attention.qkv", "self_attention.proj", "fc")]
 ATTENTIONS = [f"{block}.self_attention.core_attention" for block in (0, 1)]
-
-
-def expected_rows(states: dict[str, Any], attention: bool = True) -> dict[str, tuple[float, Tensor]]:
-    rows = {}
-    for name, columns in states.items():
-        for role, (direction, column) in (ATTENTION if name.endswith("core_attention") else LINEAR).items():
-            scale, window = columns[:2] if direction == "fwd" else columns[2:]
-            empty = name.endswith("core_attention") and not attention
-            rows[f"{name}.{role}"] = (0.0, torch.zeros(len(window))) if empty else (scale[column], window[:, column])
-    return rows
 
 
 def assert_rows(model: nn.Module, rows: dict[str, tuple[float, Tensor]]) -> None:
@@ -349,23 +331,7 @@ def test_a_modules_own_extra_state_is_its_own_business(files: Any) -> None:
 
 @pytest.fixture(scope="module")
 def lightning_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """A Lightning checkpoint of every version: what the plugin of Transformer Engine makes of ``Regression``."""
-    folder = tmp_path_factory.mktemp("ckpt")
-    L.seed_everything(1)
-    trainer = fp8_trainer("delayed", max_epochs=1)
-    trainer.fit(Regression(), regression_data())
-    trainer.save_checkpoint(folder / "ours.ckpt")
-    ours = torch.load(folder / "ours.ckpt", weights_only=True)
-    linears = sorted({key.rpartition(".")[0] for key in ours["state_dict"]})
-    specs = [spec(version, ours["state_dict"], linears) for version in VERSIONS]
-    paths = {}
-    for written, state_dict in zip(specs, te_files(specs, folder)):
-        file = {**ours, "state_dict": OrderedDict(state_dict)}
-        del file["FP8Precision"]
-        path = folder / f"{written['version']}.ckpt"
-        torch.save(file, path)
-        paths[written["version"]] = written, path
-    return paths
+    return lightning_checkpoints(tmp_path_factory.mktemp("ckpt"))
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["converted", "our modules"])

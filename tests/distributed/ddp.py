@@ -1,6 +1,6 @@
 """Run by two processes of ``torch.distributed``: trains under DDP and writes what each rank saw.
 
-``python -m tests.distributed.ddp {scales,resume} FOLDER``, with RANK, WORLD_SIZE and MASTER_* in the environment.
+``python -m tests.distributed.ddp {scales,resume,te_resume} FOLDER``, with RANK, WORLD_SIZE and MASTER_* set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import DelayedScaling, FP8Precision
 from lightning_fp8.recipes import RECIPES
 from tests.distributed.launch import leave
 from tests.small import Regression, equal_weights, fp8_trainer, quiet_trainer, regression_data
@@ -101,9 +101,46 @@ def resume(folder: Path) -> dict[str, Any]:
     return result
 
 
+def te_resume(folder: Path) -> dict[str, Any]:
+    """From each Transformer Engine file: the first step's scales, and whether what we save then resumes exactly."""
+    result = {}
+    for path in sorted(folder.glob("*.ckpt")):
+        first_scales: dict[str, float] = {}
+
+        class First(L.Callback):
+            def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+                history = trainer.precision_plugin.histories["model"]
+                if not first_scales:  # noqa: B023
+                    first_scales.update(zip(history.names, history.scale.tolist()))  # noqa: B023
+
+        def train(epochs: int, ckpt_path: Path) -> tuple[L.Trainer, Regression]:
+            L.seed_everything(1)
+            trainer = fp8_trainer(DelayedScaling(amax_history_len=8), strategy="ddp", devices=2, max_epochs=epochs)
+            trainer.callbacks.append(First())
+            model = Regression()
+            trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+            return trainer, model
+
+        first, half = train(2, path)
+        scales = dict(first_scales)
+        first.save_checkpoint(folder / "saved" / path.name)
+        _, straight = train(4, path)
+        _, resumed = train(4, folder / "saved" / path.name)
+        result[path.stem] = {
+            "scales": scales,
+            "losses": half.losses + resumed.losses == straight.losses,
+            "count": len(straight.losses),
+            "weights": equal_weights(resumed, straight),
+        }
+    return result
+
+
 if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    report = resume(folder) if what == "resume" else scales(folder, int(sys.argv[3]))
+    if what == "scales":
+        report = scales(folder, int(sys.argv[3]))
+    else:
+        report = resume(folder) if what == "resume" else te_resume(folder)
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()
