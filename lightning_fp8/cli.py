@@ -1,6 +1,7 @@
 """``lightning-fp8``: LightningCLI for any LightningModule, with FP8 recipes typed in YAML.
 
 ``lightning-fp8 fit --config configs/delayed.yaml``; ``validate``, ``test`` and ``predict`` likewise.
+``lightning-fp8 checkpoint`` inspects and converts checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning_fp8.checkpoint import cli as checkpoint_cli
 from lightning_fp8.recipes import RECIPES
 
 
@@ -32,6 +34,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Models and data modules are named by class path, also from modules of the working directory.
     """
+    arguments = list(sys.argv[1:] if args is None else args)
+    if arguments[:1] == ["checkpoint"]:
+        checkpoint_cli.main(arguments[1:])
+        return
     try:
         import jsonargparse
     except ImportError:
@@ -59,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        args=list(sys.argv[1:] if args is None else args),
+        args=arguments,
     )
 
 

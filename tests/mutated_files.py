@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from lightning_fp8.checkpoint.torch_file import TensorRecord, read_archive, read_pickle
+from lightning_fp8.checkpoint.te_state import read_te_state
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 
 # What reading data must not do. compile and import are also how a late import of torch would show.
@@ -39,12 +39,18 @@ def archives() -> list[tuple[Any, bytes]]:
     state = {
         "scale_fwd": torch.ones(3),
         "amax_history_fwd": torch.rand(4, 3),
+        "scale_bwd": torch.ones(2),
+        "amax_history_bwd": torch.rand(4, 2),
         "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True, "names": ["a", ("b", 2.5)]},
     }
     zipped, legacy = io.BytesIO(), io.BytesIO()
     torch.save(state, zipped)
     torch.save(state, legacy, _use_new_zipfile_serialization=False)
-    return [(read_archive, zipped.getvalue()), (read_archive, legacy.getvalue()), (read_pickle, pickle.dumps(state))]
+    return [
+        (lambda data: read_te_state(io.BytesIO(data)), zipped.getvalue()),
+        (lambda data: read_te_state(io.BytesIO(data)), legacy.getvalue()),
+        (read_te_state, pickle.dumps(state)),
+    ]
 
 
 def mutate(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
@@ -79,10 +85,7 @@ def read_one(which: int, edits: list[tuple[str, int, int]]) -> None:
     data = mutate(data, edits)
     watching = True
     try:
-        value = read(data)
-        for item in value.values() if isinstance(value, dict) else ():
-            if isinstance(item, TensorRecord) and item.numel < 10**6:
-                item.load()
+        read(data)
         outcomes["read"] += 1
     except CheckpointError:
         outcomes["refused"] += 1

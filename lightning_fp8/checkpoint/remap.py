@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
+from lightning_fp8.checkpoint.torch_file import TensorRecord
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.modules.base import row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
@@ -96,6 +97,32 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in told]
     result = {model_keys.get(name, name): value for name, value in renamed.items()} | kept
     return Remapped(result, _history_state(state_rows), LoadReport(tuple(entries)))
+
+
+def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
+    """A checkpoint by its own names, where no model is at hand.
+
+    Returns:
+        The parameters; the states as ``AmaxHistory.state_dict`` gives them, or None; the number of states.
+
+    Raises:
+        CheckpointError: a state is damaged or foreign; the message names its key.
+    """
+    parameters: dict[str, Any] = {}
+    states: dict[str, TEState] = {}
+    for key, value in state_dict.items():
+        if key.rpartition(".")[2] != EXTRA_STATE:
+            parameters[key] = value
+            continue
+        owner = clean_name(key).rpartition(".")[0]
+        target = _attention_owner(owner, {})
+        if target == owner or target not in states:
+            try:
+                states[target] = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}: {error}") from None
+    rows = {name: row for owner, state in states.items() for name, row in state.named_rows(owner).items()}
+    return parameters, _history_state(rows), len(states)
 
 
 def _prefix(owner: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_fp8.checkpoint.torch_file import TensorRecord, read_archive, read_pickle
 from lightning_fp8.checkpoint.unpickle import CheckpointError, Standin
-from lightning_fp8.scaled import Role
+from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 
 # Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
 torch.serialization.add_safe_globals([io.BytesIO])
@@ -126,6 +126,19 @@ class TEState:
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
         scale, window = columns.scale[index].item(), columns.amax_history[:, index]
         return Row(0.0 if scale == 1.0 and not window.any() else scale, window)
+
+    def named_rows(self, module: str) -> dict[str, Row]:
+        """The tensors that are cast, under the names that the module called ``module`` gives its history's rows.
+
+        Two GEMMs are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more GEMMs there are none.
+        """
+        owners = {0: [], 1: [module], 2: [f"{module}.fc1", f"{module}.fc2"], ATTENTION_GEMMS: [module]}
+        roles = ATTENTION_ROLES if self.num_gemms == ATTENTION_GEMMS else LINEAR_ROLES
+        return {
+            f"{owner}.{role.value}".lstrip("."): self.row(role, gemm)
+            for gemm, owner in enumerate(owners.get(self.num_gemms, []))
+            for role in roles
+        }
 
 
 def read_te_state(value: Any) -> TEState:
