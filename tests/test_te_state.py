@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict, load_te_state_dict
 from lightning_fp8.checkpoint.te_state import read_te_state
 from lightning_fp8.checkpoint.unpickle import CheckpointError
@@ -400,3 +401,11 @@ def test_test_from_a_file_of_weights_alone(lightning_files: Any, tmp_path: Path)
     history = trainer.precision_plugin.histories["model"]
     rows = expected_rows(lightning_files["1.7"][0]["states"])
     assert history.scale.tolist() == [float(rows[name][0]) for name in history.names]
+
+
+def test_the_worked_example_resumes_a_1_7_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "te_1_7.ckpt"
+    resume_te_checkpoint.main(path)
+    printed = capsys.readouterr().out
+    assert "2 loaded" in printed
+    assert path.exists()
