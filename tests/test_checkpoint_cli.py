@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from lightning_fp8 import Linear, export_te_state_dict
+from lightning_fp8.checkpoint.cli import inspect
+from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.cli import main
 from lightning_fp8.history import AmaxHistory
 from tests.small import Regression, fp8_trainer, regression_data
@@ -124,3 +127,13 @@ def test_five_hundred_modules_with_full_histories(
     main(["checkpoint", "inspect", str(tmp_path / "big.ckpt")])
     main(["checkpoint", "convert", str(tmp_path / "big.ckpt"), str(tmp_path / "ours.ckpt")])
     assert len(capsys.readouterr().out.splitlines()) == 2 + 1500 + 1
+
+
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(3), "a._extra_state": pickle.dumps(None)}}, tmp_path / "whole.ckpt")
+    whole = (tmp_path / "whole.ckpt").read_bytes()
+    assert "a._extra_state" in inspect(tmp_path / "whole.ckpt")
+    for length in range(len(whole)):
+        (tmp_path / "cut.ckpt").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            inspect(tmp_path / "cut.ckpt")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
+from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
 from lightning_fp8.precision import FP8Precision
 
@@ -40,10 +41,16 @@ class FP8Callback(Callback):
             self.te_report = report
             rank_zero_info(str(report))
 
+        hook = load_hook(lambda: planned_rows(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
+
+        def named(*args: Any) -> None:
+            try:
+                hook(*args)
+            except CheckpointError as error:
+                raise CheckpointError(f"{trainer.ckpt_path}: {error}") from None
+
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
-        self._load_hook = pl_module.register_load_state_dict_pre_hook(
-            load_hook(lambda: planned_rows(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
-        )
+        self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _plugin(trainer).updated_by_callback = False

@@ -33,15 +33,18 @@ def main(args: Sequence[str]) -> None:
     convert_parser.add_argument("source", type=Path, metavar="IN")
     convert_parser.add_argument("target", type=Path, metavar="OUT")
     options = parser.parse_args(args)
+    file = options.file if options.command == "inspect" else options.source
     try:
         if options.command == "inspect":
             print(inspect(options.file))
         else:
             print(convert(options.source, options.target))
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
+        raise SystemExit(f"lightning-fp8: {file}: {error}") from None
+    except OSError as error:
         raise SystemExit(f"lightning-fp8: {error}") from None
     except RecursionError:
-        raise SystemExit("lightning-fp8: the file nests too deep to be a checkpoint") from None
+        raise SystemExit(f"lightning-fp8: {file}: it nests too deep to be a checkpoint") from None
 
 
 def inspect(path: Path) -> str:
@@ -85,7 +88,7 @@ def convert(source: Path, target: Path) -> str:
     with open_checkpoint(source) as file:
         holder = _state_dict_in(file)
         if holder is None:
-            raise CheckpointError(f"{source} holds no Transformer Engine state: there is nothing to convert")
+            raise CheckpointError("it holds no Transformer Engine state: there is nothing to convert")
         parameters, state, count = rows_by_name(holder)
         result = _loaded(file, source)
         if holder is file:
