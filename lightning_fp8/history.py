@@ -33,7 +33,8 @@ class AmaxHistory:
         names: one name per row, ``layers.0.fc1.input``.
         roles: one role per row; decides the row's format.
         seen: float32 ``[n]``, the largest \\|x\\| since the last update.
-        window: float32 ``[len, n]``, amaxes of earlier steps, oldest first.
+        window: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update looks at ``len`` of them, the
+            newest among them, and then drops the oldest: between updates the first row is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
     """

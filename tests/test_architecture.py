@@ -105,6 +105,9 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
         ("modules", ("convert", "precision", "callbacks", "state", "cli")),
         ("convert", ("precision", "callbacks", "cli")),
         ("precision", ("callbacks", "cli")),
+        ("checkpoint.te_state", ("functions", "modules", "convert", "precision", "callbacks", "state", "cli")),
+        ("checkpoint.remap", ("convert", "precision", "callbacks", "cli")),
+        ("checkpoint.load", ("precision", "callbacks", "cli")),
     ],
 )
 def test_a_room_imports_nothing_above_it(room: str, above: tuple[str, ...]) -> None:

@@ -112,9 +112,10 @@ def test_a_history_of_another_length_is_cut_or_padded(length: int, tmp_path: Pat
     other.fit(Regression(), regression_data(), ckpt_path=tmp_path / "a.ckpt")
     window = other.precision_plugin.histories["model"].window
     assert window.shape[0] == length
-    kept = min(8, length - 4)  # four steps came after the file
+    kept = min(8, length - 4 - 1)  # four steps came after the file; the first row is 0 between steps
     assert kept > 0
     assert torch.equal(window[length - 4 - kept : length - 4], saved[8 - kept :])
+    assert (saved[1:] > 0).all()
     assert not window[: length - 4 - kept].any()
 
 

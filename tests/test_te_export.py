@@ -46,9 +46,10 @@ def trained(steps: int = 4) -> nn.Sequential:
     return model
 
 
+@pytest.mark.parametrize("steps", [1, 4, 9], ids="{} steps of a window of 6".format)
 @pytest.mark.parametrize("version", [*VERSIONS, "0.12", "2.4", "2.16.0"])
-def test_round_trip(version: str) -> None:
-    model = trained()
+def test_round_trip(version: str, steps: int) -> None:
+    model = trained(steps)
     before = fp8_state_dict(model)
     assert (before["scale"] > 0).all()
     again = blocks()

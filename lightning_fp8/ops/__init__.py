@@ -129,7 +129,7 @@ def update_scales(
 
     Args:
         seen: float32 ``[n]``.
-        window: float32 ``[len, n]``, oldest first.
+        window: float32 ``[len, n]``, oldest first; its first row is 0 between updates, as Transformer Engine's is.
         scale: float32 ``[n]``.
         fp8_max: float32 ``[n]``, the largest value of each row's format.
         margin: binary digits of head room.

@@ -235,11 +235,13 @@ def update_scales(
     seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
     """See :func:`lightning_fp8.ops.update_scales`."""
-    window.copy_(scaling.roll_history(window, seen))
+    rolled = scaling.roll_history(window, seen)
     if recompute:
-        amax = scaling.reduce_history(window, "max" if algorithm == "max" else "most_recent")
+        amax = scaling.reduce_history(rolled, "max" if algorithm == "max" else "most_recent")
         ran = (seen > 0) & torch.isfinite(seen)
         scale.copy_(torch.where(ran, scaling.delayed_scale(amax, scale, fp8_max, margin), scale))
+    rolled[0] = 0  # the oldest amax counted for the last time
+    window.copy_(rolled)
     seen.zero_()
 
 
