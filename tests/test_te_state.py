@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict, load_te_state_dict
+from lightning_fp8.checkpoint.remap import remap, rows_by_name
 from lightning_fp8.checkpoint.te_state import read_te_state
 from lightning_fp8.checkpoint.unpickle import CheckpointError
+from lightning_fp8.scaled import LINEAR_ROLES
 from tests.small import Regression, fp8_trainer, regression_data
 from tests.te_models import Block, blocks, expected_rows, lightning_checkpoints, random_columns, spec, te_files
 from tests.te_writer import VERSIONS
@@ -222,6 +224,18 @@ def test_fused_modules_go_to_the_norm_and_the_linears_inside() -> None:
         assert torch.equal(state[ours], te[theirs]), ours
     second = (two[0][3:], two[1][:, 3:], two[2][2:], two[3][:, 2:])
     assert_rows(model, expected_rows({"qkv.linear": one, "mlp.up": two, "mlp.down": second}))
+
+
+def test_grouped_linears_are_not_mistaken_for_a_layer_norm_mlp() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList([Linear(16, 16), Linear(16, 16)])})
+    te = {f"experts.weight{index}": torch.randn(16, 16) for index in range(2)}
+    state = {"experts._extra_state": te_linear(random_columns(2, 4, seed=1))}
+    remapped = remap({**te, **state}, model, {"experts.0": LINEAR_ROLES, "experts.1": LINEAR_ROLES})
+    assert remapped.fp8_state is None
+    assert [entry.reason for entry in remapped.report.with_outcome("ignored")] == [
+        "GroupedLinear's states are not read"
+    ]
+    assert rows_by_name({**te, **state})[1:] == (None, 0)
 
 
 def test_split_parameters_both_ways() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.checkpoint.remap import has_te_state, rows_by_name
+from lightning_fp8.checkpoint.remap import has_te_state, is_grouped, rows_by_name
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, Row, read_te_state
 from lightning_fp8.checkpoint.torch_file import Storage, TensorRecord, open_checkpoint
 from lightning_fp8.checkpoint.unpickle import CheckpointError, Global, Standin
@@ -112,7 +112,8 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                 state = read_te_state(_bytes_of(value))
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}") from None
-            yield key, state.writer, state.named_rows(key.removesuffix(EXTRA_STATE).rstrip("."))
+            owner = key.removesuffix(EXTRA_STATE).rstrip(".")
+            yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_rows(owner)
     ours = file.get(PLUGIN) if isinstance(file, dict) else None
     for model, state in (ours or {}).items() if isinstance(ours, dict) else ():
         if model != "recipe":

@@ -6,7 +6,7 @@ Pure functions of a state dict and a model's shape. Nothing is loaded here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,11 @@ class Remapped:
 
 def has_te_state(keys: Iterable[str]) -> bool:
     return any(key.rpartition(".")[2] == EXTRA_STATE for key in keys)
+
+
+def is_grouped(owner: str, keys: Container[str]) -> bool:
+    """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
+    return f"{_prefix(owner)}weight0" in keys
 
 
 def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Remapped:
@@ -89,6 +94,9 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
     renamed = dict(_rename_parameters(parameters, modules, set(model_keys)))
     state_rows: dict[str, Row] = {}
     for owner, (key, state) in states.items():
+        if is_grouped(owner, parameters):
+            entries.append(Entry(key, "ignored", "GroupedLinear's states are not read", state.writer))
+            continue
         found, outcome, reason = _place(owner, key, state, modules, rows)
         state_rows |= found
         entries.append(Entry(key, outcome, reason, state.writer))
@@ -121,8 +129,9 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
                 states[target] = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}") from None
-    rows = {name: row for owner, state in states.items() for name, row in state.named_rows(owner).items()}
-    return parameters, _history_state(rows), len(states)
+    read = {owner: state for owner, state in states.items() if not is_grouped(owner, parameters)}
+    rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
+    return parameters, _history_state(rows), len(read)
 
 
 def _prefix(owner: str) -> str:
