@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,27 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
     assert "lightning_fp8.precision" in knowing
     rooms = ("precision", "callbacks", "cli", "checkpoint", "parallel")
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
+
+
+def test_lightning_is_imported_on_first_use_only() -> None:
+    """The command line for checkpoints starts without Lightning; the plugin's names bring it in."""
+    code = """
+import sys
+import lightning_fp8, lightning_fp8.cli
+assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
+assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
+from lightning_fp8 import *
+assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules
+assert {name for name in lightning_fp8.__all__ if not hasattr(lightning_fp8, name)} == set()
+try:
+    lightning_fp8.FP8Precison
+except AttributeError as error:
+    assert "FP8Precison" in str(error)
+else:
+    raise AssertionError("a wrong name was found")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_formats_says_the_largest_values() -> None:
