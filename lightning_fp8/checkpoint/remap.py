@@ -5,15 +5,15 @@ Pure functions of a state dict and a model's shape. Nothing is loaded here.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
+from lightning_fp8.checkpoint.te_parameters import linears_of, prefix_of, rename_parameters
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
 from lightning_fp8.checkpoint.torch_file import TensorRecord
 from lightning_fp8.checkpoint.unpickle import CheckpointError
@@ -46,7 +46,7 @@ def has_te_state(keys: Iterable[str]) -> bool:
 
 def is_grouped(owner: str, keys: Container[str]) -> bool:
     """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
-    return f"{_prefix(owner)}weight0" in keys
+    return f"{prefix_of(owner)}weight0" in keys
 
 
 def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Remapped:
@@ -66,32 +66,19 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
     rename = _alignment([clean_name(key) for key in state_dict], set(model_keys), set(modules))
 
     parameters: dict[str, Any] = {}
-    states: dict[str, tuple[str, TEState]] = {}
+    foreign: list[tuple[str, str, Any]] = []
     kept: dict[str, Any] = {}
-    entries: list[Entry] = []
     for key, value in state_dict.items():
         name = rename(clean_name(key))
         if name.rpartition(".")[2] != EXTRA_STATE:
             parameters[name] = value
-            continue
-        owner = name.rpartition(".")[0]
-        if _keeps_its_own_extra_state(modules.get(owner)):
+        elif _keeps_its_own_extra_state(modules.get(name.rpartition(".")[0])):
             kept[key] = value
-            continue
-        try:
-            state = read_te_state(value)
-        except CheckpointError as error:
-            raise CheckpointError(f"{key}: {error}") from None
-        target = _attention_owner(owner, modules)
-        if target in states and target != owner:  # the file holds both layouts: the later one wins
-            entries.append(Entry(key, "ignored", f"{states[target][0]} is newer", state.writer))
-            continue
-        if target in states:
-            older = states[target]
-            entries.append(Entry(older[0], "ignored", f"{key} is newer", older[1].writer))
-        states[target] = key, state
+        else:
+            foreign.append((key, name, value))
+    states, entries = _read_states(foreign, modules)
 
-    renamed = dict(_rename_parameters(parameters, modules, set(model_keys)))
+    renamed = dict(rename_parameters(parameters, modules, set(model_keys)))
     state_rows: dict[str, Row] = {}
     for owner, (key, state) in states.items():
         if is_grouped(owner, parameters):
@@ -116,26 +103,34 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     Raises:
         CheckpointError: a state is damaged or foreign; the message names its key.
     """
-    parameters: dict[str, Any] = {}
-    states: dict[str, TEState] = {}
-    for key, value in state_dict.items():
-        if key.rpartition(".")[2] != EXTRA_STATE:
-            parameters[key] = value
-            continue
-        owner = clean_name(key).rpartition(".")[0]
-        target = _attention_owner(owner, {})
-        if target == owner or target not in states:
-            try:
-                states[target] = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
-            except CheckpointError as error:
-                raise CheckpointError(f"{key}: {error}") from None
-    read = {owner: state for owner, state in states.items() if not is_grouped(owner, parameters)}
+    parameters = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] != EXTRA_STATE}
+    foreign = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
+    states, _ = _read_states(foreign, {})
+    read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
     rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
     return parameters, _history_state(rows), len(read)
 
 
-def _prefix(owner: str) -> str:
-    return f"{owner}." if owner else ""
+def _read_states(
+    foreign: Iterable[tuple[str, str, Any]], modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, tuple[str, TEState]], list[Entry]]:
+    """The states of ``(key, name, value)`` triples by the module they belong to; an older layout's is left out."""
+    states: dict[str, tuple[str, TEState]] = {}
+    entries: list[Entry] = []
+    for key, name, value in foreign:
+        try:
+            state = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}") from None
+        owner = name.rpartition(".")[0]
+        target = _attention_owner(owner, modules)
+        newer, older = (key, state), states.get(target)
+        if older and target != owner:  # the file holds both layouts
+            newer, older = older, newer
+        if older:
+            entries.append(Entry(older[0], "ignored", f"{newer[0]} is newer", older[1].writer))
+        states[target] = newer
+    return states, entries
 
 
 def _keeps_its_own_extra_state(module: nn.Module | None) -> bool:
@@ -161,9 +156,9 @@ def _place(
             found = {row_name(owner, role): state.row(role) for role in roles}
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        moved = clean_name(key) != f"{_prefix(owner)}{EXTRA_STATE}"
+        moved = clean_name(key) != f"{prefix_of(owner)}{EXTRA_STATE}"
         return found, "remapped" if moved else "loaded", f"to {owner}{note}"
-    linears = _linears(owner, modules)
+    linears = linears_of(owner, modules)
     if not linears or len(linears) != state.num_gemms:
         where = f"{type(modules[owner]).__name__} has no rows" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
@@ -172,92 +167,6 @@ def _place(
     if not found:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
     return found, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
-
-
-def _linears(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The linear layers that stand for a module: itself, or those inside it."""
-    return [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and (name == owner or name.startswith(_prefix(owner)))
-    ]
-
-
-def _norms(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    return [
-        name
-        for name, module in modules.items()
-        if name.startswith(_prefix(owner)) and type(module).__name__.endswith("Norm")
-    ]
-
-
-_TE_PARAMETER = re.compile(r"(?:(\w+)_)?(weight|bias)")
-
-
-def _rename_parameters(
-    parameters: Mapping[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
-) -> Iterator[tuple[str, Any]]:
-    """Parameters under the model's keys, split and joined where it holds them so. What fits nothing stays as it is."""
-    by_owner: dict[str, dict[str, Any]] = {}
-    for name, value in parameters.items():
-        owner, _, last = name.rpartition(".")
-        by_owner.setdefault(owner, {})[last] = value
-    for owner, own in by_owner.items():
-        foreign = {last: value for last, value in own.items() if f"{_prefix(owner)}{last}" not in model_keys}
-        for last in own.keys() - foreign.keys():
-            yield f"{_prefix(owner)}{last}", own[last]
-        if foreign and owner in modules and all(_TE_PARAMETER.fullmatch(last) for last in foreign):
-            yield from _translate(owner, foreign, modules, model_keys).items()
-        else:
-            yield from ((f"{_prefix(owner)}{last}", value) for last, value in foreign.items())
-
-
-def _translate(
-    owner: str, foreign: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
-) -> dict[str, Any]:
-    prefix = _prefix(owner)
-    unchanged = {f"{prefix}{last}": value for last, value in foreign.items()}
-    parts: dict[str, list[str]] = {"norm": [], "gemm": []}
-    for last in foreign:
-        stem = last.removesuffix("weight").removesuffix("bias").rstrip("_")
-        found = parts["norm" if stem == "layer_norm" else "gemm"]
-        if stem not in found:
-            found.append(stem)
-    module = modules[owner]
-    if isinstance(module, nn.Linear) and not parts["norm"]:
-        return _split_or_join(prefix, foreign, parts["gemm"], module) or unchanged
-    # One module of Transformer Engine, several of the model: its norm and its linear layers, in their order.
-    targets = {"norm": _norms(owner, modules), "gemm": _linears(owner, modules)}
-    if any(parts[kind] and len(parts[kind]) != len(targets[kind]) for kind in parts):
-        return unchanged
-    translated = {}
-    for kind, stems in parts.items():
-        for stem, target in zip(stems, targets[kind]):
-            for leaf in ("weight", "bias"):
-                if (last := f"{stem}_{leaf}" if stem else leaf) in foreign:
-                    translated[f"{target}.{leaf}"] = foreign[last]
-    return translated if translated.keys() <= model_keys else unchanged
-
-
-def _split_or_join(prefix: str, foreign: dict[str, Any], stems: list[str], module: nn.Linear) -> dict[str, Any] | None:
-    """``query_weight``, ``key_weight``, ... to ``weight``, or ``weight`` to them; their rows follow each other."""
-    names = {leaf: [f"{stem}_{leaf}" for stem in stems] for leaf in ("weight", "bias")}
-    if "weight" in module._parameters and all(stems):
-        joined = {
-            f"{prefix}{leaf}": torch.cat([foreign[name] for name in names[leaf]])
-            for leaf in names
-            if all(isinstance(foreign.get(name), Tensor) for name in names[leaf])
-        }
-        complete = len(joined) * len(stems) == len(foreign)
-        return joined if complete and all(len(value) == module.out_features for value in joined.values()) else None
-    split: dict[str, Any] = {}
-    for leaf, value in foreign.items():
-        own = [(name, p) for name, p in module._parameters.items() if name.endswith(f"_{leaf}") and p is not None]
-        sizes = [parameter.shape[0] for _, parameter in own]
-        if not own or not isinstance(value, Tensor) or value.shape[0] != sum(sizes):
-            return None
-        split |= {f"{prefix}{name}": part for (name, _), part in zip(own, value.split(sizes))}
-    return split
 
 
 def _alignment(file_names: list[str], model_keys: set[str], modules: set[str]) -> Any:
