@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
@@ -35,6 +36,7 @@ def quantize(
     seen: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    counts: Tensor | None = None,
 ) -> Quantized:
     """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
 
@@ -45,6 +47,7 @@ def quantize(
         seen: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
         rowwise: whether to give the operand of x.
         columnwise: whether to give the operand of xᵀ, scaled along R.
+        counts: int64 ``[2]``, grows by the numbers of values that were saturated and that were flushed to zero.
 
     Raises:
         TypeError: x is not a 2-D tensor in one of the three dtypes.
@@ -58,14 +61,14 @@ def quantize(
         raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
     if seen is not None and scale is None:
         raise ValueError("seen is collected for a given scale; pass scale too (0 takes x's own)")
-    # Where the transposed operand has the same codes, the reference's GEMM reads them in either order.
-    view_transposed = columnwise and cast.layout.transposes
+    # Where the transposed operand has the same codes, the reference's GEMM reads them in either order; a card's cannot.
+    view_transposed = columnwise and cast.layout.transposes and not x.is_cuda
     usage = rowwise or view_transposed, columnwise and not view_transposed
     if scale is not None:
-        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage)
+        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage, counts)
     else:
         quantized = _ops.quantize(
-            x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage
+            x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage, counts
         )
     data, scale_inv, data_t, scale_inv_t = quantized
     row = ScaledTensor(data, scale_inv, cast.layout) if rowwise or view_transposed else None

@@ -47,46 +47,68 @@ def observe(x: Tensor, seen: Tensor) -> None:
 
 
 def quantize(
-    x: Tensor, dtype: torch.dtype, layout: str, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each tensor, row or block scaled from itself; see :func:`lightning_fp8.ops.quantize`."""
     kind, float8, x = Layout(layout), float8_of(dtype), x.contiguous()
     if kind is Layout.TENSOR:
         scale = scaling.current_scale(tensor_amax(x), float8.max, power_2, epsilon)
-        return _quantize_tensor(x, scale, float8, rowwise, columnwise)
+        return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
     row = column = _nothing(x, float8, kind)
     if rowwise:
-        row = _quantize_blocks(x, *block_shape(kind, *x.shape), kind, float8, power_2, epsilon)
+        row = _quantize_blocks(x, *block_shape(kind, *x.shape), kind, float8, power_2, epsilon, counts)
     if columnwise:
         block_rows, block_columns = block_shape(kind, *reversed(x.shape))
-        data, scale_inv = _quantize_blocks(x, block_columns, block_rows, kind, float8, power_2, epsilon)
+        counted = None if rowwise else counts
+        data, scale_inv = _quantize_blocks(x, block_columns, block_rows, kind, float8, power_2, epsilon, counted)
         column = data.t(), scale_inv.t().contiguous()
     return (*row, *column)
 
 
 def quantize_with_scale(
-    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool
+    x: Tensor,
+    scale: Tensor,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One given scale, or x's own where that is 0; see :func:`lightning_fp8.ops.quantize`."""
     float8, x = float8_of(dtype), x.contiguous()
-    scales_itself = not scale.item()
-    if scales_itself or seen is not None:
+    may_be_0 = x.is_cuda or not scale.item()  # asking a card would wait for it
+    if may_be_0 or seen is not None:
         amax = tensor_amax(x)
         if seen is not None:
             torch.maximum(seen, amax, out=seen)
-        if scales_itself:
-            scale = scaling.current_scale(amax, float8.max)
-    return _quantize_tensor(x, scale, float8, rowwise, columnwise)
+        if may_be_0:
+            scale = torch.where(scale == 0, scaling.current_scale(amax, float8.max), scale)
+    return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
 
 
 def _nothing(x: Tensor, float8: Float8, layout: Layout) -> tuple[Tensor, Tensor]:
     return x.new_empty(0, dtype=float8.dtype), x.new_empty(0, dtype=scale_dtype(layout))
 
 
+def _count(counts: Tensor | None, values: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
+    """Add the numbers of ``values`` that the cast saturated and of those that it flushed to zero."""
+    if counts is not None:
+        counts[0] += ((values * scale).abs() > float8.max).sum()
+        counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
+
+
 def _quantize_tensor(
-    x: Tensor, scale: Tensor, float8: Float8, rowwise: bool, columnwise: bool
+    x: Tensor, scale: Tensor, float8: Float8, rowwise: bool, columnwise: bool, counts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     data, scale_inv = saturating_cast(x.to(torch.float32, copy=True), scale, float8), 1.0 / scale
+    _count(counts, x.float(), scale, data, float8)
     row = column = _nothing(x, float8, Layout.TENSOR)
     if rowwise:
         row = data, scale_inv
@@ -96,7 +118,14 @@ def _quantize_tensor(
 
 
 def _quantize_blocks(
-    x: Tensor, block_rows: int, block_columns: int, layout: Layout, float8: Float8, power_2: bool, epsilon: float
+    x: Tensor,
+    block_rows: int,
+    block_columns: int,
+    layout: Layout,
+    float8: Float8,
+    power_2: bool,
+    epsilon: float,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks of ``[block_rows, block_columns]``; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape
@@ -111,7 +140,9 @@ def _quantize_blocks(
     else:
         scale = scaling.current_scale(amax, float8.max, power_2, epsilon)
         scale_inv = 1.0 / scale
-    data = saturating_cast(blocks.to(torch.float32, copy=True), scale[:, None, :, None], float8)
+    spread = scale[:, None, :, None]
+    data = saturating_cast(blocks.to(torch.float32, copy=True), spread, float8)
+    _count(counts, blocks.float(), spread, data, float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
 
 
@@ -246,4 +277,5 @@ def update_scales(
 
 
 for _op in (observe, quantize, quantize_with_scale, scaled_mm, scaled_mm_accumulate, update_scales):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", ("cpu", "cuda"), _op)
+    on = ("cpu", "cuda") if _op in (scaled_mm, scaled_mm_accumulate) else "cpu"
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", on, _op)

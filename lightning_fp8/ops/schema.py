@@ -1,7 +1,9 @@
 """The schemas of ``torch.ops.lightning_fp8`` and their shapes on fake and meta tensors.
 
 Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where asked, the operand of x (``rowwise``) and the
-operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked for comes back empty.
+operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked for comes back empty. ``counts``, int64
+``[2]``, grows by how many values were saturated and how many were flushed to zero, in the operand of x if it was asked
+for.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ NAMESPACE = "lightning_fp8"
 
 torch.library.define(
     f"{NAMESPACE}::quantize",
-    "(Tensor x, ScalarType dtype, str layout, bool power_2, float epsilon, bool rowwise, bool columnwise)"
+    "(Tensor x, ScalarType dtype, str layout, bool power_2, float epsilon, bool rowwise, bool columnwise,"
+    " Tensor(a!)? counts=None)"
     " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
 )
 torch.library.define(
     f"{NAMESPACE}::quantize_with_scale",
-    "(Tensor x, Tensor scale, Tensor(a!)? seen, ScalarType dtype, bool rowwise, bool columnwise)"
+    "(Tensor x, Tensor scale, Tensor(a!)? seen, ScalarType dtype, bool rowwise, bool columnwise,"
+    " Tensor(b!)? counts=None)"
     " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
 )
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
@@ -53,15 +57,44 @@ def scale_dtype(layout: Layout) -> torch.dtype:
     return E8M0_DTYPE if layout is Layout.MX_1X32 else torch.float32
 
 
+def empty_operand(
+    device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """An ``[rows, columns]`` operand as kernels write and read it: ``data`` and ``scale_inv``.
+
+    Rows of ``data`` begin at multiples of 16 bytes; where ``columns`` are none, zeros fill the gap. Scales of blocks
+    that lie along a row have the rows side by side, each block's beginning at a multiple of 16 bytes.
+    """
+    pitch = -(-columns // 16) * 16
+    data = torch.empty((rows, pitch), dtype=dtype, device=device)
+    if pitch != columns:
+        data = data[:, :columns]
+    shape, kind = scale_shape(layout, rows, columns), scale_dtype(layout)
+    if layout not in (Layout.BLOCK_1X128, Layout.MX_1X32):
+        return data, torch.empty(shape, dtype=kind, device=device)
+    alignment = 16 // kind.itemsize
+    strides = 1, -(-rows // alignment) * alignment
+    return data, torch.empty_strided(shape, strides, dtype=kind, device=device)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::quantize")
 def _quantize(
-    x: Tensor, dtype: torch.dtype, layout: str, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kind, (rows, columns) = Layout(layout), x.shape
 
     def operand(wanted: bool, r: int, k: int, transposed: bool) -> tuple[Tensor, Tensor]:
         if not wanted:
             return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=scale_dtype(kind))
+        if x.device.type == "cuda":
+            return empty_operand(x.device, kind, dtype, r, k)
         # The reference quantizes in x's order: its transposed operand is a view.
         data = x.new_empty(k, r, dtype=dtype).t() if transposed else x.new_empty(r, k, dtype=dtype)
         return data, x.new_empty(scale_shape(kind, r, k), dtype=scale_dtype(kind))
@@ -71,7 +104,13 @@ def _quantize(
 
 @torch.library.register_fake(f"{NAMESPACE}::quantize_with_scale")
 def _quantize_with_scale(
-    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool
+    x: Tensor,
+    scale: Tensor,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _quantize(x, dtype, Layout.TENSOR.value, False, 0.0, rowwise, columnwise)
 

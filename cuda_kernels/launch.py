@@ -1,0 +1,280 @@
+"""From a kernel's source to its launch: compiled for the device, kept on disk, started on torch's current stream.
+
+Kernels take addresses, integers and floats, never arrays. A launch packs them into one buffer, which the driver copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import struct
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE_VARIABLE = "LIGHTNING_FP8_CACHE"
+"""Environment variable: the folder of compiled kernels, instead of ``~/.cache/lightning_fp8``."""
+
+_TOOLS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
+_FORMATS = {"int64": "q", "int32": "i", "float32": "f"}
+
+Argument = Tensor | int | float
+Executor = Callable[["Kernel", int, Sequence[Argument]], None]
+
+
+class KernelError(RuntimeError):
+    """Kernels cannot be compiled or started here; the message says why and what to install."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One variant of one kernel.
+
+    Attributes:
+        name: tells it from every other variant, e.g. ``quantize(bfloat16, e4m3, tensor)``.
+        function: the Python source, for Numba.
+        parameters: a Numba type for each parameter: int64 for an address, int32, int64 or float32.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        blocks_per_multiprocessor: how many shall fit side by side; limits the registers of a thread.
+    """
+
+    name: str
+    function: Callable[..., None]
+    parameters: tuple[Any, ...]
+    threads: int
+    shared_bytes: int = 0
+    blocks_per_multiprocessor: int = 1
+    _loaded: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def ltoir(self, arch: str) -> bytes:
+        """The kernel for ``arch`` (``"90a"``), before link-time optimization; the slow step, about half a second."""
+        from numba import cuda
+        from numba.cuda import types
+
+        code, _ = cuda.compile(
+            self.function,
+            types.void(*self.parameters),
+            device=False,
+            abi="numba",
+            cc=compute_capability(arch),
+            launch_bounds=(self.threads, self.blocks_per_multiprocessor),
+            output="ltoir",
+        )
+        return bytes(code)
+
+    def ptx(self, arch: str) -> str:
+        """What :meth:`cubin` assembles, as text."""
+        return link(self.ltoir(arch), arch, "ptx")[0].decode().rstrip("\0")
+
+    def cubin(self, arch: str) -> bytes:
+        """Machine code for ``arch``: from the cache, or compiled and put there."""
+        key = hashlib.sha256(f"{toolchain()} {self.name} {arch}".encode()).hexdigest()
+        return cached(key, lambda: link(self.ltoir(arch), arch, "cubin")[0])
+
+    @cached_property
+    def layout(self) -> struct.Struct:
+        """How the parameters lie in memory: C's alignment, which is the driver's."""
+        return struct.Struct("@" + "".join(_FORMATS[str(parameter)] for parameter in self.parameters))
+
+    def launch(self, blocks: int, args: Sequence[Argument]) -> None:
+        """Start ``blocks`` blocks on the device of the first argument, a tensor; a tensor is passed as its address.
+
+        Raises:
+            KernelError: the kernel cannot be compiled or started.
+        """
+        first = args[0]
+        assert isinstance(first, Tensor)
+        if blocks:
+            EXECUTORS[first.device.type](self, blocks, args)
+
+
+def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
+    """``"90a"`` as Numba wants it: ``(9, 0, "a")``."""
+    digits = arch.rstrip("af")
+    number = int(digits[:-1]), int(digits[-1])
+    return number if digits == arch else (*number, arch[-1])
+
+
+def link(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
+    """Link-time optimize to ``"cubin"`` or ``"ptx"``; also what the assembler reported of registers and spills.
+
+    Only this way keeps ``setmaxnreg``: the assembler inside nvJitLink drops it when it is given PTX.
+    """
+    try:
+        from cuda.core import Linker, LinkerOptions, ObjectCode
+    except ImportError:  # cuda-core before 0.5
+        from cuda.core.experimental import Linker, LinkerOptions, ObjectCode
+    options = {"ptx": True} if target == "ptx" else {"ptxas_options": ["-v"]}
+    linker = Linker(
+        ObjectCode.from_ltoir(ltoir),
+        options=LinkerOptions(arch=f"sm_{arch}", link_time_optimization=True, **options),
+    )
+    code = bytes(linker.link(target).code)
+    return code, linker.get_info_log()
+
+
+@cache
+def toolchain() -> str:
+    """A hash of what a compiled kernel depends on: this package's sources and the versions of the compilers."""
+    hashed = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        hashed.update(path.read_bytes())
+    for tool in _TOOLS:
+        try:
+            hashed.update(f"{tool} {version(tool)};".encode())
+        except PackageNotFoundError:
+            hashed.update(f"{tool} -;".encode())
+    return hashed.hexdigest()
+
+
+# --- The cache of compiled kernels ------------------------------------------------------------------------------------
+
+_memory: dict[str, bytes] = {}
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightning_fp8")
+
+
+def cached(key: str, build: Callable[[], bytes]) -> bytes:
+    """The bytes under ``key``, or those of ``build``, which are then kept.
+
+    Processes may start at once: each writes a file of its own and renames it. A damaged file is built again. Where the
+    folder cannot be written, one warning says so and the bytes live as long as the process.
+    """
+    if key in _memory:
+        return _memory[key]
+    path = cache_folder() / f"{key}.cubin"
+    try:
+        digest, code = path.read_bytes()[:32], path.read_bytes()[32:]
+    except OSError:
+        digest, code = b"", b""
+    if not code or hashlib.sha256(code).digest() != digest:
+        code = build()
+        _write(path, hashlib.sha256(code).digest() + code)
+    _memory[key] = code
+    return code
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError as error:
+        _warn_once(
+            f"compiled FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are compiled again by each"
+            f" process; set {CACHE_VARIABLE} to a folder that can be written"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def architecture(index: int) -> str:
+    """The target of CUDA device ``index``: ``"89"``, ``"90a"``, ``"120"``, ...
+
+    Raises:
+        KernelError: its tensor cores know no FP8.
+    """
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < (8, 9):
+        name = torch.cuda.get_device_name(index)
+        raise KernelError(f"{name} has compute capability {major}.{minor}; FP8 kernels need 8.9 (Ada) or later")
+    return f"{major}{minor}" + ("a" if major == 9 else "")
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks run side by side, at one per multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+_buffers = threading.local()
+
+
+def _parameter_block(kernel: Kernel) -> tuple[Any, int]:
+    """A buffer for the kernel's parameters, and the address of what tells the driver of it; one for each thread."""
+    blocks = _buffers.__dict__
+    if kernel.name not in blocks:
+        buffer = ctypes.create_string_buffer(kernel.layout.size)
+        size = ctypes.c_size_t(kernel.layout.size)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END
+        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
+        blocks[kernel.name] = buffer, ctypes.addressof(extra), (size, extra)
+    buffer, address, _ = blocks[kernel.name]
+    return buffer, address
+
+
+def _load(kernel: Kernel, index: int) -> int:
+    """The handle of ``kernel`` on CUDA device ``index``."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelError('numba-cuda is not installed; pip install "lightning-fp8[cuda]"') from error
+    try:
+        code = kernel.cubin(architecture(index))
+    except ImportError as error:
+        raise KernelError(f'{error}; pip install "lightning-fp8[cuda]"') from error
+    except Exception as error:
+        if isinstance(error, KernelError):
+            raise
+        raise KernelError(
+            f"{kernel.name} cannot be compiled for {torch.cuda.get_device_name(index)}: {error}"
+        ) from error
+    entry = re.search(rb"\.text\.(\w+)", code)
+    assert entry is not None
+    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    handle = _checked(driver.cuLibraryGetKernel(library, entry[1]))
+    if kernel.shared_bytes > 48 * 1024:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuKernelSetAttribute(attribute, kernel.shared_bytes, handle, driver.CUdevice(index)))
+    return int(handle)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    if int(result[0]):
+        raise KernelError(f"the CUDA driver answered {result[0]!r}; update the driver if it is older than CUDA 12.4")
+    return result[1] if len(result) > 1 else None
+
+
+def _launch_cuda(kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
+    from cuda.bindings import driver
+
+    index = args[0].device.index  # type: ignore[union-attr]
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return _launch_cuda(kernel, blocks, args)
+    handle = kernel._loaded.get(index)
+    if handle is None:
+        handle = kernel._loaded[index] = _load(kernel, index)
+    buffer, extra = _parameter_block(kernel)
+    values = [arg if arg.__class__ is int or arg.__class__ is float else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+    kernel.layout.pack_into(buffer, 0, *values)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    (result,) = driver.cuLaunchKernel(handle, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, 0, extra)
+    if int(result):
+        raise KernelError(f"{kernel.name} did not start: the CUDA driver answered {result!r}")
+
+
+EXECUTORS: dict[str, Executor] = {"cuda": _launch_cuda}
+"""What starts a kernel, by the type of the device of its first argument."""
