@@ -44,7 +44,8 @@ class Kernel:
     Attributes:
         name: tells it from every other variant, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: the Python source, for Numba.
-        parameters: a Numba type for each parameter: int64 for an address, int32, int64 or float32.
+        parameters: a Numba type for each parameter: int64 for an address, int32, int64 or float32, or a tuple of
+            one of them.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         blocks_per_multiprocessor: how many shall fit side by side; limits the registers of a thread.
@@ -86,7 +87,8 @@ class Kernel:
     @cached_property
     def layout(self) -> struct.Struct:
         """How the parameters lie in memory: C's alignment, which is the driver's."""
-        return struct.Struct("@" + "".join(_FORMATS[str(parameter)] for parameter in self.parameters))
+        flat = (str(kind) for parameter in self.parameters for kind in getattr(parameter, "types", (parameter,)))
+        return struct.Struct("@" + "".join(_FORMATS[kind] for kind in flat))
 
     def launch(self, blocks: int, args: Sequence[Argument]) -> None:
         """Start ``blocks`` blocks on the device of the first argument, a tensor; a tensor is passed as its address.

@@ -45,9 +45,9 @@ from cuda_kernels.tile import (
     TRANSPOSED_BYTES,
     WARP_ROWS,
     WARPS,
+    Source,
     block_max,
     position,
-    quads,
     store_row,
     store_transposed,
 )
@@ -72,17 +72,15 @@ def _counters(fp8: str) -> Any:
 
 
 @cache
-def amax_kernel(dtype: str, aligned: bool, accumulate: bool) -> Kernel:
+def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     """``max |x|`` of a tensor, by blocks that each take every n-th tile.
 
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    tile_of = quads(dtype, aligned)
-    load, decode, quad = tile_of.load, tile_of.decode, tile_of.words
-    held = WARP_ROWS * quad
+    load, decode, held = source.load, source.decode, source.registers
 
-    def amax(x, pitch, rows, columns, scale, amax):
+    def amax(x, rows, columns, scale, amax):
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
@@ -93,17 +91,10 @@ def amax_kernel(dtype: str, aligned: bool, accumulate: bool) -> Kernel:
         tile = cuda.blockIdx.x
         while tile < end:
             first_row, first_column = position(tile, columns)
-            load(
-                x,
-                pitch,
-                rows,
-                columns,
-                first_row + WARP_ROWS * (thread >> 5),
-                first_column + 4 * (thread & 31),
-                registers,
-            )
+            row, column = first_row + WARP_ROWS * (thread >> 5), first_column + 4 * (thread & 31)
+            load(x, rows, columns, row, column, registers)
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step * quad)
+                a, b, c, d = decode(registers, step)
                 largest = max(largest, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
             tile += cuda.gridDim.x
         largest = block_max(largest, dynamic_shared(), thread)
@@ -114,35 +105,33 @@ def amax_kernel(dtype: str, aligned: bool, accumulate: bool) -> Kernel:
                 store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(largest))
 
     return Kernel(
-        f"amax({dtype}, {aligned=}, {accumulate=})",
+        f"amax({source.name}, {accumulate=})",
         amax,
-        (i64, i64, i32, i32, i64, i64),
+        (*source.parameters, i64, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=tile_of.blocks,
+        blocks_per_multiprocessor=source.blocks,
     )
 
 
 @cache
-def row_amax_kernel(dtype: str, aligned: bool, by_row: bool, by_column: bool) -> Kernel:
+def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    tile_of = quads(dtype, aligned)
-    load, decode, quad = tile_of.load, tile_of.decode, tile_of.words
-    held = WARP_ROWS * quad
+    load, decode, held = source.load, source.decode, source.registers
 
-    def row_amax(x, pitch, rows, columns, rows_amax, columns_amax):
+    def row_amax(x, rows, columns, rows_amax, columns_amax):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         first_row, first_column = position(cuda.blockIdx.x, columns)
         row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
         registers = cuda.local.array(held, u32)
-        load(x, pitch, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, registers)
         of_columns = cuda.local.array(4, u32)
         for index in range(4):
             of_columns[index] = u32(0)
         of_row = u32(0)
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step * quad)
+            a, b, c, d = decode(registers, step)
             a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
             if by_row:
                 largest = warp_max(max(max(a, b), max(c, d)))
@@ -164,37 +153,33 @@ def row_amax_kernel(dtype: str, aligned: bool, by_row: bool, by_column: bool) ->
                 atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
 
     return Kernel(
-        f"row_amax({dtype}, {aligned=}, {by_row=}, {by_column=})",
+        f"row_amax({source.name}, {by_row=}, {by_column=})",
         row_amax,
-        (i64, i64, i32, i32, i64, i64),
+        (*source.parameters, i64, i64),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
-        blocks_per_multiprocessor=tile_of.blocks,
+        blocks_per_multiprocessor=source.blocks,
     )
 
 
-_PARAMETERS = (i64, i64, i32, i32)
-"""x, its pitch in elements, rows, columns."""
 _OUTPUTS = (i64, i64, i64, i64, i64, i64, i64, i64)
 """For the rowwise and the transposed copy: codes, their pitch, scale_inv, its pitch."""
 
 
 @cache
 def quantize_tensor_kernel(
-    dtype: str, fp8: str, aligned: bool, rowwise: bool, columnwise: bool, observe: bool, count: bool
+    source: Source, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Kernel:
     """One scale for the tensor: ``scale [1]`` if it is given and not 0, else from the maximum of ``own [n_own]``.
 
     ``observe`` raises ``seen [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of those
     flushed to zero to the int64 ``counts [2]``.
     """
-    tile_of = quads(dtype, aligned)
-    load, decode, quad = tile_of.load, tile_of.decode, tile_of.words
-    held = WARP_ROWS * quad
+    load, decode, held = source.load, source.decode, source.registers
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], _counters(fp8)
 
     def quantize_tensor(
-        x, pitch, rows, columns, scale, own, n_own, power_2, epsilon, seen, counts,
+        x, rows, columns, scale, own, n_own, power_2, epsilon, seen, counts,
         out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -203,7 +188,7 @@ def quantize_tensor_kernel(
         first_row, first_column = position(cuda.blockIdx.x, columns)
         row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
         registers = cuda.local.array(held, u32)
-        load(x, pitch, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, registers)
 
         factor = _ZERO
         if scale != 0:
@@ -225,7 +210,7 @@ def quantize_tensor_kernel(
         words = cuda.local.array(WARP_ROWS, u32)
         largest, losses = u32(0), u32(0)
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step * quad)
+            a, b, c, d = decode(registers, step)
             words[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
                 largest = max(largest, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
@@ -247,25 +232,23 @@ def quantize_tensor_kernel(
             store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
 
     return Kernel(
-        f"quantize_tensor({dtype}, {fp8}, {aligned=}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
+        f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (*_PARAMETERS, i64, i64, i32, i32, f32, i64, i64, *_OUTPUTS),
+        (*source.parameters, i64, i64, i32, i32, f32, i64, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
-        blocks_per_multiprocessor=tile_of.blocks,
+        blocks_per_multiprocessor=source.blocks,
     )
 
 
 @cache
-def quantize_rows_kernel(dtype: str, fp8: str, aligned: bool, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
+def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
-    tile_of = quads(dtype, aligned)
-    load, decode, quad = tile_of.load, tile_of.decode, tile_of.words
-    held = WARP_ROWS * quad
+    load, decode, held = source.load, source.decode, source.registers
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], _counters(fp8)
 
     def quantize_rows(
-        x, pitch, rows, columns, rows_amax, columns_amax, power_2, epsilon, counts,
+        x, rows, columns, rows_amax, columns_amax, power_2, epsilon, counts,
         out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -273,7 +256,7 @@ def quantize_rows_kernel(dtype: str, fp8: str, aligned: bool, rowwise: bool, col
         first_row, first_column = position(cuda.blockIdx.x, columns)
         row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
         registers = cuda.local.array(held, u32)
-        load(x, pitch, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, registers)
         words = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if rowwise:
@@ -283,7 +266,7 @@ def quantize_rows_kernel(dtype: str, fp8: str, aligned: bool, rowwise: bool, col
                 if first_column == 0:
                     store_f32(out_scale + i64(row + lane) * 4, divide(_ONE, scale))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step * quad)
+                a, b, c, d = decode(registers, step)
                 factor = from_bits(shuffle(magnitude(scale), step))
                 store_row(
                     out, out_pitch, row + step, rows, column, pack(a * factor, b * factor, c * factor, d * factor)
@@ -300,7 +283,7 @@ def quantize_rows_kernel(dtype: str, fp8: str, aligned: bool, rowwise: bool, col
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step * quad)
+                a, b, c, d = decode(registers, step)
                 words[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
                 if count and not rowwise:
                     losses += lost(a, scales[0]) + lost(b, scales[1]) + lost(c, scales[2]) + lost(d, scales[3])
@@ -312,18 +295,18 @@ def quantize_rows_kernel(dtype: str, fp8: str, aligned: bool, rowwise: bool, col
                 atomic_add(counts + 8, i64(flushed))
 
     return Kernel(
-        f"quantize_rows({dtype}, {fp8}, {aligned=}, {rowwise=}, {columnwise=}, {count=})",
+        f"quantize_rows({source.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
         quantize_rows,
-        (*_PARAMETERS, i64, i64, i32, f32, i64, *_OUTPUTS),
+        (*source.parameters, i64, i64, i32, f32, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
-        blocks_per_multiprocessor=tile_of.blocks,
+        blocks_per_multiprocessor=source.blocks,
     )
 
 
 @cache
 def quantize_blocks_kernel(
-    dtype: str, fp8: str, layout: str, aligned: bool, rowwise: bool, columnwise: bool, count: bool
+    source: Source, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
     """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
 
@@ -331,19 +314,17 @@ def quantize_blocks_kernel(
     likewise with the columns: neighbouring threads write neighbours, and a GEMM reads them so. Those of ``"128x128"``
     lie as the blocks do, in ``out_t_scale`` transposed.
     """
-    tile_of = quads(dtype, aligned)
-    load, decode, quad = tile_of.load, tile_of.decode, tile_of.words
-    held = WARP_ROWS * quad
+    load, decode, held = source.load, source.decode, source.registers
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], _counters(fp8)
     reciprocal_max = _ONE / largest_code
     square, microscaled = layout == "128x128", layout == "1x32"
     rows_share = rowwise and layout == "1x128"
     # Two casts of each microscaled element keep its float32 in registers in between.
-    blocks = 2 if microscaled and rowwise and columnwise else tile_of.blocks
+    blocks = 2 if microscaled and rowwise and columnwise else source.blocks
     exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
-        x, pitch, rows, columns, power_2, epsilon, counts,
+        x, rows, columns, power_2, epsilon, counts,
         out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -353,14 +334,14 @@ def quantize_blocks_kernel(
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
         row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
         registers = cuda.local.array(held, u32)
-        load(x, pitch, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, registers)
 
         of_columns = cuda.local.array(4, u32)
         for index in range(4):
             of_columns[index] = u32(0)
         of_row = u32(0)  # of row `lane` of the warp's 16
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step * quad)
+            a, b, c, d = decode(registers, step)
             a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
             of_columns[0], of_columns[1] = max(of_columns[0], a), max(of_columns[1], b)
             of_columns[2], of_columns[3] = max(of_columns[2], c), max(of_columns[3], d)
@@ -380,7 +361,7 @@ def quantize_blocks_kernel(
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_pitch + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step * quad)
+                a, b, c, d = decode(registers, step)
                 words[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if rowwise:
                     store_row(out, out_pitch, row + step, rows, column, words[step])
@@ -395,7 +376,7 @@ def quantize_blocks_kernel(
                         place = block_column * out_scale_pitch + i64(row + lane)
                         store_f32(out_scale + place * 4, divide(_ONE, scale))
                 for step in range(WARP_ROWS):
-                    a, b, c, d = decode(registers, step * quad)
+                    a, b, c, d = decode(registers, step)
                     if microscaled:
                         largest = max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))
                         largest = max(largest, shuffle_xor(largest, 1))
@@ -443,7 +424,7 @@ def quantize_blocks_kernel(
                 scales = shared_load_16(shared + column_scales + (group * TILE + 4 * lane) * 4)
                 p, q, r, s = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
-                    a, b, c, d = decode(registers, step * quad)
+                    a, b, c, d = decode(registers, step)
                     words[step] = pack(a * p, b * q, c * r, d * s)
                     if count and not rowwise:
                         losses += lost(a, p) + lost(b, q) + lost(c, r) + lost(d, s)
@@ -456,9 +437,9 @@ def quantize_blocks_kernel(
                 atomic_add(counts + 8, i64(flushed))
 
     return Kernel(
-        f"quantize_blocks({dtype}, {fp8}, {layout}, {aligned=}, {rowwise=}, {columnwise=}, {count=})",
+        f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (*_PARAMETERS, i32, f32, i64, *_OUTPUTS),
+        (*source.parameters, i32, f32, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
         blocks_per_multiprocessor=blocks,

@@ -7,9 +7,11 @@ four rows of four bytes turn into four columns inside a thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from numba import cuda
+from numba.cuda import types
 
 from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
 from cuda_kernels.ptx import (
@@ -46,36 +48,55 @@ def position(tile, columns):
     return down << i32(7), (tile - down * across) << i32(7)
 
 
-@dataclass(frozen=True)
-class Quads:
-    """How the elements of a tensor come into registers, four at a time.
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where the values of a tile come from: a tensor as it is, or what is computed from tensors on the way.
 
     Attributes:
-        load: ``(x, pitch, rows, columns, row, column, registers)`` fills a thread's 16 rows.
-        decode: ``(registers, start)`` gives four float32.
-        words: registers for four elements.
-        blocks: how many blocks that hold a tile fit into a multiprocessor's registers.
+        name: tells it from every other source.
+        words: how many int64 a kernel takes for it: addresses, pitches.
+        registers: 32-bit registers of a thread that hold its 16 rows of four elements.
+        load: device function ``(words, rows, columns, row, column, registers)`` that fills them; elements outside the
+            tensor become zeros.
+        decode: device function ``(registers, step) -> four float32`` of row ``row + step``.
+        blocks: how many blocks shall fit into the registers of a multiprocessor.
     """
 
+    name: str
+    words: int
+    registers: int
     load: Any
     decode: Any
-    words: int
     blocks: int
 
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """Types of the kernel's first parameters: the words, rows, columns."""
+        return types.UniTuple(i64, self.words), i32, i32
 
-def quads(dtype: str, aligned: bool) -> Quads:
-    """Tensors of ``dtype``; ``aligned``: address, pitch and columns are multiples of four elements."""
-    item, count, load_quad = ITEM_BYTES[dtype], quad_words(dtype), quad_loader(dtype, aligned)
+
+@cache
+def tensor_source(dtype: str, aligned: bool) -> Source:
+    """A tensor of ``dtype``: its address and the pitch of its rows in elements.
+
+    ``aligned``: address, pitch and columns are multiples of four elements.
+    """
+    item, quad, load_quad = ITEM_BYTES[dtype], quad_words(dtype), quad_loader(dtype, aligned)
+    decode_quad = quad_decoder(dtype)
 
     @device
-    def load(x, pitch, rows, columns, row, column, registers):
-        address = x + (i64(row) * pitch + i64(column)) * i64(item)
+    def load(words, rows, columns, row, column, registers):
+        address = words[0] + (i64(row) * words[1] + i64(column)) * i64(item)
         for step in range(WARP_ROWS):
-            loaded = load_quad(address + step * pitch * item, column, columns, row + step < rows)
-            for word in range(count):
-                registers[step * count + word] = loaded[word]
+            loaded = load_quad(address + step * words[1] * item, column, columns, row + step < rows)
+            for word in range(quad):
+                registers[step * quad + word] = loaded[word]
 
-    return Quads(load, quad_decoder(dtype), count, 8 // count)
+    @device
+    def decode(registers, step):
+        return decode_quad(registers, step * quad)
+
+    return Source(f"{dtype}, {aligned=}", 2, WARP_ROWS * quad, load, decode, 8 // quad)
 
 
 @device

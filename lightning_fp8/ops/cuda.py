@@ -39,21 +39,20 @@ def quantize(
     kind, fp8 = Layout(layout), float8_of(dtype).name.lower()
     if kind is Layout.TENSOR:
         return _quantize_tensor(x, None, None, counts, fp8, dtype, power_2, epsilon, rowwise, columnwise)
-    source, pitch, aligned = _rows_of(x)
+    source, words = _source(x)
     rows, columns = x.shape
     outputs = _outputs(x, kind, dtype, rowwise, columnwise)
-    head = (source, pitch, rows, columns)
+    head = (*words, rows, columns)
     tail = (int(power_2), epsilon, 0 if counts is None else counts, *_described(kind, outputs))
-    variant = (_NAMES[x.dtype], fp8)
     if kind is Layout.ROW:
         amaxes = x.new_zeros(rows + columns, dtype=torch.float32)
         both = (amaxes[:rows], amaxes[rows:])
         tiles = tile.tiles(rows, columns)
-        kernels.row_amax_kernel(variant[0], aligned, rowwise, columnwise).launch(tiles, (*head, *both))
-        kernel = kernels.quantize_rows_kernel(*variant, aligned, rowwise, columnwise, counts is not None)
+        kernels.row_amax_kernel(source, rowwise, columnwise).launch(tiles, (*head, *both))
+        kernel = kernels.quantize_rows_kernel(source, fp8, rowwise, columnwise, counts is not None)
         kernel.launch(tiles, (*head, *both, *tail))
     else:
-        kernel = kernels.quantize_blocks_kernel(*variant, layout, aligned, rowwise, columnwise, counts is not None)
+        kernel = kernels.quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, counts is not None)
         kernel.launch(tile.tiles(rows, columns), (*head, *tail))
     return outputs
 
@@ -86,23 +85,20 @@ def _quantize_tensor(
     from cuda_kernels import launch, tile
     from cuda_kernels import quantize as kernels
 
-    source, pitch, aligned = _rows_of(x)
+    source, words = _source(x)
     rows, columns = x.shape
-    name = _NAMES[x.dtype]
     outputs = _outputs(x, Layout.TENSOR, dtype, rowwise, columnwise)
     tiles = tile.tiles(rows, columns)
     blocks = min(tiles, 4 * launch.multiprocessors(x.device))
     given = 0 if scale is None else scale
     own = x.new_empty(blocks, dtype=torch.float32)
     # Where a scale is given this returns at once, unless the scale is 0.
-    kernels.amax_kernel(name, aligned, False).launch(blocks, (source, pitch, rows, columns, given, own))
-    kernel = kernels.quantize_tensor_kernel(
-        name, fp8, aligned, rowwise, columnwise, seen is not None, counts is not None
-    )
+    kernels.amax_kernel(source, False).launch(blocks, (*words, rows, columns, given, own))
+    kernel = kernels.quantize_tensor_kernel(source, fp8, rowwise, columnwise, seen is not None, counts is not None)
     kernel.launch(
         tiles,
         (
-            *(source, pitch, rows, columns, given, own, blocks, int(power_2), epsilon),
+            *(*words, rows, columns, given, own, blocks, int(power_2), epsilon),
             0 if seen is None else seen,
             0 if counts is None else counts,
             *_described(Layout.TENSOR, outputs),
@@ -115,10 +111,10 @@ def observe(x: Tensor, seen: Tensor) -> None:
     from cuda_kernels import launch, tile
     from cuda_kernels import quantize as kernels
 
-    source, pitch, aligned = _rows_of(x)
+    source, words = _source(x)
     rows, columns = x.shape
     blocks = min(tile.tiles(rows, columns), 4 * launch.multiprocessors(x.device))
-    kernels.amax_kernel(_NAMES[x.dtype], aligned, True).launch(blocks, (source, pitch, rows, columns, 0, seen))
+    kernels.amax_kernel(source, True).launch(blocks, (*words, rows, columns, 0, seen))
 
 
 def update_scales(
@@ -131,14 +127,16 @@ def update_scales(
     kernel.launch(-(-n // kernels.COLUMNS), (seen, window, scale, fp8_max, 2.0**margin, length, n))
 
 
-def _rows_of(x: Tensor) -> tuple[Tensor, int, bool]:
-    """``x`` with its rows' elements side by side, the pitch of its rows, and whether four elements load at once."""
+def _source(x: Tensor) -> tuple[Any, tuple[Tensor, int]]:
+    """How kernels read ``x [R, K]``, and what they take for it: the tensor and the pitch of its rows."""
+    from cuda_kernels.tile import tensor_source
+
     columns = x.shape[1]
     if x.stride(1) != 1 and columns > 1:
         x = x.contiguous()
     pitch = x.stride(0)
     aligned = columns % 4 == 0 and pitch % 4 == 0 and x.data_ptr() % (4 * x.element_size()) == 0
-    return x, pitch, aligned
+    return tensor_source(_NAMES[x.dtype], aligned), (x, pitch)
 
 
 def _outputs(
