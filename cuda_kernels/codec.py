@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.ptx import bits, divide, from_bits, high_half, load_2_if, load_4_if, load_8_if, load_16_if, low_half
+from cuda_kernels.ptx import (
+    bits,
+    divide,
+    from_bits,
+    high_half,
+    load_2_if,
+    load_4_if,
+    load_8_if,
+    load_16_if,
+    low_half,
+    unsigned_max,
+)
 
 device = cuda.jit(device=True, inline="always")
 
@@ -29,6 +40,17 @@ _MANTISSA = np.uint32(0x7FFFFF)
 def magnitude(value):
     """The bits of ``|value|``."""
     return bits(value) & _SIGNLESS
+
+
+@device
+def largest_of(a, b, c, d):
+    return unsigned_max(unsigned_max(a, b), unsigned_max(c, d))
+
+
+@device
+def quad_magnitude(a, b, c, d):
+    """The bits of the largest magnitude of four values."""
+    return largest_of(magnitude(a), magnitude(b), magnitude(c), magnitude(d))
 
 
 @device

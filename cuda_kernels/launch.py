@@ -48,7 +48,7 @@ class Kernel:
             one of them.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        blocks_per_multiprocessor: how many shall fit side by side; limits the registers of a thread.
+        blocks_per_multiprocessor: how many shall fit side by side on Hopper; limits the registers of a thread.
     """
 
     name: str
@@ -58,6 +58,17 @@ class Kernel:
     shared_bytes: int = 0
     blocks_per_multiprocessor: int = 1
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def blocks_side_by_side(self, arch: str) -> int:
+        """How many blocks shall fit into a multiprocessor of ``arch``.
+
+        Cards with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
+        """
+        return (
+            self.blocks_per_multiprocessor
+            if arch.startswith(("9", "10"))
+            else max(1, self.blocks_per_multiprocessor - 1)
+        )
 
     def ltoir(self, arch: str) -> bytes:
         """The kernel for ``arch`` (``"90a"``), before link-time optimization; the slow step, about half a second."""
@@ -70,7 +81,7 @@ class Kernel:
             device=False,
             abi="numba",
             cc=compute_capability(arch),
-            launch_bounds=(self.threads, self.blocks_per_multiprocessor),
+            launch_bounds=(self.threads, self.blocks_side_by_side(arch)),
             output="ltoir",
         )
         return bytes(code)
@@ -124,7 +135,7 @@ def link(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
         options=LinkerOptions(arch=f"sm_{arch}", link_time_optimization=True, **options),
     )
     code = bytes(linker.link(target).code)
-    return code, linker.get_info_log()
+    return code, linker.get_info_log().rstrip("\0")
 
 
 @cache
@@ -158,7 +169,7 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
     """
     if key in _memory:
         return _memory[key]
-    path = cache_folder() / f"{key}.cubin"
+    path = cache_folder() / key
     try:
         digest, code = path.read_bytes()[:32], path.read_bytes()[32:]
     except OSError:

@@ -147,6 +147,8 @@ shuffle_xor = asm("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, 
 
 bits = asm("mov.b32 $0, $1;", u32, f32, pure=True)
 from_bits = asm("mov.b32 $0, $1;", f32, u32, pure=True)
+unsigned_max = asm("max.u32 $0, $1, $2;", u32, u32, u32, pure=True)
+"""Numba's own ``max`` compares unsigned numbers as 64-bit ones."""
 quotient = asm("div.s32 $0, $1, $2;", i32, i32, i32, pure=True)
 """Numba's own ``//`` turns into a 64-bit division with a call."""
 divide = asm("div.rn.f32 $0, $1, $2;", f32, f32, f32, pure=True)

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.codec import FP8_MAX, current_scale, device, e8m0_code, e8m0_scale, magnitude
+from cuda_kernels.codec import (
+    FP8_MAX,
+    current_scale,
+    device,
+    e8m0_code,
+    e8m0_scale,
+    largest_of,
+    magnitude,
+    quad_magnitude,
+)
 from cuda_kernels.launch import Kernel
 from cuda_kernels.ptx import (
     atomic_add,
@@ -36,6 +45,7 @@ from cuda_kernels.ptx import (
     store_1,
     store_f32,
     u32,
+    unsigned_max,
     warp_max,
     warp_sum,
 )
@@ -71,6 +81,11 @@ def _counters(fp8: str) -> Any:
     return lost
 
 
+def _fitting(source: Source, count: bool, casts: int = 1) -> int:
+    """How many blocks fit into a multiprocessor: a second cast keeps the float32 of the first in registers."""
+    return max(1, source.blocks - int(count) - (casts - 1))
+
+
 @cache
 def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     """``max |x|`` of a tensor, by blocks that each take every n-th tile.
@@ -95,7 +110,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
             load(x, rows, columns, row, column, registers)
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                largest = max(largest, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
+                largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
             tile += cuda.gridDim.x
         largest = block_max(largest, dynamic_shared(), thread)
         if thread == 0:
@@ -134,10 +149,10 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
             a, b, c, d = decode(registers, step)
             a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
             if by_row:
-                largest = warp_max(max(max(a, b), max(c, d)))
+                largest = warp_max(largest_of(a, b, c, d))
                 of_row = largest if lane == step else of_row
-            of_columns[0], of_columns[1] = max(of_columns[0], a), max(of_columns[1], b)
-            of_columns[2], of_columns[3] = max(of_columns[2], c), max(of_columns[3], d)
+            of_columns[0], of_columns[1] = unsigned_max(of_columns[0], a), unsigned_max(of_columns[1], b)
+            of_columns[2], of_columns[3] = unsigned_max(of_columns[2], c), unsigned_max(of_columns[3], d)
         if by_row and lane < WARP_ROWS and row + lane < rows:
             atomic_max(rows_amax + i64(row + lane) * 4, of_row)
         if by_column:
@@ -149,7 +164,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
             if thread < TILE and first_column + thread < columns:
                 largest = u32(0)
                 for other in range(WARPS):
-                    largest = max(largest, shared_load_4(shared + other * (4 * TILE) + thread * 4))
+                    largest = unsigned_max(largest, shared_load_4(shared + other * (4 * TILE) + thread * 4))
                 atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
 
     return Kernel(
@@ -158,7 +173,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
         (*source.parameters, i64, i64),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
-        blocks_per_multiprocessor=source.blocks,
+        blocks_per_multiprocessor=max(1, source.blocks - 1),
     )
 
 
@@ -197,7 +212,7 @@ def quantize_tensor_kernel(
             largest = u32(0)
             index = thread
             while index < n_own:
-                largest = max(largest, load_4(own + i64(index) * 4))
+                largest = unsigned_max(largest, load_4(own + i64(index) * 4))
                 index += THREADS
             amax = from_bits(block_max(largest, shared + TRANSPOSED_BYTES, thread))
             factor = current_scale(amax, largest_code, power_2, epsilon)
@@ -213,7 +228,7 @@ def quantize_tensor_kernel(
             a, b, c, d = decode(registers, step)
             words[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
-                largest = max(largest, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
+                largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
             if count:
                 losses += lost(a, factor) + lost(b, factor) + lost(c, factor) + lost(d, factor)
             if rowwise:
@@ -237,7 +252,7 @@ def quantize_tensor_kernel(
         (*source.parameters, i64, i64, i32, i32, f32, i64, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
-        blocks_per_multiprocessor=source.blocks,
+        blocks_per_multiprocessor=_fitting(source, count),
     )
 
 
@@ -300,7 +315,7 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
         (*source.parameters, i64, i64, i32, f32, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
-        blocks_per_multiprocessor=source.blocks,
+        blocks_per_multiprocessor=_fitting(source, count, rowwise + columnwise),
     )
 
 
@@ -319,8 +334,6 @@ def quantize_blocks_kernel(
     reciprocal_max = _ONE / largest_code
     square, microscaled = layout == "128x128", layout == "1x32"
     rows_share = rowwise and layout == "1x128"
-    # Two casts of each microscaled element keep its float32 in registers in between.
-    blocks = 2 if microscaled and rowwise and columnwise else source.blocks
     exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
@@ -343,16 +356,16 @@ def quantize_blocks_kernel(
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
             a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
-            of_columns[0], of_columns[1] = max(of_columns[0], a), max(of_columns[1], b)
-            of_columns[2], of_columns[3] = max(of_columns[2], c), max(of_columns[3], d)
+            of_columns[0], of_columns[1] = unsigned_max(of_columns[0], a), unsigned_max(of_columns[1], b)
+            of_columns[2], of_columns[3] = unsigned_max(of_columns[2], c), unsigned_max(of_columns[3], d)
             if rows_share:
-                largest = warp_max(max(max(a, b), max(c, d)))
+                largest = warp_max(largest_of(a, b, c, d))
                 of_row = largest if lane == step else of_row
 
         words = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if square:
-            largest = max(max(of_columns[0], of_columns[1]), max(of_columns[2], of_columns[3]))
+            largest = largest_of(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
             amax = from_bits(block_max(largest, shared + exchange, thread))
             factor = current_scale(amax, largest_code, power_2, epsilon)
             if thread == 0:
@@ -378,10 +391,10 @@ def quantize_blocks_kernel(
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
                     if microscaled:
-                        largest = max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))
-                        largest = max(largest, shuffle_xor(largest, 1))
-                        largest = max(largest, shuffle_xor(largest, 2))
-                        largest = max(largest, shuffle_xor(largest, 4))
+                        largest = quad_magnitude(a, b, c, d)
+                        largest = unsigned_max(largest, shuffle_xor(largest, 1))
+                        largest = unsigned_max(largest, shuffle_xor(largest, 2))
+                        largest = unsigned_max(largest, shuffle_xor(largest, 4))
                         code = e8m0_code(from_bits(largest), reciprocal_max)
                         factor = e8m0_scale(code)
                         if lane & 7 == 0 and row + step < rows and column < columns:
@@ -404,7 +417,7 @@ def quantize_blocks_kernel(
                         index = thread + THREADS * half
                         group, of_tile = index >> 7, index & 127
                         at = shared + exchange + (2 * group * TILE + of_tile) * 4
-                        largest = max(shared_load_4(at), shared_load_4(at + 4 * TILE))
+                        largest = unsigned_max(shared_load_4(at), shared_load_4(at + 4 * TILE))
                         code = e8m0_code(from_bits(largest), reciprocal_max)
                         shared_store_4(shared + column_scales + index * 4, magnitude(e8m0_scale(code)))
                         if first_column + of_tile < columns and first_row + 32 * group < rows:
@@ -413,7 +426,7 @@ def quantize_blocks_kernel(
                 elif thread < TILE:
                     largest = u32(0)
                     for other in range(WARPS):
-                        largest = max(largest, shared_load_4(shared + exchange + (other * TILE + thread) * 4))
+                        largest = unsigned_max(largest, shared_load_4(shared + exchange + (other * TILE + thread) * 4))
                     scale = current_scale(from_bits(largest), largest_code, power_2, epsilon)
                     shared_store_4(shared + column_scales + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
@@ -442,5 +455,5 @@ def quantize_blocks_kernel(
         (*source.parameters, i32, f32, i64, *_OUTPUTS),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        blocks_per_multiprocessor=blocks,
+        blocks_per_multiprocessor=_fitting(source, count, 1 if square else rowwise + columnwise),
     )

@@ -21,6 +21,7 @@ from cuda_kernels.ptx import (
     shared_store_4,
     store_f32,
     u32,
+    unsigned_max,
 )
 
 COLUMNS = 32
@@ -80,7 +81,7 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
                 if not most_recent:
                     highest = u32(0)
                     for other in range(WARPS):
-                        highest = max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
+                        highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
                     amax = from_bits(highest)
                 new = divide(divide(load_f32(fp8_max + at), amax), power)
                 store_f32(scale + at, new if new < _LARGEST else _LARGEST)

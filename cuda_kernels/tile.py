@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
+from cuda_kernels.codec import ITEM_BYTES, device, largest_of, quad_decoder, quad_loader, quad_words
 from cuda_kernels.ptx import (
     i32,
     i64,
@@ -25,6 +25,7 @@ from cuda_kernels.ptx import (
     store_4,
     store_16,
     u32,
+    unsigned_max,
     warp_max,
 )
 
@@ -96,7 +97,7 @@ def tensor_source(dtype: str, aligned: bool) -> Source:
     def decode(registers, step):
         return decode_quad(registers, step * quad)
 
-    return Source(f"{dtype}, {aligned=}", 2, WARP_ROWS * quad, load, decode, 8 // quad)
+    return Source(f"{dtype}, {aligned=}", 2, WARP_ROWS * quad, load, decode, (3 if quad == 2 else 2) - int(not aligned))
 
 
 @device
@@ -107,10 +108,7 @@ def block_max(value, shared, thread):
         shared_store_4(shared + (thread >> 5) * 4, value)
     cuda.syncthreads()
     low, high = shared_load_16(shared), shared_load_16(shared + 16)
-    return max(
-        max(max(low[0], low[1]), max(low[2], low[3])),
-        max(max(high[0], high[1]), max(high[2], high[3])),
-    )
+    return unsigned_max(largest_of(low[0], low[1], low[2], low[3]), largest_of(high[0], high[1], high[2], high[3]))
 
 
 @device

@@ -164,7 +164,7 @@ def _described(layout: Layout, outputs: tuple[Tensor, Tensor, Tensor, Tensor]) -
     return tuple(described)
 
 
-def _falls_back(kernels_op: Callable[..., Any]) -> Callable[..., Any]:
+def falls_back(kernels_op: Callable[..., Any]) -> Callable[..., Any]:
     """``kernels_op``, or the reference of the same name where the device runs no kernels or there is nothing to do."""
     reference_op = getattr(reference, kernels_op.__name__)
 
@@ -215,4 +215,4 @@ def _promised(results: tuple[Tensor, ...], layout: Layout) -> tuple[Tensor, ...]
 
 
 for _op in (quantize, quantize_with_scale, observe, update_scales):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _falls_back(_op))
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", falls_back(_op))

@@ -1,0 +1,98 @@
+"""Kernels launched with CPU tensors: run as PTX on the CPU, or only noted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Literal
+
+import pytest
+import torch
+
+import cuda_kernels
+from cuda_kernels import launch
+from cuda_kernels.launch import Argument, Executor, Kernel
+from tests.ptx_on_cpu import Program
+
+ARCH = "90a"
+
+needs_compilers = pytest.mark.skipif(
+    not os.environ.get("CI") and shutil.which("gcc") is None,
+    reason="gcc, which builds the emulated kernels, is missing",
+)
+
+
+@cache
+def ptx_of(kernel: Kernel, arch: str = ARCH) -> str:
+    """The kernel's PTX, from disk where another process or an earlier run compiled it."""
+    key = hashlib.sha256(f"ptx {launch.toolchain()} {kernel.name} {arch}".encode()).hexdigest()
+    return launch.cached(key, lambda: kernel.ptx(arch).encode()).decode()
+
+
+@cache
+def program_of(ptx: str) -> Program:
+    return Program(ptx)
+
+
+class Emulator:
+    """Runs each launched kernel on the CPU, as its PTX says.
+
+    Attributes:
+        launched: what was launched, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        races: bool = True,
+        schedule: Literal["forward", "reverse", "random"] = "forward",
+        seed: int = 0,
+        rewrite: Callable[[Kernel, str], str] = lambda kernel, ptx: ptx,
+    ) -> None:
+        self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
+        self.launched: list[Kernel] = []
+
+    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
+        self.launched.append(kernel)
+        program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
+            (blocks, 1, 1),
+            (kernel.threads, 1, 1),
+            [0 if isinstance(arg, torch.Tensor) and not arg.numel() else arg for arg in args],
+            dynamic_shared=kernel.shared_bytes,
+            races=self.races,
+            schedule=self.schedule,
+            seed=self.seed,
+        )
+
+
+@contextmanager
+def executing(executor: Executor) -> Iterator[None]:
+    """Kernels with CPU tensors are started by ``executor``."""
+    previous = launch.EXECUTORS.get("cpu")
+    launch.EXECUTORS["cpu"] = executor
+    try:
+        yield
+    finally:
+        del launch.EXECUTORS["cpu"]
+        if previous is not None:
+            launch.EXECUTORS["cpu"] = previous
+
+
+def kernels_of(check: Callable[[str], object]) -> list[Kernel]:
+    """The kernels that ``check`` launches. None runs, so that what it then asserts does not hold."""
+    launched: list[Kernel] = []
+    with executing(lambda kernel, blocks, args: launched.append(kernel)), suppress(AssertionError):
+        check("cpu")
+    return launched
+
+
+def builders() -> set[str]:
+    """The names of all kernels: functions of :mod:`cuda_kernels` that give a :class:`Kernel`."""
+    modules = [import_module(f"cuda_kernels.{module.name}") for module in iter_modules(cuda_kernels.__path__)]
+    return {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -1,0 +1,210 @@
+"""What every kernel is tested with: calls of the ops' kernel side, and what they must give.
+
+A case runs on the CPU, where kernels are emulated, and on a card.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops import cuda, reference
+from lightning_fp8.scaled import Layout
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and its check.
+
+    Attributes:
+        name: of the test.
+        run: takes a device, calls the kernels there, and asserts what they gave.
+    """
+
+    name: str
+    run: Callable[[str], None]
+
+
+def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Values over many binades, with zeros of both signs, a NaN-free row maximum and some tiny numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
+    x[torch.rand(rows, columns, generator=generator) < 0.05] = 0.0
+    x[torch.rand(rows, columns, generator=generator) < 0.05] = -0.0
+    return x.to(dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to the bit, but for the payload of a NaN; wherever either lies."""
+    actual, expected = actual.cpu(), expected.cpu()
+    assert actual.shape == expected.shape, what
+    assert actual.dtype == expected.dtype, what
+    if actual.dtype == torch.float8_e8m0fnu:
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8)), what
+        return
+    a, b = actual.float(), expected.float()
+    assert torch.equal(a.isnan(), b.isnan()), f"{what}: NaN elsewhere"
+    a, b = a.nan_to_num(nan=0.0).view(torch.int32), b.nan_to_num(nan=0.0).view(torch.int32)
+    wrong = (a != b).nonzero()
+    assert not len(wrong), f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}"
+
+
+def assert_padded_with_zeros(data: Tensor) -> None:
+    """The gap between the rows of ``data`` holds zeros, for a GEMM to read; NaN only where the row has some."""
+    if data.numel() and data.stride(0) > data.shape[1] and data.dim() == 2:
+        whole = data.view(torch.uint8).as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
+        assert not whole[~data.float().isnan().any(1), data.shape[1] :].any()
+
+
+RESULTS = ("data", "scale_inv", "data_t", "scale_inv_t")
+
+
+def check_quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    layout: Layout,
+    device: str,
+    *,
+    power_2: bool = False,
+    epsilon: float = 0.0,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    count: bool = False,
+) -> None:
+    """A tensor scaled from itself is what the reference gives."""
+    counts, expected_counts = (
+        torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
+    )
+    on_device = x if x.device.type == device else _moved(x, device)
+    how = dtype, layout.value, power_2, epsilon, rowwise, columnwise
+    actual = cuda.quantize(on_device, *how, counts)
+    expected = reference.quantize(x, *how, expected_counts)
+    for name, a, b in zip(RESULTS, actual, expected):
+        assert_same(a, b, name)
+    assert_padded_with_zeros(actual[0])
+    assert_padded_with_zeros(actual[2])
+    if count:
+        assert_same(counts, expected_counts, "counts")  # type: ignore[arg-type]
+
+
+def check_quantize_with_scale(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    device: str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    seen: float | None = None,
+    count: bool = False,
+) -> None:
+    """A tensor with a given scale (0: its own) is what the reference gives, amax and counts included."""
+    results = []
+    for quantize, on in ((cuda.quantize_with_scale, device), (reference.quantize_with_scale, "cpu")):
+        scale_tensor = torch.tensor(scale, device=on)
+        collected = torch.tensor(seen, device=on) if seen is not None else None
+        counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
+        where = _moved(x, on)
+        results.append(
+            (*quantize(where, scale_tensor, collected, dtype, rowwise, columnwise, counts), collected, counts)
+        )
+    for name, a, b in zip((*RESULTS, "seen", "counts"), *results):
+        if b is not None:
+            assert_same(a, b, name)
+
+
+def check_observe(x: Tensor, seen: float, device: str) -> None:
+    actual, expected = torch.tensor(seen, device=device), torch.tensor(seen)
+    cuda.observe(_moved(x, device), actual)
+    reference.observe(x, expected)
+    assert_same(actual, expected, "seen")
+
+
+def check_update_scales(
+    length: int, n: int, device: str, *, margin: float = 0.0, algorithm: str = "max", recompute: bool = True
+) -> None:
+    generator = torch.Generator().manual_seed(length + n)
+    seen = torch.rand(n, generator=generator) * 10
+    seen[0], seen[n // 2], seen[-1] = 0.0, torch.nan, torch.inf
+    window, scale = torch.rand(length, n, generator=generator), torch.rand(n, generator=generator)
+    window[:, n // 3] = 0.0
+    fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, 448.0, 57344.0)
+    seen[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
+    results = []
+    for update, on in ((cuda.update_scales, device), (reference.update_scales, "cpu")):
+        state = [tensor.to(on, copy=True) for tensor in (seen, window, scale)]
+        update(*state, fp8_max.to(on), margin, algorithm, recompute)
+        results.append(state)
+    for name, a, b in zip(("seen", "window", "scale"), *results):
+        assert_same(a, b, name)
+
+
+def _moved(x: Tensor, device: str) -> Tensor:
+    """``x`` on ``device`` with its strides."""
+    if device == "cpu":
+        return x
+    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return moved.copy_(x)
+
+
+def _name(*parts: Any) -> str:
+    return "-".join(
+        str(part).removeprefix("torch.").removeprefix("float8_") for part in parts if part not in ("", None)
+    )
+
+
+def _self_scaled(layout: Layout, dtype: torch.dtype, fp8: torch.dtype, shape: tuple[int, int], **how: Any) -> Case:
+    flags = "+".join(key for key, value in how.items() if value is True)
+    off = "+".join(f"no_{key}" for key, value in how.items() if value is False)
+    name = _name("quantize", layout.value, dtype, fp8, f"{shape[0]}x{shape[1]}", flags, off)
+    return Case(name, lambda device: check_quantize(sample(*shape, dtype), fp8, layout, device, **how))
+
+
+def _given(dtype: torch.dtype, fp8: torch.dtype, scale: float, shape: tuple[int, int], **how: Any) -> Case:
+    flags = "+".join(f"{key}={value}" for key, value in how.items())
+    name = _name("given", dtype, fp8, f"{shape[0]}x{shape[1]}", f"scale={scale}", flags)
+    return Case(name, lambda device: check_quantize_with_scale(sample(*shape, dtype), fp8, scale, device, **how))
+
+
+ALIGNED, RAGGED = (140, 264), (131, 203)
+"""More than one tile each way, the last of them not full; RAGGED's rows begin anywhere."""
+
+BLOCK_LAYOUTS = (Layout.ROW, Layout.BLOCK_1X128, Layout.BLOCK_128X128, Layout.MX_1X32)
+
+CASES: list[Case] = [
+    *(
+        _self_scaled(layout, dtype, E4M3, shape)
+        for layout, (dtype, shape) in itertools.product(
+            Layout, [(BF16, ALIGNED), (BF16, RAGGED), (FP16, ALIGNED), (FP32, ALIGNED), (FP32, RAGGED)]
+        )
+    ),
+    *(_self_scaled(layout, FP16, E5M2, RAGGED, count=True, power_2=True) for layout in Layout),
+    *(_self_scaled(layout, BF16, E4M3, ALIGNED, columnwise=False, power_2=True) for layout in Layout),
+    *(_self_scaled(layout, BF16, E5M2, ALIGNED, rowwise=False, count=True) for layout in Layout),
+    _self_scaled(Layout.TENSOR, FP32, E4M3, ALIGNED, epsilon=1e6),
+    _self_scaled(Layout.BLOCK_1X128, BF16, E4M3, ALIGNED, epsilon=0.5),
+    _given(BF16, E4M3, 3.7, ALIGNED, seen=0.0),
+    _given(BF16, E4M3, 0.0, ALIGNED, seen=1e9),
+    _given(BF16, E5M2, 1e-3, RAGGED, seen=0.0, columnwise=False),
+    _given(BF16, E4M3, 64.0, ALIGNED, columnwise=False),
+    _given(BF16, E4M3, 64.0, ALIGNED, rowwise=False),
+    _given(FP32, E4M3, 1e4, RAGGED, seen=0.0, count=True),
+    _given(FP16, E4M3, 1e4, ALIGNED, count=True, columnwise=False),
+    Case("observe-bf16", lambda device: check_observe(sample(*ALIGNED, BF16), 0.25, device)),
+    Case("observe-less-than-seen", lambda device: check_observe(sample(*RAGGED, FP16), 1e30, device)),
+    Case("observe-nan", lambda device: check_observe(torch.tensor([[1.0, torch.nan, -3.0]]), 1e30, device)),
+    Case("update_scales-16x5", lambda device: check_update_scales(16, 5, device)),
+    Case("update_scales-1024x70", lambda device: check_update_scales(1024, 70, device, margin=1.0)),
+    Case("update_scales-300x33", lambda device: check_update_scales(300, 33, device, algorithm="most_recent")),
+    Case("update_scales-1x3", lambda device: check_update_scales(1, 3, device)),
+    Case("update_scales-257x3", lambda device: check_update_scales(257, 3, device, recompute=False)),
+]

@@ -1,0 +1,88 @@
+"""Every kernel compiled for every architecture: registers, spills, the assembler's advice, and the instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+from cuda_kernels import launch
+from cuda_kernels.launch import Kernel
+from tests.emulated import builders, kernels_of
+from tests.kernel_cases import CASES
+
+ARCHITECTURES = ["89", "90a", "120"]
+REGISTERS = 65536
+"""32-bit registers of a multiprocessor."""
+SHARED_BYTES = 99 * 1024
+"""The most a block may have on the smallest of the architectures."""
+
+KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+
+
+def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
+    """The assembler's report and the machine code; kept on disk between runs."""
+    key = hashlib.sha256(f"report {launch.toolchain()} {kernel.name} {arch}".encode()).hexdigest()
+
+    def build() -> bytes:
+        code, report = launch.link(kernel.ltoir(arch), arch, "cubin")
+        return report.encode() + b"\0" + code
+
+    report, _, code = launch.cached(key, build).partition(b"\0")
+    return report.decode(), code
+
+
+def disassembler() -> Path:
+    (path,) = (file for file in files("nvidia-cuda-nvdisasm") or () if file.name == "nvdisasm")
+    return Path(str(path.locate()))
+
+
+def instructions(code: bytes) -> Counter[str]:
+    """How often each machine instruction appears."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return Counter(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text))
+
+
+def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
+    return sorted(name for name in found if name.startswith(prefixes))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_kernel(kernel: Kernel, arch: str) -> None:
+    report, code = compiled(kernel, arch)
+    registers = int(re.findall(r"Used (\d+) registers", report)[0])
+    assert registers * kernel.threads * kernel.blocks_side_by_side(arch) <= REGISTERS
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report) == [
+        ("0",) * 3
+    ]
+    assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
+    assert kernel.shared_bytes <= SHARED_BYTES
+
+    found = instructions(code)
+    assert sum(found.values()) > 50
+    assert not starting_with(found, "LDL", "STL"), "local memory"
+    assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
+    casts = kernel.function.__name__.startswith("quantize")
+    assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
+    if "aligned=True" in kernel.name:
+        wide = "LDG.E.NA.128" if "float32" in kernel.name else "LDG.E.NA.64"
+        assert starting_with(found, wide), f"no wide loads: {starting_with(found, 'LDG')}"
+    if "columnwise=True" in kernel.name:
+        assert starting_with(found, "STG.E.128"), "columns leave 16 bytes at a time"
+        assert starting_with(found, "LDS.128")
+        assert starting_with(found, "STS.128")
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert {kernel.function.__name__ for kernel in KERNELS.values()} == builders()
