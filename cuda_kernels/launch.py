@@ -92,8 +92,12 @@ class Kernel:
 
     def cubin(self, arch: str) -> bytes:
         """Machine code for ``arch``: from the cache, or compiled and put there."""
-        key = hashlib.sha256(f"{toolchain()} {self.name} {arch}".encode()).hexdigest()
-        return cached(key, lambda: link(self.ltoir(arch), arch, "cubin")[0])
+        return cached(self.key("cubin", arch), lambda: link(self.ltoir(arch), arch, "cubin")[0])
+
+    def key(self, what: str, arch: str) -> str:
+        """Under which ``what`` is made of this kernel is kept; another one when a source or a compiler changes."""
+        made_of = f"{what} {toolchain(self.function.__module__)} {self.name} {arch}"
+        return hashlib.sha256(made_of.encode()).hexdigest()
 
     @cached_property
     def layout(self) -> struct.Struct:
@@ -139,10 +143,10 @@ def link(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
 
 
 @cache
-def toolchain() -> str:
-    """A hash of what a compiled kernel depends on: this package's sources and the versions of the compilers."""
+def toolchain(module: str) -> str:
+    """A hash of what kernels of ``module`` depend on: its source, those it imports, and the compilers' versions."""
     hashed = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(_sources(module)):
         hashed.update(path.read_bytes())
     for tool in _TOOLS:
         try:
@@ -150,6 +154,18 @@ def toolchain() -> str:
         except PackageNotFoundError:
             hashed.update(f"{tool} -;".encode())
     return hashed.hexdigest()
+
+
+def _sources(module: str) -> set[Path]:
+    """The files of ``module`` and of all modules of this package that it imports."""
+    found: set[Path] = set()
+    todo = [module]
+    while todo:
+        path = Path(__file__).parent / f"{todo.pop().rpartition('.')[2]}.py"
+        if path not in found and path.exists():
+            found.add(path)
+            todo += re.findall(r"^(?:from|import) (cuda_kernels\.\w+)", path.read_text(), re.MULTILINE)
+    return found
 
 
 # --- The cache of compiled kernels ------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
     A tensor whose amax is 0, inf or NaN keeps window and scale. The window's first row is 0 afterwards.
     """
 
+    of_window = recompute and not most_recent
+
     def update_scales(seen, window, scale, fp8_max, power, length, n):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -73,12 +75,13 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
                 store_f32(window + at, _ZERO)
             start += WARPS * ROWS
         shared = dynamic_shared()
-        shared_store_4(shared + thread * 4, bits(largest))
-        cuda.syncthreads()
+        if of_window:
+            shared_store_4(shared + thread * 4, bits(largest))
+            cuda.syncthreads()
         if warp == 0 and inside:
             if usable and recompute:
                 amax = newest
-                if not most_recent:
+                if of_window:
                     highest = u32(0)
                     for other in range(WARPS):
                         highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +30,7 @@ needs_compilers = pytest.mark.skipif(
 @cache
 def ptx_of(kernel: Kernel, arch: str = ARCH) -> str:
     """The kernel's PTX, from disk where another process or an earlier run compiled it."""
-    key = hashlib.sha256(f"ptx {launch.toolchain()} {kernel.name} {arch}".encode()).hexdigest()
-    return launch.cached(key, lambda: kernel.ptx(arch).encode()).decode()
+    return launch.cached(kernel.key("ptx", arch), lambda: kernel.ptx(arch).encode()).decode()
 
 
 @cache

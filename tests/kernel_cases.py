@@ -205,6 +205,6 @@ CASES: list[Case] = [
     Case("update_scales-16x5", lambda device: check_update_scales(16, 5, device)),
     Case("update_scales-1024x70", lambda device: check_update_scales(1024, 70, device, margin=1.0)),
     Case("update_scales-300x33", lambda device: check_update_scales(300, 33, device, algorithm="most_recent")),
-    Case("update_scales-1x3", lambda device: check_update_scales(1, 3, device)),
-    Case("update_scales-257x3", lambda device: check_update_scales(257, 3, device, recompute=False)),
+    Case("update_scales-1x7", lambda device: check_update_scales(1, 7, device)),
+    Case("update_scales-257x9", lambda device: check_update_scales(257, 9, device, recompute=False)),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 import tempfile
@@ -29,13 +28,12 @@ KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.r
 
 def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
     """The assembler's report and the machine code; kept on disk between runs."""
-    key = hashlib.sha256(f"report {launch.toolchain()} {kernel.name} {arch}".encode()).hexdigest()
 
     def build() -> bytes:
         code, report = launch.link(kernel.ltoir(arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
-    report, _, code = launch.cached(key, build).partition(b"\0")
+    report, _, code = launch.cached(kernel.key("report", arch), build).partition(b"\0")
     return report.decode(), code
 
 

@@ -1,0 +1,70 @@
+"""The emulated tests would notice a missing synchronisation: each one, removed from a kernel's PTX, is caught."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from cuda_kernels.launch import Kernel
+from tests.emulated import Emulator, builders, executing, kernels_of, needs_compilers, ptx_of
+from tests.kernel_cases import CASES, Case
+from tests.ptx_on_cpu import EmulatorError
+
+pytestmark = needs_compilers
+
+SYNCHRONISATION = re.compile(
+    r"^\s*(?:bar\.sync|barrier\.|bar\.warp\.sync|fence\.|mbarrier\.|membar)[^;]*;", re.MULTILINE
+)
+
+MUTATED = [
+    *(case for case in CASES if re.fullmatch(r"quantize-[^-]*-bfloat16-e4m3fn-140x264-?", case.name)),
+    *(
+        case
+        for case in CASES
+        if case.name.startswith(
+            ("given-bfloat16-e4m3fn-140x264-scale=3.7", "given-bfloat16-e4m3fn-140x264-scale=0.0", "observe-bf16")
+        )
+    ),
+    *(case for case in CASES if case.name in ("update_scales-1024x70", "update_scales-257x9")),
+]
+
+CASES_OF: dict[Kernel, list[Case]] = {}
+for _case in MUTATED:
+    for _kernel in kernels_of(_case.run):
+        CASES_OF.setdefault(_kernel, []).append(_case)
+
+
+def mutants(ptx: str) -> Iterator[tuple[int, str]]:
+    """The kernel without one of its synchronisations, and the line where it was."""
+    for found in SYNCHRONISATION.finditer(ptx):
+        yield ptx.count("\n", 0, found.end()) + 1, ptx[: found.start()] + ptx[found.end() :]
+
+
+def is_noticed(kernel: Kernel, mutant: str) -> bool:
+    """Whether a case that launches ``kernel`` fails with ``mutant`` in its place."""
+    for case, schedule in itertools.product(CASES_OF[kernel], ("forward", "reverse")):
+        emulator = Emulator(
+            schedule=schedule,  # type: ignore[arg-type]
+            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
+        )
+        try:
+            with executing(emulator):
+                case.run("cpu")
+        except (EmulatorError, AssertionError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
+def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
+    found = list(mutants(ptx_of(kernel)))
+    assert found
+    unnoticed = [line for line, mutant in found if not is_noticed(kernel, mutant)]
+    assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
+
+
+def test_every_kernel_is_mutated() -> None:
+    assert {kernel.function.__name__ for kernel in CASES_OF} == builders()
