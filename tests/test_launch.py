@@ -1,0 +1,234 @@
+"""Compiling, caching and starting kernels, without a card: the driver's part is played by fakes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+import types as python_types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_kernels import launch
+from cuda_kernels.launch import KernelError
+from cuda_kernels.quantize import amax_kernel, quantize_tensor_kernel
+from cuda_kernels.scaling import update_scales_kernel
+from cuda_kernels.tile import tensor_source
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops.schema import empty_operand
+from lightning_fp8.scaled import Layout
+from tests.emulated import executing, ptx_of
+from tests.kernel_cases import BF16, assert_same, sample
+
+KERNEL = amax_kernel(tensor_source("bfloat16", True), False)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, on disk and in memory."""
+    monkeypatch.setenv(launch.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "_memory", {})
+    yield tmp_path / "cache"
+    launch._warn_once.cache_clear()
+
+
+def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = KERNEL.cubin("90a")
+    assert code.startswith(b"\x7fELF")
+    monkeypatch.setattr(launch, "_memory", {})
+    monkeypatch.setattr(launch, "link", None)  # compiling again would fail
+    assert KERNEL.cubin("90a") == code
+    (file,) = cold.iterdir()
+    assert file.read_bytes()[32:] == code
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:100], lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]]
+)
+def test_a_damaged_file_is_built_again(cold: Path, damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        launch.cached("key", lambda: b"code of a kernel, long enough to be damaged") == (cold / "key").read_bytes()[32:]
+    )
+    whole = (cold / "key").read_bytes()
+    (cold / "key").write_bytes(damage(whole))
+    monkeypatch.setattr(launch, "_memory", {})
+    assert launch.cached("key", lambda: whole[32:]) == whole[32:]
+    assert (cold / "key").read_bytes() == whole
+
+
+def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
+    """Both start before either has finished, as ranks do; both get the kernel, and the file is whole."""
+    program = """
+import sys
+from cuda_kernels import launch
+from tests.test_launch import KERNEL
+print("ready", flush=True)
+sys.stdin.readline()
+print(launch.hashlib.sha256(KERNEL.cubin("90a")).hexdigest(), flush=True)
+"""
+    environment = os.environ | {launch.CACHE_VARIABLE: str(cold)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parent.parent,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    digests = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert digests[0] == digests[1]
+    (file,) = cold.iterdir()
+    assert launch.hashlib.sha256(file.read_bytes()[32:]).hexdigest() == digests[0]
+
+
+def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold.parent.joinpath("file").touch()
+    monkeypatch.setenv(launch.CACHE_VARIABLE, str(cold.parent / "file" / "cache"))  # not a folder: nobody may write
+    with pytest.warns(RuntimeWarning, match=launch.CACHE_VARIABLE) as caught:
+        codes = [launch.cached(key, key.encode) for key in ("a", "b")]
+    assert codes == [b"a", b"b"]
+    assert len(caught) == 1
+    assert launch.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
+
+
+def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
+    """Sizes and alignment by the parameters that the PTX declares."""
+    size = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
+    source = tensor_source("float32", False)
+    for kernel in (KERNEL, update_scales_kernel(False, True), quantize_tensor_kernel(source, "e4m3", *[True] * 4)):
+        declared = re.findall(r"\.param \.(\w+) (?:\.ptr )?(?:\.\w+ )*", ptx_of(kernel).split("{")[0])
+        end = 0
+        for kind in declared:
+            end = -(-end // size[kind]) * size[kind] + size[kind]
+        assert end == kernel.layout.size
+
+
+def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = KERNEL.key("cubin", "90a")
+    assert key != KERNEL.key("cubin", "89") != KERNEL.key("ptx", "89")
+    monkeypatch.setattr(launch, "version", lambda tool: "of another day")
+    launch.toolchain.cache_clear()
+    assert key != KERNEL.key("cubin", "90a")
+    monkeypatch.undo()
+    launch.toolchain.cache_clear()
+    names = {path.name for path in launch._sources("cuda_kernels.quantize")}
+    assert {"quantize.py", "tile.py", "codec.py", "ptx.py", "launch.py"} == names
+
+
+class Card:
+    """A driver that notes launches and reads their parameters."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.values: list[tuple[Any, ...]] = []
+        self.kernel = KERNEL
+        driver = python_types.SimpleNamespace(
+            cuLibraryLoadData=lambda code, *rest: (0, code),
+            cuLibraryGetKernel=lambda library, name: (0, 4711),
+            cuLaunchKernel=self.launch,
+        )
+        import cuda.bindings
+
+        monkeypatch.setattr(cuda.bindings, "driver", driver)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
+        launch.architecture.cache_clear()
+
+    def launch(self, *args: Any) -> tuple[int]:
+        extra = (ctypes.c_void_p * 5).from_address(args[-1])
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        assert (extra[0], extra[2], extra[4]) == (1, 2, None)
+        self.values.append(self.kernel.layout.unpack(ctypes.string_at(extra[1], size)))
+        self.launches.append(args[:-1])
+        return (0,)
+
+
+class Elsewhere:
+    """What a launch asks of a tensor on a card."""
+
+    device = torch.device("cuda", 0)
+
+    def data_ptr(self) -> int:
+        return 0x7F00_0000_1000
+
+
+def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, kernel, tensor = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True), Elsewhere()
+    values = (264, 140, 264, 0)
+    launch._launch_cuda(kernel, 6, (tensor, *values, tensor))  # type: ignore[arg-type]
+    assert card.values == [(tensor.data_ptr(), *values, tensor.data_ptr())]
+    assert card.launches == [(4711, 6, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)]
+
+
+def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward runs in threads of its own, beside the forward pass."""
+    Card(monkeypatch)
+    addresses = {launch._parameter_block(KERNEL)[1]}
+    thread = threading.Thread(target=lambda: addresses.add(launch._parameter_block(KERNEL)[1]))
+    thread.start()
+    thread.join()
+    assert len(addresses) == 2
+
+
+def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, capability=(8, 0))
+    with pytest.raises(KernelError, match=r"A Card has compute capability 8\.0; .* 8\.9"):
+        launch._launch_cuda(amax_kernel(tensor_source("float16", False), True), 1, (Elsewhere(), 1, 1, 1, 0, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")])
+def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, capability)
+    assert launch.architecture(0) == arch
+    assert launch.compute_capability("90a") == (9, 0, "a")
+    assert launch.compute_capability("120") == (12, 0)
+
+
+def refuse(*args: object) -> None:
+    raise KernelError("numba-cuda is not installed")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
+    x, op = sample(131, 203, BF16), cuda.falls_back(cuda.quantize)
+    cuda._without_kernels.clear()
+    with executing(refuse), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            actual = op(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+    cuda._without_kernels.clear()
+    assert [str(w.message) for w in caught if "numba-cuda is not installed" in str(w.message)] != []
+    assert len(caught) == 1
+    expected = reference.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+    promised = (
+        *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
+        *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
+    )
+    for a, b, c in zip(actual, expected, promised):
+        assert_same(a, b, layout.value)
+        assert a.stride() == c.stride()
+
+
+def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
+    op = cuda.falls_back(cuda.quantize)
+    with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
+        op(sample(4, 4, BF16), E4M3.dtype, "2x2", False, 0.0, True, True)
