@@ -111,10 +111,10 @@ class Kernel:
         Raises:
             KernelError: the kernel cannot be compiled or started.
         """
-        first = args[0]
-        assert isinstance(first, Tensor)
-        if blocks:
-            EXECUTORS[first.device.type](self, blocks, args)
+        if args[0].is_cuda:  # type: ignore[union-attr]
+            _launch_cuda(self, blocks, args)
+        else:
+            EXECUTORS[args[0].device.type](self, blocks, args)  # type: ignore[union-attr]
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
@@ -238,28 +238,39 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-_buffers = threading.local()
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[Kernel, tuple[Any, int, Any]] = {}
+
+
+_buffers = _Buffers()
 
 
 def _parameter_block(kernel: Kernel) -> tuple[Any, int]:
     """A buffer for the kernel's parameters, and the address of what tells the driver of it; one for each thread."""
-    blocks = _buffers.__dict__
-    if kernel.name not in blocks:
+    blocks = _buffers.of
+    if kernel not in blocks:
         buffer = ctypes.create_string_buffer(kernel.layout.size)
         size = ctypes.c_size_t(kernel.layout.size)
         # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
-        blocks[kernel.name] = buffer, ctypes.addressof(extra), (size, extra)
-    buffer, address, _ = blocks[kernel.name]
+        blocks[kernel] = buffer, ctypes.addressof(extra), (size, extra)
+    buffer, address, _ = blocks[kernel]
     return buffer, address
 
 
-def _load(kernel: Kernel, index: int) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``."""
+@cache
+def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
         raise KernelError('numba-cuda is not installed; pip install "lightning-fp8[cuda]"') from error
+    return driver
+
+
+def _load(kernel: Kernel, index: int) -> int:
+    """The handle of ``kernel`` on CUDA device ``index``."""
+    driver = _driver()
     try:
         code = kernel.cubin(architecture(index))
     except ImportError as error:
@@ -287,23 +298,33 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def _launch_cuda(kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
-    from cuda.bindings import driver
-
-    index = args[0].device.index  # type: ignore[union-attr]
-    if torch.cuda.current_device() != index:
+    index = args[0].get_device()  # type: ignore[union-attr]
+    if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return _launch_cuda(kernel, blocks, args)
     handle = kernel._loaded.get(index)
     if handle is None:
         handle = kernel._loaded[index] = _load(kernel, index)
-    buffer, extra = _parameter_block(kernel)
-    values = [arg if arg.__class__ is int or arg.__class__ is float else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
-    kernel.layout.pack_into(buffer, 0, *values)
+    extra = pack_parameters(kernel, args)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    (result,) = driver.cuLaunchKernel(handle, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, 0, extra)
-    if int(result):
+    (result,) = _driver().cuLaunchKernel(
+        handle, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, 0, extra
+    )
+    if result:
         raise KernelError(f"{kernel.name} did not start: the CUDA driver answered {result!r}")
 
 
-EXECUTORS: dict[str, Executor] = {"cuda": _launch_cuda}
-"""What starts a kernel, by the type of the device of its first argument."""
+def pack_parameters(kernel: Kernel, args: Sequence[Argument]) -> int:
+    """Put ``args`` where the driver reads them; the address of what tells it where that is."""
+    buffer, extra = _parameter_block(kernel)
+    try:
+        values = [arg.data_ptr() if arg.__class__ is Tensor else arg for arg in args]  # type: ignore[union-attr]
+        kernel.layout.pack_into(buffer, 0, *values)
+    except struct.error:  # a tensor of another class: a parameter
+        values = [arg if isinstance(arg, (int, float)) else arg.data_ptr() for arg in args]
+        kernel.layout.pack_into(buffer, 0, *values)
+    return extra
+
+
+EXECUTORS: dict[str, Executor] = {}
+"""What starts a kernel for tensors that are not on a card, by the type of their device."""

@@ -33,6 +33,7 @@ def quantize_role(
         recipe.cast(role),
         scale=slot.scale if slot else None,
         seen=slot.seen if slot and observe else None,
+        may_be_0=slot is None or slot.may_be_0,
         rowwise=rowwise,
         columnwise=columnwise,
     )

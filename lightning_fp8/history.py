@@ -39,6 +39,8 @@ class AmaxHistory:
         updates: how many updates there were.
     """
 
+    _largest: tuple[Any, Tensor] | None = None
+
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
         self.roles = [role for _, role in rows]
@@ -46,6 +48,7 @@ class AmaxHistory:
         self.window = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.updates = 0
+        self.scaled = HostCopy()
         self._register()
 
     def _register(self) -> None:
@@ -83,20 +86,29 @@ class AmaxHistory:
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
         self.updates += 1
-        fp8_max = [recipe.cast(role).float8.max for role in self.roles]
         ops.update_scales(
             self.seen,
             self.window,
             self.scale,
-            torch.tensor(fp8_max, dtype=torch.float32, device=self.scale.device),
+            self._fp8_max(recipe),
             recipe.margin,
             recipe.amax_compute_algo,
             recompute=self.updates % recipe.interval == 0,
         )
+        self.scaled.follow(self.scale)
+
+    def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
+        """The largest value of each row's format; made once for a recipe and a device: a step copies nothing."""
+        key = recipe.fp8_format, self.scale.device
+        if self._largest is None or self._largest[0] != key:
+            values = [recipe.cast(role).float8.max for role in self.roles]
+            self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
+        return self._largest[1]
 
     def set_row(self, row: int, scale: float, window: Tensor) -> None:
         """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(window), len(self.window)))
+        self.scaled = HostCopy()
         self.scale[row], self.seen[row] = scale, 0.0
         self.window[:, row] = 0.0
         self.window[len(self.window) - len(window) :, row] = window.to(self.window.device)
@@ -133,8 +145,43 @@ class AmaxHistory:
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_window[:, rows] = window.to(self.scale.device)[:, columns]
         self.scale, self.window, self.updates = new_scale, new_window, updates
+        self.scaled = HostCopy()
         self.seen.zero_()
         return [name for name in names if name not in column]
+
+
+class HostCopy:
+    """Which scales are known on the host not to be 0: asked for now and then, learnt a step later, never waited for.
+
+    A scale that is not 0 stays so, until others are loaded.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[bool] = []
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def knows(self, row: int) -> bool:
+        return row < len(self._known) and self._known[row]
+
+    def follow(self, scale: Tensor) -> None:
+        """Look at ``scale [n]`` after an update: at once on the CPU; a card is asked, or its answer taken."""
+        if self._known and all(self._known):
+            return
+        if not scale.is_cuda:
+            self._known = (scale > 0).tolist()
+        elif torch.cuda.is_current_stream_capturing():
+            return
+        elif self._arriving is None:
+            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
+            copy.copy_(scale > 0, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._arriving = copy, event
+        elif self._arriving[1].query():
+            self._known, self._arriving = self._arriving[0].tolist(), None
+
+    def __reduce__(self) -> tuple[type[HostCopy], tuple[()]]:
+        return HostCopy, ()  # copies and pickles ask again
 
 
 class Slot(NamedTuple):
@@ -151,6 +198,11 @@ class Slot(NamedTuple):
     def scale(self) -> Tensor:
         """float32 ``[]``; read by value, it changes at the next update."""
         return self.history.scale[self.row]
+
+    @property
+    def may_be_0(self) -> bool:
+        """Whether the scale may be 0, as far as the host knows without waiting for a card."""
+        return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)
 
     @property
     def seen(self) -> Tensor:

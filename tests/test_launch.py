@@ -143,13 +143,10 @@ class Card:
             cuLibraryGetKernel=lambda library, name: (0, 4711),
             cuLaunchKernel=self.launch,
         )
-        import cuda.bindings
-
-        monkeypatch.setattr(cuda.bindings, "driver", driver)
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(launch, "_driver", lambda: driver)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
         launch.architecture.cache_clear()
 
@@ -165,7 +162,10 @@ class Card:
 class Elsewhere:
     """What a launch asks of a tensor on a card."""
 
-    device = torch.device("cuda", 0)
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
 
     def data_ptr(self) -> int:
         return 0x7F00_0000_1000

@@ -34,6 +34,7 @@ def quantize(
     *,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
+    may_be_0: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
     counts: Tensor | None = None,
@@ -44,6 +45,7 @@ def quantize(
         x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
         cast: format and layout.
         scale: float32 ``[]``, layout ``tensor`` only; ``None`` or a value of 0 takes the scale from x's own amax.
+        may_be_0: False where ``scale`` is known not to be 0, which saves asking.
         seen: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
         rowwise: whether to give the operand of x.
         columnwise: whether to give the operand of xᵀ, scaled along R.
@@ -65,7 +67,7 @@ def quantize(
     view_transposed = columnwise and cast.layout.transposes and not x.is_cuda
     usage = rowwise or view_transposed, columnwise and not view_transposed
     if scale is not None:
-        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage, counts)
+        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage, counts, may_be_0)
     else:
         quantized = _ops.quantize(
             x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage, counts
@@ -131,6 +133,7 @@ def update_scales(
     """The delayed-scaling update of all rows: push ``seen`` into ``window``, compute ``scale``, zero ``seen``.
 
     Args:
+        may_be_0: False where ``scale`` is known not to be 0, which saves asking.
         seen: float32 ``[n]``.
         window: float32 ``[len, n]``, oldest first; its first row is 0 between updates, as Transformer Engine's is.
         scale: float32 ``[n]``.

@@ -6,21 +6,93 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.schema import NAMESPACE, empty_operand, scale_dtype
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs
+from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+if TYPE_CHECKING:
+    from cuda_kernels.launch import Kernel
+    from cuda_kernels.tile import Source
+
 _without_kernels: set[torch.device] = set()
+
+
+class Reading(NamedTuple):
+    """How kernels read a tensor, and all that lie alike.
+
+    Attributes:
+        source: what gives them its values.
+        words: what they take beside its address: pitch, rows, columns.
+        tiles: blocks of a kernel that takes a tile each.
+        blocks: blocks of a kernel that takes many.
+    """
+
+    source: Source
+    words: tuple[int, int, int]
+    tiles: int
+    blocks: int
+
+
+class Plan(NamedTuple):
+    """What casts of tensors that lie alike have in common: the kernels, in the order of their launches, and results."""
+
+    reading: Reading
+    kernels: tuple[Kernel, ...]
+    operands: Operands
+
+
+Place = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...], int]
+
+
+def place_of(x: Tensor) -> Place:
+    """Where and how ``x`` lies; equal for tensors that the same kernels read."""
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+
+
+@lru_cache(maxsize=4096)
+def reading_of(place: Place) -> Reading | None:
+    """How to read a tensor ``[R, K]`` there; None if it has to be made contiguous first."""
+    from cuda_kernels import launch, tile
+
+    device, dtype, (rows, columns), strides, address = place
+    if strides[1] != 1 and columns != 1:
+        return None
+    quads = columns % 4 == 0 and strides[0] % 4 == 0 and address % (4 * dtype.itemsize) == 0
+    tiles = tile.tiles(rows, columns)
+    blocks = min(tiles, 4 * launch.multiprocessors(device))
+    return Reading(tile.tensor_source(NAMES[dtype], quads), (strides[0], rows, columns), tiles, blocks)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    place: Place, dtype: torch.dtype, layout: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
+) -> Plan | None:
+    from cuda_kernels import quantize as kernels
+
+    reading, kind, fp8 = reading_of(place), Layout(layout), float8_of(dtype).name.lower()
+    if reading is None:
+        return None
+    source, (_, rows, columns) = reading.source, reading.words
+    operands = Operands(place[0], kind, dtype, rows, columns, rowwise, columnwise)
+    if kind is Layout.TENSOR:
+        cast = kernels.quantize_tensor_kernel(source, fp8, rowwise, columnwise, observe, count)
+        return Plan(reading, (kernels.amax_kernel(source, False), cast), operands)
+    if kind is Layout.ROW:
+        cast = kernels.quantize_rows_kernel(source, fp8, rowwise, columnwise, count)
+        return Plan(reading, (kernels.row_amax_kernel(source, rowwise, columnwise), cast), operands)
+    cast = kernels.quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, count)
+    return Plan(reading, (cast,), operands)
 
 
 def quantize(
@@ -32,28 +104,23 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from cuda_kernels import quantize as kernels
-    from cuda_kernels import tile
-
-    kind, fp8 = Layout(layout), float8_of(dtype).name.lower()
-    if kind is Layout.TENSOR:
-        return _quantize_tensor(x, None, None, counts, fp8, dtype, power_2, epsilon, rowwise, columnwise)
-    source, words = _source(x)
-    rows, columns = x.shape
-    outputs = _outputs(x, kind, dtype, rowwise, columnwise)
-    head = (*words, rows, columns)
-    tail = (int(power_2), epsilon, 0 if counts is None else counts, *_described(kind, outputs))
-    if kind is Layout.ROW:
+) -> Outputs:
+    if layout == "tensor":
+        return _quantize_tensor(x, None, None, counts, dtype, power_2, epsilon, rowwise, columnwise)
+    plan = _plan(place_of(x), dtype, layout, rowwise, columnwise, False, counts is not None)
+    if plan is None:
+        return quantize(x.contiguous(), dtype, layout, power_2, epsilon, rowwise, columnwise, counts)
+    (_, words, tiles, _), kernels, operands = plan
+    outputs = operands.allocate()
+    tail = int(power_2), epsilon, 0 if counts is None else counts, *operands.described(outputs)
+    if layout == "row":
+        _, rows, columns = words
         amaxes = x.new_zeros(rows + columns, dtype=torch.float32)
-        both = (amaxes[:rows], amaxes[rows:])
-        tiles = tile.tiles(rows, columns)
-        kernels.row_amax_kernel(source, rowwise, columnwise).launch(tiles, (*head, *both))
-        kernel = kernels.quantize_rows_kernel(source, fp8, rowwise, columnwise, counts is not None)
-        kernel.launch(tiles, (*head, *both, *tail))
+        both = amaxes[:rows], amaxes[rows:]
+        kernels[0].launch(tiles, (x, *words, *both))
+        kernels[1].launch(tiles, (x, *words, *both, *tail))
     else:
-        kernel = kernels.quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, counts is not None)
-        kernel.launch(tile.tiles(rows, columns), (*head, *tail))
+        kernels[0].launch(tiles, (x, *words, *tail))
     return outputs
 
 
@@ -65,9 +132,9 @@ def quantize_with_scale(
     rowwise: bool,
     columnwise: bool,
     counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fp8 = float8_of(dtype).name.lower()
-    return _quantize_tensor(x, scale, seen, counts, fp8, dtype, False, 0.0, rowwise, columnwise)
+    may_be_0: bool = True,
+) -> Outputs:
+    return _quantize_tensor(x, scale, seen, counts, dtype, False, 0.0, rowwise, columnwise, may_be_0)
 
 
 def _quantize_tensor(
@@ -75,46 +142,39 @@ def _quantize_tensor(
     scale: Tensor | None,
     seen: Tensor | None,
     counts: Tensor | None,
-    fp8: str,
     dtype: torch.dtype,
     power_2: bool,
     epsilon: float,
     rowwise: bool,
     columnwise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from cuda_kernels import launch, tile
-    from cuda_kernels import quantize as kernels
-
-    source, words = _source(x)
-    rows, columns = x.shape
-    outputs = _outputs(x, Layout.TENSOR, dtype, rowwise, columnwise)
-    tiles = tile.tiles(rows, columns)
-    blocks = min(tiles, 4 * launch.multiprocessors(x.device))
-    given = 0 if scale is None else scale
-    own = x.new_empty(blocks, dtype=torch.float32)
-    # Where a scale is given this returns at once, unless the scale is 0.
-    kernels.amax_kernel(source, False).launch(blocks, (*words, rows, columns, given, own))
-    kernel = kernels.quantize_tensor_kernel(source, fp8, rowwise, columnwise, seen is not None, counts is not None)
-    kernel.launch(
-        tiles,
-        (
-            *(*words, rows, columns, given, own, blocks, int(power_2), epsilon),
-            0 if seen is None else seen,
-            0 if counts is None else counts,
-            *_described(Layout.TENSOR, outputs),
-        ),
-    )
+    needs_amax: bool = True,
+) -> Outputs:
+    plan = _plan(place_of(x), dtype, "tensor", rowwise, columnwise, seen is not None, counts is not None)
+    if plan is None:
+        x = x.contiguous()
+        return _quantize_tensor(x, scale, seen, counts, dtype, power_2, epsilon, rowwise, columnwise, needs_amax)
+    (_, words, tiles, blocks), (amax, cast), operands = plan
+    outputs = operands.allocate()
+    given: Tensor | int = 0 if scale is None else scale
+    own: Tensor | int = 0
+    if needs_amax:
+        own = scratch(x, blocks)
+        # Where a scale is given this returns at once, unless the scale is 0.
+        amax.launch(blocks, (x, *words, given, own))
+    observed = 0 if seen is None else seen, 0 if counts is None else counts
+    described = operands.described(outputs)
+    cast.launch(tiles, (x, *words, given, own, blocks, int(power_2), epsilon, *observed, *described))
     return outputs
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
-    from cuda_kernels import launch, tile
-    from cuda_kernels import quantize as kernels
+    from cuda_kernels.quantize import amax_kernel
 
-    source, words = _source(x)
-    rows, columns = x.shape
-    blocks = min(tile.tiles(rows, columns), 4 * launch.multiprocessors(x.device))
-    kernels.amax_kernel(source, True).launch(blocks, (*words, rows, columns, 0, seen))
+    reading = reading_of(place_of(x))
+    if reading is None:
+        return observe(x.contiguous(), seen)
+    amax_kernel(reading.source, True).launch(reading.blocks, (x, *reading.words, 0, seen))
+    return None
 
 
 def update_scales(
@@ -127,50 +187,46 @@ def update_scales(
     kernel.launch(-(-n // kernels.COLUMNS), (seen, window, scale, fp8_max, 2.0**margin, length, n))
 
 
-def _source(x: Tensor) -> tuple[Any, tuple[Tensor, int]]:
-    """How kernels read ``x [R, K]``, and what they take for it: the tensor and the pitch of its rows."""
-    from cuda_kernels.tile import tensor_source
-
-    columns = x.shape[1]
-    if x.stride(1) != 1 and columns > 1:
-        x = x.contiguous()
-    pitch = x.stride(0)
-    aligned = columns % 4 == 0 and pitch % 4 == 0 and x.data_ptr() % (4 * x.element_size()) == 0
-    return tensor_source(_NAMES[x.dtype], aligned), (x, pitch)
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _outputs(
-    x: Tensor, layout: Layout, dtype: torch.dtype, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = x.shape
-    row = empty_operand(x.device, layout, dtype, rows, columns) if rowwise else _nothing(x.device, layout, dtype)
-    column = empty_operand(x.device, layout, dtype, columns, rows) if columnwise else _nothing(x.device, layout, dtype)
-    return (*row, *column)
+_scratch = _Scratch()
 
 
-@cache
-def _nothing(device: torch.device, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=scale_dtype(layout), device=device)
+def scratch(x: Tensor, count: int) -> Tensor:
+    """At least ``count`` float32 on the device of ``x``, for launches on the current stream until the next call.
+
+    Kept for each thread and stream, whose launches follow each other. A CUDA graph that is being captured gets its own.
+    """
+    stream = 0
+    if x.is_cuda:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return x.new_empty(count, dtype=torch.float32)
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    kept = _scratch.kept
+    key = x.device, stream
+    if key not in kept or kept[key].numel() < count:
+        kept[key] = torch.empty(max(count, 1024), dtype=torch.float32, device=x.device)
+    return kept[key]
 
 
-def _described(layout: Layout, outputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
-    """The kernels' last parameters: of each copy, its codes and scales with their pitches."""
-    data, scale_inv, data_t, scale_inv_t = outputs
-    by_columns = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
-    described: list[Any] = []
-    for codes, scales in ((data, scale_inv), (data_t, scale_inv_t)):
-        scale_pitch = scales.stride(1 if by_columns else 0) if scales.dim() == 2 else 0
-        described += [codes, codes.stride(0), scales, scale_pitch]
-    return tuple(described)
+def falls_back(
+    kernels_op: Callable[..., Any], reference_op: Callable[..., Any] | None = None, layout_at: int | None = None
+) -> Callable[..., Any]:
+    """``kernels_op``, or ``reference_op`` where the device runs no kernels or there is nothing to do.
 
-
-def falls_back(kernels_op: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernels_op``, or the reference of the same name where the device runs no kernels or there is nothing to do."""
-    reference_op = getattr(reference, kernels_op.__name__)
+    Args:
+        reference_op: by default the reference of the same name.
+        layout_at: which argument names the operands' layout; ``tensor`` if none does.
+    """
+    reference_op = reference_op or getattr(reference, kernels_op.__name__)
+    layout_at = 2 if kernels_op is quantize else layout_at
 
     @wraps(kernels_op)
     def op(x: Tensor, *args: Any) -> Any:
-        if x.numel() and x.device not in _without_kernels:
+        if x.numel() and (not _without_kernels or x.device not in _without_kernels):
             try:
                 return kernels_op(x, *args)
             except (ImportError, RuntimeError) as error:
@@ -185,7 +241,8 @@ def falls_back(kernels_op: Callable[..., Any]) -> Callable[..., Any]:
         results = reference_op(x, *args)
         if results is None:
             return None
-        return _promised(results, Layout(args[1]) if kernels_op is quantize else Layout.TENSOR)
+        layout = Layout.TENSOR if layout_at is None else Layout(args[layout_at - 1])
+        return (*_promised(results[:4], layout), *results[4:])
 
     return op
 

@@ -80,10 +80,11 @@ def quantize_with_scale(
     rowwise: bool,
     columnwise: bool,
     counts: Tensor | None = None,
+    may_be_0: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One given scale, or x's own where that is 0; see :func:`lightning_fp8.ops.quantize`."""
     float8, x = float8_of(dtype), x.contiguous()
-    may_be_0 = x.is_cuda or not scale.item()  # asking a card would wait for it
+    may_be_0 = may_be_0 and (x.is_cuda or not scale.item())  # asking a card would wait for it
     if may_be_0 or seen is not None:
         amax = tensor_amax(x)
         if seen is not None:

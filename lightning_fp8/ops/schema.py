@@ -8,6 +8,8 @@ for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ torch.library.define(
 torch.library.define(
     f"{NAMESPACE}::quantize_with_scale",
     "(Tensor x, Tensor scale, Tensor(a!)? seen, ScalarType dtype, bool rowwise, bool columnwise,"
-    " Tensor(b!)? counts=None)"
+    " Tensor(b!)? counts=None, bool may_be_0=True)"
     " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
 )
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
@@ -57,24 +59,45 @@ def scale_dtype(layout: Layout) -> torch.dtype:
     return E8M0_DTYPE if layout is Layout.MX_1X32 else torch.float32
 
 
+class Placed(NamedTuple):
+    """A tensor of ``shape`` in memory of its own, of shape ``allocated`` and ``strides``.
+
+    ``columns``: how many it takes of what is allocated; None for all.
+    """
+
+    shape: tuple[int, ...]
+    allocated: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int | None
+
+
+def operand_layout(layout: Layout, dtype: torch.dtype, rows: int, columns: int) -> tuple[Placed, Placed]:
+    """How ``data`` and ``scale_inv`` of an ``[rows, columns]`` operand lie where kernels write and read them.
+
+    Rows of ``data`` begin at multiples of 16 bytes; zeros fill the gap. Scales of blocks that lie along a row have the
+    rows side by side, each block's beginning at a multiple of 16 bytes.
+    """
+    pitch = -(-columns // 16) * 16
+    data = Placed((rows, columns), (rows, pitch), (pitch, 1), dtype, None if pitch == columns else columns)
+    shape, kind = scale_shape(layout, rows, columns), scale_dtype(layout)
+    if len(shape) < 2:
+        return data, Placed(shape, shape, (), kind, None)
+    alignment = 16 // kind.itemsize
+    across = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
+    strides = (1, -(-rows // alignment) * alignment) if across else (shape[1], 1)
+    return data, Placed(shape, shape, strides, kind, None)
+
+
 def empty_operand(
     device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """An ``[rows, columns]`` operand as kernels write and read it: ``data`` and ``scale_inv``.
-
-    Rows of ``data`` begin at multiples of 16 bytes; where ``columns`` are none, zeros fill the gap. Scales of blocks
-    that lie along a row have the rows side by side, each block's beginning at a multiple of 16 bytes.
-    """
-    pitch = -(-columns // 16) * 16
-    data = torch.empty((rows, pitch), dtype=dtype, device=device)
-    if pitch != columns:
-        data = data[:, :columns]
-    shape, kind = scale_shape(layout, rows, columns), scale_dtype(layout)
-    if layout not in (Layout.BLOCK_1X128, Layout.MX_1X32):
-        return data, torch.empty(shape, dtype=kind, device=device)
-    alignment = 16 // kind.itemsize
-    strides = 1, -(-rows // alignment) * alignment
-    return data, torch.empty_strided(shape, strides, dtype=kind, device=device)
+    """``data`` and ``scale_inv`` that lie as :func:`operand_layout` says."""
+    data, scales = (
+        torch.empty_strided(placed.allocated, placed.strides, dtype=placed.dtype, device=device)
+        for placed in operand_layout(layout, dtype, rows, columns)
+    )
+    return data[:, :columns], scales
 
 
 @torch.library.register_fake(f"{NAMESPACE}::quantize")
@@ -111,6 +134,7 @@ def _quantize_with_scale(
     rowwise: bool,
     columnwise: bool,
     counts: Tensor | None = None,
+    may_be_0: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _quantize(x, dtype, Layout.TENSOR.value, False, 0.0, rowwise, columnwise)
 
