@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
 from lightning_fp8 import DelayedScaling, Format
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.history import AmaxHistory, Slot
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 
@@ -121,6 +122,27 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
         history.update(recipe)
         scales.append(history.scale.item())
     assert scales == [0, 0, 112, 112, 112, 448]  # 0: cast by the tensor's own amax
+
+
+def test_the_host_learns_which_scales_are_not_0() -> None:
+    """After an update that a row took part in, until a state is loaded; a copy asks again."""
+    history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
+    first, second = Slot(history, 0), Slot(history, 1)
+    assert first.may_be_0
+    history.seen[0] = 2.0
+    history.update(DelayedScaling(amax_history_len=4))
+    assert (first.may_be_0, second.may_be_0) == (False, True)
+    history.seen[1] = 2.0
+    history.update(DelayedScaling(amax_history_len=4))
+    assert not second.may_be_0
+    assert Slot(copy.deepcopy(history), 0).may_be_0
+    state = history.state_dict()
+    history.load_state_dict(state)
+    assert first.may_be_0
+    history.update(DelayedScaling(amax_history_len=4))
+    assert not first.may_be_0
+    history.set_row(0, 0.0, torch.zeros(1))
+    assert first.may_be_0
 
 
 def test_history_is_cut_or_padded_at_its_old_end() -> None:

@@ -1,0 +1,20 @@
+"""Tests of this folder need a card whose tensor cores know FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def why_not() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    return None if capability >= (8, 9) else f"compute capability {capability} is below 8.9"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if reason := why_not():
+        for item in items:
+            if "/tests/gpu/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,197 @@
+"""The cast kernels on hardware: what the emulator ran, larger tensors, streams, graphs, and the sanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.ops import reference
+from lightning_fp8.scaled import Layout
+from tests.kernel_cases import (
+    BF16,
+    CASES,
+    RESULTS,
+    Case,
+    assert_same,
+    check_quantize,
+    check_quantize_with_scale,
+    sample,
+)
+from tests.test_cast_kernels import SCALES, every_bf16
+
+ops = torch.ops.lightning_fp8
+LAYOUTS = pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Waiting for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    case.run("cuda")
+
+
+@pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_bfloat16(scale: float, float8: Float8) -> None:
+    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cuda", seen=0.0)
+
+
+@LAYOUTS
+def test_every_bfloat16_scaled_from_itself(layout: Layout) -> None:
+    values = every_bf16()
+    check_quantize(values, E4M3.dtype, layout, "cuda")
+    check_quantize(torch.where(values.isfinite(), values, torch.ones_like(values)), E5M2.dtype, layout, "cuda")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("shape", [(8192, 8192), (4096, 14336), (131_072, 17), (33, 100_001), (1, 1)])
+def test_shapes(layout: Layout, shape: tuple[int, int]) -> None:
+    check_quantize(sample(*shape, BF16), E4M3.dtype, layout, "cuda")
+
+
+@LAYOUTS
+def test_more_than_2_31_elements(layout: Layout) -> None:
+    x = torch.randn(36_000, 64_000, device="cuda", dtype=BF16)
+    assert x.numel() > 2**31
+    x[-1, -1] = 300.0  # the largest by far, at the very end
+    data, scale_inv, data_t, _ = ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+    rows = slice(35_968, 36_000)
+    last = x[rows].cpu()
+    if layout is Layout.TENSOR:
+        assert scale_inv.item() == pytest.approx(300.0 / 448.0, rel=1e-6)
+        expected = reference.quantize_with_scale(
+            last, torch.tensor(1.0) / scale_inv.cpu(), None, E4M3.dtype, True, False
+        )
+        assert (data[rows].cpu().float() - expected[0].float()).abs().max() <= 32  # 1 / scale_inv may round the scale
+    elif layout is not Layout.BLOCK_128X128:
+        expected = reference.quantize(last, E4M3.dtype, layout.value, False, 0.0, True, False)
+        assert_same(data[rows], expected[0], "data")
+        assert_same(scale_inv[rows], expected[1], "scale_inv")
+    if layout.transposes:
+        assert torch.equal(data_t[:, rows].view(torch.uint8).t(), data[rows].view(torch.uint8))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    x, scale, seen = (
+        torch.randn(300, 300, device="cuda", dtype=BF16),
+        torch.ones((), device="cuda"),
+        torch.zeros((), device="cuda"),
+    )
+    window, scales, largest = (
+        torch.zeros(16, 8, device="cuda"),
+        torch.ones(8, device="cuda"),
+        torch.full((8,), 448.0, device="cuda"),
+    )
+    for _ in range(2):  # the first call compiles and loads
+        with nothing_waits():
+            for layout in Layout:
+                ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+            ops.quantize_with_scale(x, scale, seen, E4M3.dtype, True, True)
+            ops.observe(x, seen)
+            ops.update_scales(torch.ones(8, device="cuda"), window, scales, largest, 0.0, "max", True)
+
+
+def test_kernels_run_on_the_current_stream() -> None:
+    """On another stream, behind a long wait, the cast sees what the stream wrote before it."""
+    x = torch.zeros(1024, 1024, device="cuda", dtype=BF16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3.0)
+        data, scale_inv, *_ = ops.quantize(x, E4M3.dtype, "tensor", False, 0.0, True, False)
+    stream.synchronize()
+    assert torch.equal(data.float() * scale_inv, torch.full_like(x, 3.0, dtype=torch.float32))
+
+
+@LAYOUTS
+def test_a_graph_replays_with_new_values(layout: Layout) -> None:
+    x = torch.randn(500, 768, device="cuda", dtype=BF16)
+
+    def cast() -> tuple[Tensor, ...]:
+        return ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+
+    cast()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = cast()
+    for seed in range(3):
+        values = sample(500, 768, BF16, seed)
+        x.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, a, b in zip(
+            RESULTS, results, reference.quantize(values, E4M3.dtype, layout.value, False, 0.0, True, True)
+        ):
+            assert_same(a, b, name)
+
+
+def test_a_delayed_step_in_a_graph() -> None:
+    """Cast, observe and update, replayed: scales move as on the CPU."""
+    on_card, on_cpu = ({"x": torch.empty(64, 256, dtype=BF16, device=on), "seen": torch.zeros(1, device=on),
+                        "window": torch.zeros(4, 1, device=on), "scale": torch.zeros(1, device=on),
+                        "largest": torch.full((1,), 448.0, device=on)} for on in ("cuda", "cpu"))  # fmt: skip
+
+    def step(s: dict[str, Tensor]) -> Tensor:
+        data = ops.quantize_with_scale(s["x"], s["scale"][0], s["seen"][0], E4M3.dtype, True, False)[0]
+        ops.update_scales(s["seen"], s["window"], s["scale"], s["largest"], 0.0, "max", True)
+        return data
+
+    step(on_card)
+    on_card["scale"].zero_(), on_card["window"].zero_(), on_card["seen"].zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data = step(on_card)
+    for seed in range(6):
+        values = sample(64, 256, BF16, seed)
+        on_card["x"].copy_(values)
+        on_cpu["x"].copy_(values)
+        graph.replay()
+        assert_same(data, step(on_cpu), "data")
+        for name in ("scale", "window", "seen"):
+            assert_same(on_card[name], on_cpu[name], name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+def test_the_tensors_device_is_used() -> None:
+    x = sample(200, 300, BF16)
+    data = ops.quantize(x.to("cuda:1"), E4M3.dtype, "tensor", False, 0.0, True, True)[0]
+    assert data.device.index == 1
+    assert_same(data, reference.quantize(x, E4M3.dtype, "tensor", False, 0.0, True, True)[0], "data")
+
+
+SANITIZED = """
+from tests.kernel_cases import CASES
+for case in CASES[::3]:
+    case.run("cuda")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "7", sys.executable, "-c", SANITIZED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "not supported" in done.stdout:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
