@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from cuda_kernels import launch
+from cuda_kernels.amax import amax_kernel
 from cuda_kernels.launch import KernelError
-from cuda_kernels.quantize import amax_kernel, quantize_tensor_kernel
+from cuda_kernels.quantize import quantize_tensor_kernel
 from cuda_kernels.scaling import update_scales_kernel
 from cuda_kernels.tile import tensor_source
 from lightning_fp8.formats import E4M3
@@ -128,7 +129,7 @@ def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     launch.toolchain.cache_clear()
     names = {path.name for path in launch._sources("cuda_kernels.quantize")}
-    assert {"quantize.py", "tile.py", "codec.py", "ptx.py", "launch.py"} == names
+    assert {"quantize.py", "losses.py", "tile.py", "codec.py", "ptx.py", "launch.py"} == names
 
 
 class Card:

@@ -67,9 +67,9 @@ def quantize(
     view_transposed = columnwise and cast.layout.transposes and not x.is_cuda
     usage = rowwise or view_transposed, columnwise and not view_transposed
     if scale is not None:
-        quantized = _ops.quantize_with_scale(x, scale, seen, cast.float8.dtype, *usage, counts, may_be_0)
+        quantized = _ops.quantize_with_scale.default(x, scale, seen, cast.float8.dtype, *usage, counts, may_be_0)
     else:
-        quantized = _ops.quantize(
+        quantized = _ops.quantize.default(
             x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage, counts
         )
     data, scale_inv, data_t, scale_inv_t = quantized
@@ -81,7 +81,7 @@ def quantize(
 
 def observe(x: Tensor, seen: Tensor) -> None:
     """Raise ``seen`` (float32 ``[]``) to ``max |x|`` without casting."""
-    _ops.observe(x, seen)
+    _ops.observe.default(x, seen)
 
 
 def scaled_mm(
@@ -111,14 +111,14 @@ def scaled_mm(
         raise ValueError(
             f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
         )
-    return _ops.scaled_mm(
+    return _ops.scaled_mm.default(
         a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value, bias, out_dtype, fast_accum
     )
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``)."""
-    _ops.scaled_mm_accumulate(out, a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value)
+    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value)
 
 
 def update_scales(
@@ -142,4 +142,4 @@ def update_scales(
         algorithm: ``"max"`` of the window or its ``"most_recent"`` row.
         recompute: False only advances the window (``interval`` of the recipe).
     """
-    _ops.update_scales(seen, window, scale, fp8_max, margin, algorithm, recompute)
+    _ops.update_scales.default(seen, window, scale, fp8_max, margin, algorithm, recompute)

@@ -78,7 +78,9 @@ def reading_of(place: Place) -> Reading | None:
 def _plan(
     place: Place, dtype: torch.dtype, layout: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Plan | None:
-    from cuda_kernels import quantize as kernels
+    from cuda_kernels.amax import amax_kernel, row_amax_kernel
+    from cuda_kernels.quantize import quantize_rows_kernel, quantize_tensor_kernel
+    from cuda_kernels.quantize_blocks import quantize_blocks_kernel
 
     reading, kind, fp8 = reading_of(place), Layout(layout), float8_of(dtype).name.lower()
     if reading is None:
@@ -86,12 +88,12 @@ def _plan(
     source, (_, rows, columns) = reading.source, reading.words
     operands = Operands(place[0], kind, dtype, rows, columns, rowwise, columnwise)
     if kind is Layout.TENSOR:
-        cast = kernels.quantize_tensor_kernel(source, fp8, rowwise, columnwise, observe, count)
-        return Plan(reading, (kernels.amax_kernel(source, False), cast), operands)
+        cast = quantize_tensor_kernel(source, fp8, rowwise, columnwise, observe, count)
+        return Plan(reading, (amax_kernel(source, False), cast), operands)
     if kind is Layout.ROW:
-        cast = kernels.quantize_rows_kernel(source, fp8, rowwise, columnwise, count)
-        return Plan(reading, (kernels.row_amax_kernel(source, rowwise, columnwise), cast), operands)
-    cast = kernels.quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, count)
+        cast = quantize_rows_kernel(source, fp8, rowwise, columnwise, count)
+        return Plan(reading, (row_amax_kernel(source, rowwise, columnwise), cast), operands)
+    cast = quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, count)
     return Plan(reading, (cast,), operands)
 
 
@@ -168,7 +170,7 @@ def _quantize_tensor(
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
-    from cuda_kernels.quantize import amax_kernel
+    from cuda_kernels.amax import amax_kernel
 
     reading = reading_of(place_of(x))
     if reading is None:
@@ -226,6 +228,9 @@ def falls_back(
 
     @wraps(kernels_op)
     def op(x: Tensor, *args: Any) -> Any:
+        if x.is_cuda and torch._C._cuda_getDevice() != x.get_device():
+            with torch.cuda.device(x.device):
+                return op(x, *args)
         if x.numel() and (not _without_kernels or x.device not in _without_kernels):
             try:
                 return kernels_op(x, *args)
