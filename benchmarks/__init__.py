@@ -1,1 +1,1 @@
-"""Timings: ``python -m benchmarks --json out.json``."""
+"""Numbers of lightning_fp8: ``python -m benchmarks`` makes them, ``docs/benchmarks.md`` says how and what they mean."""

@@ -1,132 +1,120 @@
-"""Time a training step of the GPT example in BF16 and with every FP8 recipe, side by side in one run.
+"""Check and time what can run here, and show what was measured.
 
-    python -m benchmarks --json benchmarks/results/cpu.json
+    python -m benchmarks --json out.json                     # every suite that this machine can run
+    python -m benchmarks --only host,training --json out.json
+    python -m benchmarks --dry-run --json out.json           # every line on the CPU, numbers without meaning
+    python -m benchmarks table out.json --readme README.md
+    python -m benchmarks plot out.json
 
-Steps of all precisions alternate, so that a slower moment of the machine meets them all; medians and quartiles are
-reported, and each recipe's ratio to BF16.
+Exits with 1 where a result was not the reference's or a suite broke off; the JSON is written all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 
-from examples.train_gpt import GPT, StdlibBytes
-from lightning_fp8 import FP8FabricPrecision, __version__
+from benchmarks import machine, report
+from benchmarks.plan import Plan
+from benchmarks.record import OURS, write
 
-RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+SUITES = ("casts", "host", "training")
 
 
-def training_step(recipe: str, width: int, depth: int, batch: torch.Tensor) -> Callable[[], None]:
-    """A function that runs forward, backward, scale update and optimizer of one step."""
-    torch.manual_seed(0)
-    model = GPT(width=width, depth=depth)
-    plugin = None if recipe == "bf16" else FP8FabricPrecision(recipe=recipe)  # type: ignore[arg-type]
-    if plugin is None:
-        model.bfloat16()
-    else:
-        plugin.convert_module(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def step() -> None:
-        if plugin is None:
-            loss = model.loss(batch)
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    if args.command == "plot":
+        report.plot([_read(path) for path in args.results], args.out)
+    elif args.command == "table":
+        document = _read(args.results)
+        if args.readme:
+            args.readme.write_text(report.insert(args.readme.read_text(), report.readme_table(document)))
         else:
-            with plugin.forward_context():
-                loss = model.loss(batch)
-        loss.backward()
-        if plugin is not None:
-            plugin.update_scales()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+            print(report.table(document))
+    else:
+        return _run(args.only, args.dry_run, args.json)
+    return 0
 
 
-def measure(steps: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each step, interleaved; the first two rounds warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(repetitions + 2):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if repetition >= 2:
-                seconds[name].append(time.perf_counter() - start)
-        print(f"\rround {repetition + 1} of {repetitions + 2}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return seconds
-
-
-def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Median and quartiles in milliseconds, and the median's ratio to BF16's."""
-    baseline = statistics.median(seconds["bf16"])
-    result = {}
-    for name, values in seconds.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        result[name] = {
-            "median_ms": round(1e3 * median, 2),
-            "quartiles_ms": [round(1e3 * low, 2), round(1e3 * high, 2)],
-            "ratio_to_bf16": round(median / baseline, 3),
-        }
-    return result
-
-
-def machine() -> dict[str, Any]:
-    model = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "processor": model[0] if model else platform.processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "lightning_fp8": __version__,
+def _run(only: list[str] | None, dry: bool, path: Path | None) -> int:
+    on_card = torch.cuda.is_available() and not dry
+    plan = Plan(torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu"), dry)
+    document: dict[str, Any] = {
+        "what": "lightning_fp8: ops, host time and training steps; see docs/benchmarks.md",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {**machine.describe(), "clocks": {"before": machine.clocks()}},
+        "commit": machine.commit(),
+        "arguments": {"only": only, "dry_run": dry},
+        "suites": {},
+        "errors": {},
     }
+    failed = False
+    for name in only or SUITES:
+        try:
+            suite = importlib.import_module(f"benchmarks.{name}")
+            reason = suite.unavailable(plan)
+            if reason and only:
+                raise RuntimeError(f"suite {name} {reason}")
+            if reason:
+                plan.say(f"{name}: left out, {reason}")
+                continue
+            results = document["suites"][name] = []
+            for result in suite.run(plan):
+                results.append(result.as_json())
+                failed |= result.by == OURS and result.correct is False
+                _save(document, path)
+        except Exception:
+            document["errors"][name] = traceback.format_exc()
+            plan.say(document["errors"][name])
+            failed = True
+        document["machine"]["clocks"][name] = machine.clocks()
+        _save(document, path)
+    print(report.table(document))
+    return int(failed)
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+def _save(document: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        write(document, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time FP8 training steps against BF16.")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=16)
-    args = parser.parse_args()
+def _read(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text())
+    if "suites" not in document:
+        raise SystemExit(f"{path} was not written by this version of python -m benchmarks")
+    return document
 
-    data = StdlibBytes(batch_size=args.batch_size)
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    steps = {recipe: training_step(recipe, args.width, args.depth, batch) for recipe in RECIPES}
-    results = {
-        "what": "training step of examples/train_gpt.py: forward, backward, scale update, clipping, AdamW",
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "model": {"width": args.width, "depth": args.depth, "batch": list(batch.shape)},
-        "repetitions": args.repetitions,
-        "results": summarize(measure(steps, args.repetitions)),
-    }
-    text = json.dumps(results, indent=2)
-    print(text)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(text + "\n")
+
+def _suites(names: str) -> list[str]:
+    chosen = names.split(",")
+    for name in chosen:
+        if name not in SUITES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(SUITES)}")
+    return chosen
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check and time lightning_fp8.")
+    parser.add_argument("--json", type=Path, help="write the results to this file, after each of them")
+    parser.add_argument("--only", type=_suites, metavar="SUITE,...", help=f"of {', '.join(SUITES)}; default: all")
+    parser.add_argument("--dry-run", action="store_true", help="walk every line on the CPU with tiny tensors")
+    commands = parser.add_subparsers(dest="command", title="show results instead of measuring")
+    table = commands.add_parser("table", help="print results as Markdown")
+    table.add_argument("results", type=Path)
+    table.add_argument("--readme", type=Path, help="write the casts' table between this file's markers instead")
+    plot = commands.add_parser("plot", help="draw the casts' share of copy bandwidth")
+    plot.add_argument("results", type=Path, nargs="+")
+    plot.add_argument("--out", type=Path, default=Path("docs/benchmarks_casts.png"))
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import casts, host, machine, operations, record, report, timing
+from benchmarks import casts, check, host, machine, operations, record, report, timing
 from benchmarks.__main__ import main
 from benchmarks.operations import Call, Operation
 from benchmarks.record import OURS, Result
@@ -24,10 +24,22 @@ ROOT = Path(__file__).parent.parent
 
 LAYOUTS = ("current scaling", "row", "1x128", "128x128", "1x32")
 CASTS = {
-    *("cast", "cast + amax", "cast + transposed", "cast + transposed + amax", "transposed only"),
+    *(
+        "cast",
+        "cast, scale may be 0",
+        "cast + amax",
+        "cast + transposed",
+        "cast + transposed + amax",
+        "transposed only",
+    ),
     *LAYOUTS,
     *(f"{layout} + transposed" for layout in LAYOUTS),
 }
+FUSED = {
+    *(f"{norm} + cast{copies}" for norm in ("RMSNorm", "LayerNorm", "SwiGLU") for copies in ("", " + transposed")),
+    *("RMSNorm backward", "SwiGLU backward + cast + transposed"),
+}
+"""Where the ops are there."""
 RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 PEERS = {
     *(("cast", by) for by in ("torch", "torch, without a scale", "torch.compile", "triton")),
@@ -57,13 +69,13 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
         assert wanted <= ours, wanted - ours
         assert ("observe", "bfloat16", *shape) in ours
     assert {name[2:] for name in ours if name[0] == "update_scales"} == set(casts.TINY.windows)
-    assert {(e["name"], e["by"]) for e in entries} >= PEERS
+    assert {(e["name"], e["by"]) for e in entries} >= PEERS | {(name, OURS) for name in FUSED}
     assert all(e["milliseconds"] or e["note"].startswith("absent") for e in entries)
     assert all(e["correct"] for e in entries if e["by"] == OURS and e["milliseconds"])
     assert all(e["correct"] in (True, None) for e in entries)
 
     host = {e["name"]: e for e in document["suites"]["host"]}
-    assert host.keys() == {*CASTS, "observe", "update_scales"}
+    assert host.keys() - FUSED == {*CASTS, "observe", "update_scales"}
     assert all(e["parts"].keys() == {"dispatch", "allocation", "packing", "python"} for e in host.values())
     assert [e["name"].split(", ")[1] for e in document["suites"]["training"]] == RECIPES
     assert "1x128 + transposed" in done.stdout
@@ -96,8 +108,8 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize_with_scale", torch.float8_e4m3fn, lambda x: (x, "no tensor"))
-    absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: (x,))
+    broken = Operation("cast", "quantize_with_scale", torch.float8_e4m3fn, lambda x: {"x": x, "scale": "no tensor"})
+    absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
     path = tmp_path / "out.json"
     assert main(["--dry-run", "--only", "casts", "--json", str(path)]) == 1
@@ -156,35 +168,55 @@ def test_bytes_that_must_move() -> None:
     assert update.bytes() == 4 * (10 + 80 + 10 + 10) + 4 * (10 + 80 + 10)
 
 
-def test_a_call_can_be_repeated_as_if_it_were_the_first() -> None:
+def test_a_call_repeats_its_first_one() -> None:
     update = Call(operations.update_scales({}), torch.randn(8, 10))
     first = [tensor.clone() for tensor in update.outcome()]
-    update()
-    assert not all(map(torch.equal, first, update.outcome()[:0] or [tensor + 1 for tensor in first]))
+    assert all(map(torch.equal, first, update.outcome()))
+    update()  # now seen is 0, and nothing is left to do
     assert all(map(torch.equal, first, update.outcome()))
 
 
 def test_results_are_compared_to_the_bit_over_and_over() -> None:
     few = torch.randn(4, 6).to(torch.float8_e4m3fn)
     whole = few.view(torch.uint8).repeat(3, 1)
-    assert casts.same(whole.view(few.dtype), few)
-    assert casts.same(few.view(torch.uint8).repeat(3, 1).t().contiguous().t().view(few.dtype), few)
+    assert check.same(whole.view(few.dtype), few)
+    assert check.same(whole.t().contiguous().t().view(few.dtype), few)
     whole[11, 5] ^= 0x80
-    assert not casts.same(whole.view(few.dtype), few)
-    assert casts.same(whole.view(few.dtype), few, share=0.95)
-    assert not casts.same(whole.view(few.dtype), few, share=0.99)
-    assert not casts.same(few.to(torch.float8_e5m2), few)
-    assert not casts.same(few[:3], few)
-    assert casts.same(torch.tensor(1.5), torch.tensor(1.5))
-    assert not casts.same(torch.tensor(0.0), torch.tensor(-0.0))
-    assert casts.same(torch.empty(0), torch.empty(0))
+    assert not check.same(whole.view(few.dtype), few)
+    assert not check.same(few.to(torch.float8_e5m2), few)
+    assert not check.same(few[:3], few)
+    assert check.same(torch.tensor(1.5), torch.tensor(1.5))
+    assert not check.same(torch.tensor(0.0), torch.tensor(-0.0))
+    assert check.same(torch.empty(0), torch.empty(0))
 
 
-def test_new_memory_is_poisoned() -> None:
-    with casts._poisoned_memory():
-        assert torch.empty(8, dtype=torch.float8_e4m3fn).float().isnan().all()
-        assert torch.empty(8, dtype=torch.float8_e8m0fnu).float().isnan().all()
-    assert not torch.are_deterministic_algorithms_enabled()
+def test_results_may_be_close_where_rounding_differs() -> None:
+    few = torch.arange(1.0, 21.0).reshape(4, 5)
+    whole = few.repeat(5, 1)
+    whole[0, 0] *= 1 + 2**-20
+    assert not check.same(whole, few)
+    assert check.close(whole, few, share=1.0)
+    whole[0, 0] *= 1.1
+    assert not check.close(whole, few, share=1.0)
+    assert check.close(whole, few, share=0.99)
+    assert not check.close(whole * torch.nan, few, share=0.01)
+    one, next_code = (torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn) for code in (0x38, 0x39))
+    assert not check.close(one, next_code, share=0.1)
+    assert check.close(torch.empty(0), torch.empty(0), share=1.0)
+
+
+def test_results_are_checked_in_memory_that_held_nan() -> None:
+    buffer = torch.empty(8, dtype=torch.float8_e4m3fn)
+
+    def fills_half() -> list[Tensor]:
+        buffer[:4] = 1.0
+        return [buffer]
+
+    buffer.fill_(1.0)  # left by an earlier call
+    assert fills_half()[0].float().eq(1.0).all()
+    (result,) = check.poisoned(fills_half)
+    assert result[:4].float().eq(1.0).all()
+    assert result[4:].float().isnan().all()
 
 
 # --- Timing -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The example's model and data, and what the comparison and the benchmark report."""
+"""The example's model and data, and what the comparison reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks.__main__ import summarize
 from examples.train_gpt import GPT, StdlibBytes, rotate
 
 ROOT = Path(__file__).parent.parent
@@ -99,9 +98,3 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(tmp_path: Path) ->
     again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert "run 1 of" not in again.stdout
     assert "| blockwise |" in (tmp_path / "tiny.md").read_text()
-
-
-def test_the_benchmark_reports_medians_and_ratios() -> None:
-    report = summarize({"bf16": [0.1, 0.2, 0.3], "delayed": [0.2, 0.3, 0.4]})
-    assert report["delayed"]["median_ms"] == 300.0
-    assert report["delayed"]["ratio_to_bf16"] == 1.5

@@ -1,0 +1,168 @@
+"""Suite ``casts``: the ops that cast, on large tensors, beside a plain copy and beside what others do.
+
+Whatever is timed is compared with the reference first. The input is a few rows over and over, so that the reference
+has only those to compute, and each result of the whole must be the reference's, over and over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import operations
+from benchmarks.check import close, poisoned, same
+from benchmarks.operations import Call, Operation
+from benchmarks.peers import Peer, peers
+from benchmarks.plan import Plan
+from benchmarks.record import OURS, Result
+from benchmarks.timing import Clock, Contender, clock_of, measure, measure_on_host
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops import cuda
+
+SECONDS, SECONDS_ON_HOST = 0.3, 0.05
+"""Of measuring, for each contender."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tensors to cast, and the rows that repeat in them; windows of ``update_scales``; bytes of copies."""
+
+    casts: tuple[tuple[int, int], ...]
+    period: int
+    windows: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+
+
+FULL = Sizes(
+    casts=((8192, 8192), (16384, 4096), (4096, 14336), (8192, 8200)),
+    period=1024,
+    windows=((1024, 1000), (1024, 10_000)),
+    copies=(2**30, 2**28, 2**26, 2**24, 2**22),
+)
+TINY = Sizes(casts=((256, 256), (256, 200)), period=128, windows=((8, 10), (8, 100)), copies=(2**12, 2**11))
+
+UPDATE_MILLISECONDS = 0.020
+"""Limit for the first of the windows."""
+
+
+class Candidate(NamedTuple):
+    """A result that still lacks its times, and what to time; None where there is nothing."""
+
+    result: Result
+    contender: Contender | None
+
+
+def unavailable(plan: Plan) -> str | None:
+    return None if plan.dry or plan.device.type == "cuda" else "needs a CUDA device"
+
+
+def run(plan: Plan) -> Iterator[Result]:
+    sizes, clock = TINY if plan.dry else FULL, clock_of(plan.device)
+    copied = [torch.randn(size // 2, device=plan.device).bfloat16() for size in sizes.copies]
+    yield from _timed(plan, clock, [_copy(x, f"copy of {x.nbytes / 2**20:g} MiB") for x in copied])
+    del copied
+    for rows, columns in sizes.casts:
+        plan.say(f"casts of [{rows}, {columns}]: comparing with the reference")
+        few = _values(sizes.period, columns).bfloat16()
+        x = few.to(plan.device).repeat(rows // sizes.period, 1)
+        yield from _timed(plan, clock, [_copy(x), *_ours(x, few), *_others(x, few)])
+    for window, target in zip(sizes.windows, ({"milliseconds": UPDATE_MILLISECONDS}, {})):
+        x = _values(*window)
+        update = _checked(operations.update_scales(target), x.to(plan.device), x)
+        yield from _timed(plan, clock, [_copy(x.to(plan.device)), update])
+
+
+def _values(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+
+
+# --- What is timed ----------------------------------------------------------------------------------------------------
+
+
+def _copy(x: Tensor, name: str = "copy") -> Candidate:
+    y = torch.empty_like(x)
+    result = Result(name, "torch", tuple(x.shape), _name(x.dtype), operations.bytes_moved([x], [y]))
+    return Candidate(result, Contender(lambda: y.copy_(x)))
+
+
+def _ours(x: Tensor, few: Tensor) -> Iterator[Candidate]:
+    one_format = operations.OBSERVE, *operations.fused(E4M3.dtype)
+    for operation in (*operations.casts(E4M3.dtype), *operations.casts(E5M2.dtype), *one_format):
+        yield _checked(operation, x, few)
+
+
+def _checked(operation: Operation, x: Tensor, few: Tensor) -> Candidate:
+    """``operation`` on ``x``, which is ``few`` over and over."""
+    result = Result(operation.name, OURS, tuple(x.shape), _name(operation.dtype), target=operation.target)
+    if not hasattr(torch.ops.lightning_fp8, operation.op):
+        return Candidate(replace(result, note=f"absent: no op {operation.op}"), None)
+    try:
+        call = Call(operation, x)
+        actual = poisoned(call.outcome)
+        if x.device in cuda._without_kernels:
+            raise RuntimeError("the reference ran instead of the kernels")
+        expected = reference_outcome(operation, few)
+        result = replace(result, bytes=call.bytes(), correct=_is_right(operation, actual, expected))
+    except Exception as error:  # a kernel that does not start shall not take the others' numbers along
+        return Candidate(replace(result, correct=False, note=_in_short(error)), None)
+    return Candidate(result, Contender(call, call.restore))
+
+
+def _is_right(operation: Operation, actual: list[Tensor], expected: list[Tensor]) -> bool:
+    pairs = zip(actual[: operation.repeating], expected[: operation.repeating])
+    if operation.exact:
+        return len(actual) == len(expected) and all(same(*pair) for pair in pairs)
+    return len(actual) == len(expected) and all(close(*pair, share=0.999) for pair in pairs)
+
+
+def reference_outcome(operation: Operation, x: Tensor) -> list[Tensor]:
+    """What the op must give for the CPU tensor ``x``: there the reference implements it."""
+    return Call(operation, x).outcome()
+
+
+def _others(x: Tensor, few: Tensor) -> Iterator[Candidate]:
+    by_name = {operation.name: operation for operation in operations.casts(E4M3.dtype)}
+    for peer in peers():
+        yield _peer(peer, by_name[peer.name], x, few)
+
+
+def _peer(peer: Peer, operation: Operation, x: Tensor, few: Tensor) -> Candidate:
+    result = Result(peer.name, peer.by, tuple(x.shape), _name(E4M3.dtype))
+    try:
+        call = peer.prepare(x)
+        codes, expected = call()[0], reference_outcome(operation, few)[0]
+        correct = close(codes, expected, share=0.95) if peer.same_codes else None
+        result = replace(result, bytes=Call(operation, x).bytes(), correct=correct)
+    except ImportError as error:
+        return Candidate(replace(result, note=f"absent: {error}"), None)
+    except Exception as error:  # compilers of others fail in ways of their own
+        return Candidate(replace(result, note=_in_short(error)), None)
+    return Candidate(result, Contender(call))
+
+
+# --- How it is timed --------------------------------------------------------------------------------------------------
+
+
+def _timed(plan: Plan, clock: Clock, candidates: Sequence[Candidate]) -> Iterator[Result]:
+    """The candidates' results with times, side by side; the first is the copy that the others are held against."""
+    results = [result for result, contender in candidates if contender is not None]
+    contenders = [contender for _, contender in candidates if contender is not None]
+    plan.say(f"{list(results[0].shape)}: timing {len(contenders)} contenders")
+    on_device = measure(clock, contenders, plan.seconds(SECONDS))
+    on_host = measure_on_host([each.call for each in contenders], plan.seconds(SECONDS_ON_HOST), plan.device)
+    ceiling = (results[0].bytes or 0) / on_device[0].median
+    for result, times, host in zip(results, on_device, on_host):
+        yield replace(result, times=times, copy_bandwidth=ceiling, host_microseconds=1e6 * host.median)
+    yield from (result for result, contender in candidates if contender is None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,123 @@
+"""Suite ``host``: what the host does for one call of an op, and what part is what; needs no card.
+
+The ops' CUDA side runs on CPU tensors, in a namespace of its own, and a launch ends where the parameters are packed.
+What is missing of the whole is the driver's part of a launch, and CUDA's allocator, which serves a tensor from its
+cache about as fast as the CPU's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks import operations
+from benchmarks.operations import Call, Operation
+from benchmarks.plan import Plan
+from benchmarks.record import OURS, Result
+from benchmarks.timing import measure_on_host
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import cuda
+from lightning_fp8.ops.operands import Operands
+
+NAMESPACE = "lightning_fp8_host"
+SECONDS = 0.2
+"""Of measuring, for each op and each of its parts."""
+
+Step = Callable[[], object]
+
+
+def unavailable(plan: Plan) -> str | None:
+    return None if find_spec("numba_cuda") else "needs numba-cuda"
+
+
+def run(plan: Plan) -> Iterator[Result]:
+    plan.say("host: time of an op's call without the device")
+    x, window = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
+    for operation in (*operations.casts(E4M3.dtype), operations.OBSERVE, *operations.fused(E4M3.dtype)):
+        if hasattr(torch.ops.lightning_fp8, operation.op):
+            yield _measured(plan, operation, x)
+    yield _measured(plan, operations.update_scales({}), window)
+
+
+def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
+    implementation = _implementation(operation.op)
+    call = Call(operation, x, NAMESPACE)
+    launches: list[Step] = []
+    with _executing(_pack):
+        call()  # what is made once is made now
+        with _executing(lambda kernel, _, args: launches.append(partial(_pack, kernel, 0, args))), _noted() as makings:
+            implementation(*call.args)
+        without_torch_ops = partial(implementation, *call.args)
+        steps: list[Step] = [call, without_torch_ops, partial(_replay, makings), partial(_replay, launches)]
+        times = measure_on_host(steps, plan.seconds(SECONDS), torch.device("cpu"))
+    whole, without_dispatch, allocation, packing = (1e6 * each.median for each in times)
+    parts = {
+        "dispatch": whole - without_dispatch,
+        "allocation": allocation,
+        "packing": packing,
+        "python": without_dispatch - allocation - packing,
+    }
+    shape, dtype = tuple(x.shape), str(operation.dtype).removeprefix("torch.")
+    return Result(operation.name, OURS, shape, dtype, target=operations.HOST, host_microseconds=whole, parts=parts)
+
+
+@cache
+def _implementation(op: str) -> Callable[..., Any]:
+    """The CUDA side of ``op``, which is made ``torch.ops.lightning_fp8_host.<op>`` for CPU tensors."""
+    folder = "lightning_fp8.ops" if hasattr(cuda, op) else "lightning_fp8.ops.fused"
+    kernels, reference = (getattr(import_module(f"{folder}.{module}"), op) for module in ("cuda", "reference"))
+    implementation = cuda.falls_back(kernels, reference)
+    schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
+    torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
+    torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)
+    return implementation
+
+
+def _pack(kernel: Any, blocks: int, args: Sequence[Any]) -> None:
+    from cuda_kernels.launch import pack_parameters
+
+    pack_parameters(kernel, args)
+
+
+@contextmanager
+def _executing(executor: Callable[[Any, int, Sequence[Any]], None]) -> Iterator[None]:
+    """Kernels with CPU tensors are started by ``executor``."""
+    from cuda_kernels.launch import EXECUTORS
+
+    with patch.dict(EXECUTORS, cpu=executor):
+        yield
+
+
+@contextmanager
+def _noted() -> Iterator[list[Step]]:
+    """A list of what makes tensors meanwhile: allocations of operands, and torch's functions that give a tensor."""
+    steps: list[Step] = []
+    allocate = Operands.allocate
+
+    def noted_allocate(operands: Operands) -> Any:
+        steps.append(partial(allocate, operands))
+        with torch._C.DisableTorchFunction():
+            return allocate(operands)
+
+    class Note(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                steps.append(partial(func, *args, **(kwargs or {})))
+            return result
+
+    with patch.object(Operands, "allocate", noted_allocate), Note():
+        yield steps
+
+
+def _replay(steps: list[Step]) -> None:
+    for step in steps:
+        step()

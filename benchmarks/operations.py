@@ -1,0 +1,194 @@
+"""What the ops of ``torch.ops.lightning_fp8`` are asked to do: the work that is checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_fp8.ops
+from lightning_fp8.scaled import Layout
+
+with suppress(ImportError):  # then its ops are reported as absent
+    import lightning_fp8.ops.fused  # noqa: F401
+
+SCALE = 100.0
+"""The given scale: of normal values, E4M3 saturates a few."""
+
+_EPS = 1e-5
+
+HOST = {"host_microseconds": 8.0}
+CAST, CAST_AND_MORE = {"fraction_of_copy": 0.90, **HOST}, {"fraction_of_copy": 0.85, **HOST}
+
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One use of an op.
+
+    Attributes:
+        name: of the work.
+        op: name in ``torch.ops.lightning_fp8``.
+        dtype: of the codes, or of the input where there are none.
+        arguments: the op's arguments by name, from the tensor that it reads; others take the schema's defaults.
+        target: what it shall reach; see :class:`benchmarks.record.Result`.
+        exact: whether its results are the reference's to the bit; otherwise nearly all of their values are.
+        repeating: how many of the results repeat when the input's rows do; None for all.
+    """
+
+    name: str
+    op: str
+    dtype: torch.dtype
+    arguments: Callable[[Tensor], Arguments]
+    target: dict[str, float] = field(default_factory=lambda: HOST)
+    exact: bool = True
+    repeating: int | None = None
+
+
+class Call:
+    """An operation with its arguments, ready to be called again and again.
+
+    Raises:
+        AttributeError: ``namespace`` has no such op.
+    """
+
+    def __init__(self, operation: Operation, x: Tensor, namespace: str = "lightning_fp8") -> None:
+        self.function = getattr(getattr(torch.ops, namespace), operation.op)
+        named, parameters = operation.arguments(x), self.function.default._schema.arguments
+        # In the schema's order, as training passes them: by name they take the dispatcher longer.
+        self.args = [named.pop(each.name) if each.name in named else each.default_value for each in parameters]
+        assert not named, f"{operation.op} has no {', '.join(named)}"
+        self._written: list[Tensor] = [
+            arg
+            for arg, parameter in zip(self.args, parameters)
+            if isinstance(arg, Tensor) and parameter.alias_info is not None and parameter.alias_info.is_write
+        ]
+        self._initially = [tensor.clone() for tensor in self._written]
+
+    def __call__(self) -> Any:
+        return self.function(*self.args)
+
+    def restore(self) -> None:
+        """Give written arguments their first values back: an op may do less where its last call left nothing to do."""
+        for tensor, initially in zip(self._written, self._initially):
+            tensor.copy_(initially)
+
+    def outcome(self) -> list[Tensor]:
+        """All that a call leaves: its results, and the arguments that it wrote."""
+        self.restore()
+        results = self()
+        return [*(() if results is None else results), *self._written]
+
+    def bytes(self) -> int:
+        return bytes_moved((arg for arg in self.args if isinstance(arg, Tensor)), self.outcome())
+
+
+def bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
+    """The fewest bytes that can move through memory: each tensor that is read once, each that is written once.
+
+    Elements count, not the padding between rows. A tensor that is updated in place is in both. Scaling from the
+    tensor's own amax has to look at it twice and is counted once: it cannot reach a copy's bandwidth by this measure.
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensors in (read, written) for tensor in tensors)
+
+
+def casts(dtype: torch.dtype) -> list[Operation]:
+    """Every way to cast ``x [R, K]`` to ``dtype``."""
+
+    def given(seen: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
+        how = {"dtype": dtype, "rowwise": rowwise, "columnwise": columnwise, "may_be_0": may_be_0}
+        return lambda x: {"x": x, **_scale(x), **({} if seen else {"seen": None}), **how}
+
+    def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
+        power_2 = layout is not Layout.TENSOR  # as the recipes do
+        how = {"layout": layout.value, "power_2": power_2, "epsilon": 0.0, "rowwise": True, "columnwise": columnwise}
+        return lambda x: {"x": x, "dtype": dtype, **how}
+
+    operations = [
+        Operation("cast", "quantize_with_scale", dtype, given(False, True, False), CAST),
+        Operation("cast, scale may be 0", "quantize_with_scale", dtype, given(False, True, False, may_be_0=True)),
+        Operation("cast + amax", "quantize_with_scale", dtype, given(True, True, False), CAST),
+        Operation("cast + transposed", "quantize_with_scale", dtype, given(False, True, True), CAST_AND_MORE),
+        Operation("cast + transposed + amax", "quantize_with_scale", dtype, given(True, True, True), CAST_AND_MORE),
+        Operation("transposed only", "quantize_with_scale", dtype, given(False, False, True)),
+    ]
+    for layout in Layout:
+        name = "current scaling" if layout is Layout.TENSOR else layout.value
+        target = CAST_AND_MORE if layout in (Layout.BLOCK_1X128, Layout.MX_1X32) else HOST
+        operations += [
+            Operation(name, "quantize", dtype, own(layout, False), target),
+            Operation(f"{name} + transposed", "quantize", dtype, own(layout, True), target),
+        ]
+    return operations
+
+
+OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "seen": _scale(x)["seen"]})
+
+
+def fused(dtype: torch.dtype) -> list[Operation]:
+    """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
+
+    def cast(x: Tensor, columnwise: bool) -> Arguments:
+        usage = {"rowwise": True, "columnwise": columnwise, "counts": None, "may_be_0": False}
+        return {**_scale(x), "dtype": dtype, "layout": Layout.TENSOR.value, "power_2": False, "epsilon": 0.0, **usage}
+
+    def weight(x: Tensor) -> Tensor:
+        return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
+
+    def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
+        def arguments(x: Tensor) -> Arguments:
+            parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
+            return {"x": x, **parameters, "rms": rms, "eps": _EPS, "zero_centered": False, **cast(x, columnwise)}
+
+        return arguments
+
+    def norm_backward(dy: Tensor) -> Arguments:
+        x = dy.flip(1)
+        rstd = (x.float().square().mean(1) + _EPS).rsqrt()
+        statistics = {"mean": rstd.new_empty(0), "rstd": rstd}
+        return {"dy": dy, "x": x, "weight": weight(x), **statistics, "rms": True, "zero_centered": False, "bias": False}
+
+    def swiglu(columnwise: bool) -> Callable[[Tensor], Arguments]:
+        return lambda x: {"x": x, "activation": "swiglu", **cast(x, columnwise)}
+
+    def swiglu_backward(x: Tensor) -> Arguments:
+        dy = x[:, : x.shape[1] // 2].contiguous()
+        return {"dy": dy, "x": x, "activation": "swiglu", "bias_dtype": None, **cast(x, True)}
+
+    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **how: Any) -> Operation:
+        return Operation(name, op, dtype, arguments, target, exact=False, **how)
+
+    return [
+        operation("RMSNorm + cast", "norm_quantize", norm(True, False), CAST_AND_MORE),
+        operation("RMSNorm + cast + transposed", "norm_quantize", norm(True, True)),
+        operation("LayerNorm + cast", "norm_quantize", norm(False, False)),
+        operation("LayerNorm + cast + transposed", "norm_quantize", norm(False, True)),
+        operation("RMSNorm backward", "norm_backward", norm_backward, repeating=1),  # weight's gradient sums all rows
+        operation("SwiGLU + cast", "activation_quantize", swiglu(False)),
+        operation("SwiGLU + cast + transposed", "activation_quantize", swiglu(True)),
+        operation("SwiGLU backward + cast + transposed", "activation_backward_quantize", swiglu_backward),
+    ]
+
+
+def _scale(x: Tensor) -> Arguments:
+    """A given scale, and the largest amax so far."""
+    return {"scale": torch.full((), SCALE, device=x.device), "seen": torch.zeros((), device=x.device)}
+
+
+def update_scales(target: dict[str, float]) -> Operation:
+    """The update of delayed scaling; reads the window ``[length, tensors]``."""
+
+    def arguments(window: Tensor) -> Arguments:
+        window = window.abs()
+        seen, window[0] = window[0].clone(), 0
+        state = {"seen": seen, "window": window, "scale": torch.ones_like(seen)}
+        rule = {"fp8_max": torch.full_like(seen, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
+        return {**state, **rule}
+
+    return Operation("update_scales", "update_scales", torch.float32, arguments, {**target, **HOST})

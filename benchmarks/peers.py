@@ -1,0 +1,87 @@
+"""What others do for the same work: torch, torch.compile, and kernels written by hand in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.operations import SCALE
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import reference
+from lightning_fp8.scaled import Layout
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another way to do the work ``name`` in E4M3.
+
+    Attributes:
+        prepare: from the tensor x, the function to time; its first result are the codes. Raises ImportError where
+            what it needs is not installed.
+        same_codes: whether its codes are ours, but for roundings.
+    """
+
+    name: str
+    by: str
+    prepare: Callable[[Tensor], Callable[[], Any]]
+    same_codes: bool = True
+
+
+def peers() -> list[Peer]:
+    return [
+        Peer("cast", "torch, without a scale", lambda x: lambda: (x.to(E4M3.dtype),), same_codes=False),
+        Peer("cast", "torch", _with_scale(_cast)),
+        Peer("cast", "torch.compile", _with_scale(_cast, compiled=True)),
+        Peer("cast", "triton", _triton_cast),
+        Peer("cast + transposed", "torch", _with_scale(_cast_and_transpose)),
+        Peer("cast + transposed", "torch.compile", _with_scale(_cast_and_transpose, compiled=True)),
+        Peer("1x128", "torch.compile", _compiled_blocks),
+        Peer("1x128", "triton", _triton_blocks),
+    ]
+
+
+def _cast(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return ((x * scale).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype),)
+
+
+def _cast_and_transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    (codes,) = _cast(x, scale)
+    return codes, codes.t().contiguous()
+
+
+def _with_scale(
+    function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], compiled: bool = False
+) -> Callable[[Tensor], Callable[[], Any]]:
+    def prepare(x: Tensor) -> Callable[[], Any]:
+        scale = torch.full((), SCALE, device=x.device)
+        prepared = _compile(function, x.device) if compiled else function
+        return lambda: prepared(x, scale)
+
+    return prepare
+
+
+def _compiled_blocks(x: Tensor) -> Callable[[], Any]:
+    quantize = _compile(reference.quantize, x.device)
+    return lambda: quantize(x, E4M3.dtype, Layout.BLOCK_1X128.value, True, 0.0, True, False)
+
+
+def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``function`` for one shape. Off a card it is only traced: C++ for the CPU is nobody's peer here."""
+    return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
+
+
+def _triton_cast(x: Tensor) -> Callable[[], Any]:
+    from benchmarks import triton_casts
+
+    scale = torch.full((), SCALE, device=x.device)
+    return lambda: (triton_casts.cast(x, scale, E4M3),)
+
+
+def _triton_blocks(x: Tensor) -> Callable[[], Any]:
+    from benchmarks import triton_casts
+
+    return lambda: triton_casts.cast_blocks(x, E4M3)

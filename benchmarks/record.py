@@ -1,0 +1,91 @@
+"""What a run leaves: results, and the JSON document that holds them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Times
+
+OURS = "lightning_fp8"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender on one shape.
+
+    Attributes:
+        name: the work; contenders of one name and shape do the same.
+        by: who did it.
+        shape: of the tensor that is read.
+        dtype: of the codes that are written, or of the tensor.
+        bytes: what must move through memory.
+        correct: whether the outcome is the reference's; None where there is none to compare with.
+        target: limits by the name of what they limit: ``fraction_of_copy`` from below, everything else from above.
+        times: of the device, or of the host for what the host does.
+        copy_bandwidth: of a copy of the same shape, in bytes per second.
+        host_microseconds: of the host for one call.
+        parts: what ``host_microseconds`` is made of.
+        note: why there are no numbers.
+    """
+
+    name: str
+    by: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int | None = None
+    correct: bool | None = None
+    target: dict[str, float] = field(default_factory=dict)
+    times: Times | None = None
+    copy_bandwidth: float | None = None
+    host_microseconds: float | None = None
+    parts: dict[str, float] | None = None
+    note: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        times = self.times / 1e-3 if self.times else None
+        bandwidth = self.bytes / self.times.median if self.bytes and self.times else None
+        fraction = bandwidth / self.copy_bandwidth if bandwidth and self.copy_bandwidth else None
+        limited = {
+            "fraction_of_copy": fraction,
+            "host_microseconds": self.host_microseconds,
+            "milliseconds": times.median if times else None,
+        }
+        return {
+            "name": self.name,
+            "by": self.by,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "milliseconds": times and {key: _rounded(value) for key, value in asdict(times).items()},
+            "bytes": self.bytes,
+            "gigabytes_per_second": _rounded(bandwidth / 1e9) if bandwidth else None,
+            "fraction_of_copy": _rounded(fraction),
+            "host_microseconds": _rounded(self.host_microseconds),
+            "parts": self.parts and {part: _rounded(value) for part, value in self.parts.items()},
+            "correct": self.correct,
+            "target": self.target or None,
+            "met": {key: _meets(key, limited[key], limit) for key, limit in self.target.items()} or None,
+            "note": self.note,
+        }
+
+
+def _meets(key: str, value: float | None, limit: float) -> bool | None:
+    if value is None:
+        return None
+    return value >= limit if key == "fraction_of_copy" else value <= limit
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four digits, more than any time is worth; whole numbers stay whole."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
+
+
+def write(document: dict[str, Any], path: Path) -> None:
+    """Write ``document`` as a whole: who reads ``path``, even after a crash, finds this version or the one before."""
+    text = json.dumps(document, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,190 @@
+"""Results for readers: Markdown tables, the README's table, the picture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import OURS
+
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+
+Entry = dict[str, Any]
+
+
+def table(document: dict[str, Any]) -> str:
+    """All suites of a run."""
+    tables = {"casts": _casts, "host": _host, "training": _training}
+    parts = [_provenance(document)]
+    parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
+    parts += [f"**{name} broke off**: {error.splitlines()[-1]}" for name, error in document["errors"].items()]
+    return "\n\n".join(parts)
+
+
+def readme_table(document: dict[str, Any]) -> str:
+    """The table of the casts on a card.
+
+    Raises:
+        ValueError: the run has none to show.
+    """
+    entries = document["suites"].get("casts")
+    if not entries or document["arguments"]["dry_run"]:
+        raise ValueError("the README shows casts that ran on a card; this run has none")
+    return f"{_provenance(document)}\n\n{_casts(entries)}"
+
+
+def insert(text: str, content: str) -> str:
+    """``text`` with ``content`` between its two markers, everything else as it was.
+
+    Raises:
+        ValueError: the markers are not there once each, in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    inside, end, after = rest.partition(END)
+    if not (begin and end) or any(marker in part for marker in (BEGIN, END) for part in (before, inside, after)):
+        raise ValueError(f"the text must hold {BEGIN} and, behind it, {END}, once each")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def _provenance(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    card, versions = machine["card"], machine["versions"]
+    where = f"{card['name']}, driver {card.get('driver_version', '?')}" if card else machine["processor"]
+    commit = f"commit {document['commit'][:10]}" if document["commit"] else f"sources {machine['sources']}"
+    dry = "Dry run, the numbers mean nothing: " if document["arguments"]["dry_run"] else ""
+    return f"{dry}{where}, torch {versions['torch']}, numba-cuda {versions['numba-cuda']}, {commit}, {document['date']}"
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _quartiles(entry: Entry, digits: int = 4) -> str:
+    times = entry["milliseconds"]
+    if times is None:
+        return ""
+    return f"{times['median']:.{digits}f} ({times['low']:.{digits}f} – {times['high']:.{digits}f})"
+
+
+# --- Casts ------------------------------------------------------------------------------------------------------------
+
+
+def _casts(entries: list[Entry]) -> str:
+    """A row for each work and who did it: on the first shape in numbers, on the others as fractions of the copy."""
+    main = _main_shape(entries)
+    others = [shape for shape in _shapes(entries) if len(shape) == 2 and shape != main]
+    rows = []
+    for first, rest in _grouped(entries):
+        elsewhere = [entry for entry in rest if entry["dtype"] == first["dtype"]]
+        e5m2 = [entry for entry in rest if entry["shape"] == first["shape"] and entry["dtype"] == "float8_e5m2"]
+        wrong = any(entry["correct"] is False for entry in (first, *rest))
+        rows.append(
+            (
+                first["name"] + ("" if first["shape"] == main else f" {first['shape']}") + (", **wrong**" * wrong),
+                first["by"],
+                first["note"] or _quartiles(first),
+                _number(first["gigabytes_per_second"], 0),
+                _number(first["fraction_of_copy"], 2),
+                " ".join(_number(entry["fraction_of_copy"], 2) for entry in elsewhere),
+                " ".join(_number(entry["fraction_of_copy"], 2) for entry in e5m2),
+                _number(first["host_microseconds"], 1),
+                _verdicts(first),
+            )
+        )
+    header = ("work", "by", "ms (quartiles)", "GB/s", "of copy", "other shapes", "E5M2", "host µs", "targets")
+    about = f"bfloat16 {main} to E4M3 unless it says otherwise; other shapes: {', '.join(map(str, others))}"
+    return f"{about}\n\n{_markdown(header, rows)}"
+
+
+def _main_shape(entries: list[Entry]) -> list[int]:
+    return next(entry["shape"] for entry in entries if entry["by"] == OURS)
+
+
+def _shapes(entries: list[Entry]) -> list[list[int]]:
+    """Of the casts, in the order of their run."""
+    casts = (tuple(entry["shape"]) for entry in entries if entry["dtype"].startswith("float8"))
+    return [list(shape) for shape in dict.fromkeys(casts)]
+
+
+def _grouped(entries: list[Entry]) -> Iterable[tuple[Entry, list[Entry]]]:
+    """The first entry of each work and who did it, and the others: other shapes, other formats. Peers side by side."""
+    groups: dict[str, dict[str, list[Entry]]] = {}
+    for entry in entries:
+        groups.setdefault(entry["name"], {}).setdefault(entry["by"], []).append(entry)
+    return ((group[0], group[1:]) for by in groups.values() for group in by.values())
+
+
+def _verdicts(entry: Entry) -> str:
+    """``✓ of copy ≥ 0.9; ✗ host µs ≤ 8``."""
+    words = {"fraction_of_copy": "of copy ≥", "host_microseconds": "host µs ≤", "milliseconds": "ms ≤"}
+    marks = {True: "✓", False: "✗", None: "?"}
+    return "; ".join(
+        f"{marks[entry['met'][key]]} {words[key]} {limit:g}" for key, limit in (entry["target"] or {}).items()
+    )
+
+
+def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
+    """Fraction of copy bandwidth of each work on the first shape in E4M3, a panel for each run.
+
+    Error bars are the quartiles, black ticks the targets.
+    """
+    from matplotlib.figure import Figure
+
+    panels = [_drawn(each["suites"]["casts"]) for each in documents]
+    figure = Figure(figsize=(8.5 * len(panels), 1.5 + 0.28 * max(map(len, panels))))
+    colors: dict[str, str] = {}
+    for axes, document, entries in zip(figure.subplots(1, len(panels), squeeze=False)[0], documents, panels):
+        for place, entry in enumerate(entries):
+            fraction, times = entry["fraction_of_copy"], entry["milliseconds"]
+            low, high = fraction * times["median"] / times["high"], fraction * times["median"] / times["low"]
+            color = colors.setdefault(entry["by"], f"C{len(colors)}")
+            axes.barh(place, fraction, color=color, xerr=[[fraction - low], [high - fraction]], capsize=2)
+            if entry["target"] and "fraction_of_copy" in entry["target"]:
+                axes.plot([entry["target"]["fraction_of_copy"]] * 2, [place - 0.45, place + 0.45], color="black")
+        axes.set_yticks(range(len(entries)), [f"{entry['name']}, {entry['by']}" for entry in entries])
+        axes.set_ylim(len(entries) - 0.4, -0.6)
+        axes.axvline(1, color="gray", linewidth=0.8)
+        axes.set_xlabel(f"{entries[0]['shape']}: fraction of the bandwidth of a copy")
+        axes.set_title(textwrap.fill(_provenance(document), 70, break_on_hyphens=False), fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _drawn(entries: list[Entry]) -> list[Entry]:
+    shape = _main_shape(entries)
+    firsts = (first for first, _ in _grouped(entries))
+    return [entry for entry in firsts if entry["shape"] == shape and entry["fraction_of_copy"] is not None]
+
+
+# --- Host and training ------------------------------------------------------------------------------------------------
+
+
+def _host(entries: list[Entry]) -> str:
+    parts = list(entries[0]["parts"])
+    rows = (
+        (
+            entry["name"],
+            _number(entry["host_microseconds"], 1),
+            *(_number(entry["parts"][part], 1) for part in parts),
+            _verdicts(entry),
+        )
+        for entry in entries
+    )
+    return _markdown(("host time of a call", "µs", *parts, "target"), rows)
+
+
+def _training(entries: list[Entry]) -> str:
+    baseline = entries[0]["milliseconds"]["median"]
+    rows = (
+        (entry["name"], _quartiles(entry, 1), _number(entry["milliseconds"]["median"] / baseline, 2))
+        for entry in entries
+    )
+    return _markdown(("on the CPU", "ms (quartiles)", f"against {entries[0]['name']}"), rows)

@@ -1,0 +1,134 @@
+"""Measuring: rounds of contenders that alternate, medians and quartiles.
+
+A *clock* runs one round and says how long each contender took; :func:`measure` asks it for rounds. Contenders of one
+measurement are compared with each other: as they alternate, a slower moment of the machine meets them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+WARM_UP_ROUNDS = 2
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 1000
+BURST = 50
+"""Calls between two looks at the host's clock: more than it can resolve, fewer launches than the driver queues."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is timed: ``call``; ``prepare`` runs before each, outside the time."""
+
+    call: Callable[[], object]
+    prepare: Callable[[], object] = _nothing
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call: median, lower and upper quartile of ``count`` measurements."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, len(seconds))
+
+    def __truediv__(self, divisor: float) -> Times:
+        """In another unit, or of one of ``divisor`` calls that were measured together."""
+        return Times(self.median / divisor, self.low / divisor, self.high / divisor, self.count)
+
+
+class Clock(Protocol):
+    def round(self, contenders: Sequence[Contender]) -> list[float]:
+        """Run each contender once, in turn, and return the seconds each took."""
+
+
+class HostClock:
+    """The host's time, for what the host does."""
+
+    def round(self, contenders: Sequence[Contender]) -> list[float]:
+        seconds = []
+        for contender in contenders:
+            contender.prepare()
+            start = time.perf_counter()
+            contender.call()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+class CudaClock:
+    """The device's time between two events, with none of the contender's data in L2.
+
+    Before each contender a buffer of 16 times L2's size is read. Read, not written: lines that wait to be written back
+    would cost the contender bandwidth. And it takes the device long enough for the host to enqueue the contender
+    meanwhile, so that no waiting for the host is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._cold = torch.ones(16 * l2_bytes // 4, device=device)
+        self._sum = torch.empty((), device=device)
+
+    def round(self, contenders: Sequence[Contender]) -> list[float]:
+        spans = []
+        for contender in contenders:
+            contender.prepare()
+            torch.sum(self._cold, dim=0, out=self._sum)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            contender.call()
+            end.record()
+            spans.append((start, end))
+        torch.cuda.synchronize(self._cold.device)
+        return [start.elapsed_time(end) / 1e3 for start, end in spans]
+
+
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def measure(
+    clock: Clock, contenders: Sequence[Contender], seconds: float, now: Callable[[], float] = time.perf_counter
+) -> list[Times]:
+    """Times of each contender, in rounds for about ``seconds`` per contender; the first rounds only warm up."""
+    rounds: list[list[float]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(WARM_UP_ROUNDS):
+            clock.round(contenders)
+        end = now() + seconds * len(contenders)
+        while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and now() < end):
+            rounds.append(clock.round(contenders))
+    finally:
+        gc.enable()
+    return [Times.of(of_one) for of_one in zip(*rounds)]
+
+
+def measure_on_host(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[Times]:
+    """Host time of one call of each, the device's work left aside: nothing waits for it, and its queue is not full."""
+    in_a_row = BURST if seconds else 1
+
+    def burst(call: Callable[[], object]) -> Contender:
+        def call_in_a_row() -> None:
+            for _ in range(in_a_row):
+                call()
+
+        return Contender(call_in_a_row, prepare=torch.cuda.synchronize if device.type == "cuda" else _nothing)
+
+    return [times / in_a_row for times in measure(HostClock(), [burst(call) for call in calls], seconds)]
