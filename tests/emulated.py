@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -11,20 +9,15 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Literal
 
-import pytest
 import torch
 
 import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.launch import Argument, Executor, Kernel
 from tests.ptx_on_cpu import Program
+from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
 ARCH = "90a"
-
-needs_compilers = pytest.mark.skipif(
-    not os.environ.get("CI") and shutil.which("gcc") is None,
-    reason="gcc, which builds the emulated kernels, is missing",
-)
 
 
 @cache

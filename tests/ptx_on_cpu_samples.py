@@ -112,7 +112,8 @@ def asm(template: str, result: Any = void, *operands: Any) -> Any:
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         kinds = [context.get_value_type(kind) for kind in results]
-        constraints, inputs = ["=" + _LETTERS[str(kind)] for kind in kinds], []
+        constraints = ["=" + _LETTERS[str(kind)] for kind in kinds]
+        inputs: list[Any] = []
         for operand, value in zip(operands, values):
             parts = unpack_tuple(builder, value) if isinstance(operand, types.BaseTuple) else [value]
             tied = isinstance(operand, types.BaseTuple) and operand == result
@@ -183,6 +184,14 @@ def _zeros(count: int) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
     return _intrinsic("zeros", 0, lambda context: (signature(registers(count)), lower))
+
+
+def _sum(count: int) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        xs, ys = (unpack_tuple(builder, value) for value in values)
+        return pack_array(builder, [builder.fadd(x, y) for x, y in zip(xs, ys)])
+
+    return _intrinsic("sum", 2, lambda context, x, y: (signature(*(registers(count),) * 3), lower))
 
 
 def _packed_bf16(count: int, into: Any) -> Any:
@@ -258,12 +267,13 @@ def _wgmma(n: int) -> Any:
 
 
 @cache
-def hopper_gemm(n_tile: int, cluster: int) -> tuple[str, int, int]:
+def hopper_gemm(n_tile: int, cluster: int, split: bool = False) -> tuple[str, int, int]:
     """D = s A Bᵀ, of FP8 A [m, k] and B [n, k], in bfloat16. Gives PTX, threads of a block, bytes of shared memory.
 
     Persistent blocks of 128 x `n_tile` tiles. One warp copies tiles to a ring of four places in shared memory, two
     warpgroups multiply them, 64 rows each. `full` barriers count the bytes that arrived at a place, `empty` ones the
-    warpgroups that are done with it. Blocks of a cluster share B: each loads a part of it for all.
+    warpgroups that are done with it. Blocks of a cluster share B: each loads a part of it for all. With `split`, the
+    tensor cores sum 128 products at a time, and the partial sums are added in float32.
     """
     stages, a_bytes, b_bytes = 4, 128 * ROW, n_tile * ROW
     b_rows, everyone = n_tile // cluster, (1 << cluster) - 1
@@ -274,7 +284,7 @@ def hopper_gemm(n_tile: int, cluster: int) -> tuple[str, int, int]:
     empty_start = full_start + 8 * stages
     halves = n_tile // 128
 
-    zeros, multiply = _zeros(count), _wgmma(n_tile)
+    zeros, multiply, add = _zeros(count), _wgmma(n_tile), _sum(count)
     finish = asm("wgmma.wait_group.sync.aligned 0;", registers(count), registers(count))
     packed = _packed_bf16(count, types.Array(u32, 1, "C"))
 
@@ -325,18 +335,29 @@ def hopper_gemm(n_tile: int, cluster: int) -> tuple[str, int, int]:
                     x = K_MAJOR | ((smem + place * a_bytes + group * (64 * ROW)) >> 4)
                     y = K_MAJOR | ((smem + stages * a_bytes + place * b_bytes) >> 4)
                     wgmma_fence()
-                    acc = multiply(acc, x, y, kk)
-                    acc = multiply(acc, x + 2, y + 2, 1)
-                    acc = multiply(acc, x + 4, y + 4, 1)
-                    acc = multiply(acc, x + 6, y + 6, 1)
-                    wgmma_commit()
-                    wgmma_wait_older()
-                    if kk > 0 and thread < cluster:
-                        barrier_arrive(empty + 8 * ((step - 1) & 3), thread)
+                    if split:
+                        part = multiply(zeros(), x, y, 0)
+                        part = multiply(part, x + 2, y + 2, 1)
+                        part = multiply(part, x + 4, y + 4, 1)
+                        part = multiply(part, x + 6, y + 6, 1)
+                        wgmma_commit()
+                        acc = add(acc, finish(part))
+                        if thread < cluster:
+                            barrier_arrive(empty + 8 * place, thread)
+                    else:
+                        acc = multiply(acc, x, y, kk)
+                        acc = multiply(acc, x + 2, y + 2, 1)
+                        acc = multiply(acc, x + 4, y + 4, 1)
+                        acc = multiply(acc, x + 6, y + 6, 1)
+                        wgmma_commit()
+                        wgmma_wait_older()
+                        if kk > 0 and thread < cluster:
+                            barrier_arrive(empty + 8 * ((step - 1) & 3), thread)
                     step += 1
-                acc = finish(acc)
-                if thread < cluster:
-                    barrier_arrive(empty + 8 * ((step - 1) & 3), thread)
+                if not split:
+                    acc = finish(acc)
+                    if thread < cluster:
+                        barrier_arrive(empty + 8 * ((step - 1) & 3), thread)
 
                 packed(acc, scale[0], words)
                 i = quotient(tile, n_tiles)
@@ -359,7 +380,8 @@ def hopper_gemm(n_tile: int, cluster: int) -> tuple[str, int, int]:
                 tile += quotient(cuda.gridDim.x, cluster)
             if thread == 0:
                 store_wait()
-        cluster_sync()
+        if cluster > 1:
+            cluster_sync()
 
     arguments = void(tensor_map, tensor_map, tensor_map, types.CPointer(f32), i32, i32, i32)
     return compiled(gemm, arguments, 384, "sm_90a"), 384, empty_start + 8 * stages

@@ -272,6 +272,73 @@ def test_compare_and_swap_lets_other_threads_go_on() -> None:
     assert out.tolist() == [0, 32]
 
 
+def words(body: str, count: int, shared: int = 0, **options: Any) -> list[int]:
+    """Registers %r0, %r1 ... of a thread after `body`."""
+    out = torch.zeros(count, dtype=torch.int32)
+    stores = " ".join(f"st.global.b32 [out+{4 * k}], %r{k};" for k in range(count))
+    run("out:u64", f"{body} {stores}", out, shared=shared, **options)
+    return out.tolist()
+
+
+def test_selections() -> None:
+    body = """
+    mov.b32 %r8, -3; mov.f32 %f0, 0fBF800000;
+    slct.b32.s32 %r0, 1, 2, %r8; slct.b32.f32 %r1, 1, 2, %f0; slct.b32.s32 %r2, 1, 2, 0;
+    set.lt.u32.s32 %r3, %r8, 0; set.gt.f32.s32 %f1, %r8, 0; mov.b32 %r4, %f1;
+    cnot.b32 %r5, %r8; cnot.b32 %r6, %r4;
+    """
+    assert words(body, 7) == [2, 2, 1, -1, 0, 0, 1]
+
+
+def test_properties_of_floats() -> None:
+    infinity, nan, subnormal = "0f7F800000", "0f7FC00000", "0f00000001"
+    for name, expected in (
+        ("finite", [0, 0, 1]),
+        ("infinite", [1, 0, 0]),
+        ("notanumber", [0, 1, 0]),
+        ("number", [1, 0, 1]),
+        ("normal", [0, 0, 0]),
+        ("subnormal", [0, 0, 1]),
+    ):
+        tests = (
+            f"testp.{name}.f32 %p0, {x}; selp.b32 %r{k}, 1, 0, %p0;" for k, x in enumerate((infinity, nan, subnormal))
+        )
+        assert words(" ".join(tests), 3) == expected, name
+    assert words("copysign.f32 %f0, 0f80000000, 0f3F800000; mov.b32 %r0, %f0;", 1) == [-(2**31) + 0x3F800000]
+
+
+def test_generic_addresses_know_their_space() -> None:
+    body = """
+    mov.u64 %d0, memory; cvta.shared.u64 %d1, %d0; cvta.to.shared.u64 %d2, %d1;
+    isspacep.shared %p0, %d1; selp.b32 %r0, 1, 0, %p0; isspacep.global %p0, %d1; selp.b32 %r1, 1, 0, %p0;
+    isspacep.shared %p0, out; selp.b32 %r2, 1, 0, %p0; isspacep.global %p0, out; selp.b32 %r3, 1, 0, %p0;
+    mapa.u64 %d3, %d1, 0; st.b32 [%d3], 9; ld.shared.b32 %r4, [memory];
+    sub.u64 %d4, %d2, %d0; cvt.u32.u64 %r5, %d4;
+    """
+    assert words(body, 6, shared=16) == [1, 0, 0, 1, 9, 0]
+    fails("not in shared memory", "x:u64", "cvta.to.shared.u64 %d0, x;", torch.zeros(1))
+    fails("block 1 of a cluster of 1", "", "mov.u32 %r0, memory; mapa.shared::cluster.u32 %r1, %r0, 1;", shared=16)
+
+
+def test_hints_have_no_effect() -> None:
+    body = """
+    prefetch.global.L2 [out]; griddepcontrol.launch_dependents; griddepcontrol.wait; nanosleep.u32 100;
+    createpolicy.fractional.L2::evict_first.b64 %d0, 0f3F800000;
+    mov.u32 %r1, 5; st.global.L2::cache_hint.b32 [out], %r1, %d0; ld.global.L2::cache_hint.b32 %r0, [out], %d0;
+    """
+    assert words(body, 1) == [5]
+
+
+def test_special_registers() -> None:
+    body = """
+    mov.u32 %r0, %laneid; mov.u32 %r1, %warpid; mov.u32 %r2, %lanemask_lt; mov.u32 %r3, %lanemask_ge;
+    mov.u32 %r4, WARP_SZ; mov.u32 %r5, %dynamic_smem_size; mov.u32 %r6, %cluster_nctarank;
+    mov.u32 %r7, %tid.x; setp.ne.u32 %p0, %r7, 37; @%p0 exit;
+    """
+    expected = [5, 1, 31, -32, 32, 64, 1]
+    assert words(body, 7, block=(64, 1, 1), dynamic_shared=64) == expected
+
+
 # What is not supported
 
 
@@ -291,6 +358,9 @@ def test_compare_and_swap_lets_other_threads_go_on() -> None:
         "add.u32 %r0, %undeclared, 1;",
         "activemask.b32 %r0;",
         "prmt.b32.f4e %r0, %r1, %r2, %r3;",
+        "mbarrier.test_wait.parity.relaxed.cta.shared::cta.b64 %p0, [memory], 0;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, %d0, %d1, %p0, 1, 1, 0, 1;",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.min.u32 [%d0], [memory], 16;",
     ],
 )
 def test_what_is_not_supported_is_named_with_its_line(text: str) -> None:

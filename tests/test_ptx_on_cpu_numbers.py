@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def compute_all(body: str, targets: str, *arrays: torch.Tensor) -> list[torch.Te
         sources.append(f"%{letter}{sum(s[1] == letter for s in sources)}")
     count = arrays[0].numel()
     results = [torch.zeros(count, dtype=DTYPES[target[1]]) for target in targets.split()]
-    arguments = [*(array.contiguous() for array in arrays), *results, count]
+    arguments: list[Any] = [*(array.contiguous() for array in arrays), *results, count]
     launch = program(" ".join(sources), targets, body).launch
     launch((-(-count // 256), 1, 1), (256, 1, 1), arguments, races=False)
     return results
@@ -332,15 +333,14 @@ def test_arithmetic_of_pairs(kind: str) -> None:
         assert torch.equal(pairs.view(torch.int16), ones)
 
 
-def test_fma_of_bfloat16_that_rounding_twice_gets_wrong() -> None:
-    x = torch.tensor([1 + 2**-7, 1.0]).bfloat16()
-    y = torch.tensor([1 + 2**-7, 2.0**-8]).bfloat16()
-    z = torch.tensor([2.0**-60, 1.0 - 2**-8]).bfloat16()
-    actual = compute(
-        "fma.rn.bf16 %h3, %h0, %h1, %h2;", "%h3", x.view(torch.int16), y.view(torch.int16), z.view(torch.int16)
-    ).view(torch.bfloat16)
-    for a, b, c, result in zip(x.tolist(), y.tolist(), z.tolist(), actual.tolist()):
-        assert Fraction(result) == rounded(Fraction(a) * Fraction(b) + Fraction(c), 8, -133)
+@pytest.mark.parametrize("term", [2.0**-20, 2.0**-60])
+def test_fma_of_bfloat16_is_not_rounded_to_a_tie_first(term: float) -> None:
+    """7 * 37 = 259 and 9 * 29 = 261 lie between two bfloat16; a term that float32, or even float64, loses decides."""
+    x = torch.tensor([7.0, 7.0, 9.0, 9.0]).bfloat16().view(torch.int16)
+    y = torch.tensor([37.0, 37.0, 29.0, 29.0]).bfloat16().view(torch.int16)
+    z = torch.tensor([term, -term, term, -term]).bfloat16().view(torch.int16)
+    actual = compute("fma.rn.bf16 %h3, %h0, %h1, %h2;", "%h3", x, y, z).view(torch.bfloat16)
+    assert actual.tolist() == [260, 258, 262, 260]
 
 
 def test_flushing_subnormals() -> None:

@@ -1,0 +1,29 @@
+"""The translation of PTX instructions, by family. Importing a family registers its instructions."""
+
+from tests.ptx_on_cpu.instructions import (
+    arithmetic,
+    bits,
+    comparison,
+    control,
+    conversion,
+    copies,
+    matrices,
+    mbarriers,
+    memory,
+    synchronization,
+    warps,
+)
+
+__all__ = [
+    "arithmetic",
+    "bits",
+    "comparison",
+    "control",
+    "conversion",
+    "copies",
+    "matrices",
+    "mbarriers",
+    "memory",
+    "synchronization",
+    "warps",
+]

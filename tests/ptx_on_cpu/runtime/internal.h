@@ -1,0 +1,89 @@
+/* What the runtime's files share with each other. */
+#pragma once
+#include "runtime.h"
+
+#define NAMED_BARRIERS 16
+#define WARP 32u
+#define WARPGROUP 128u
+
+typedef struct Copy Copy;
+typedef struct Races Races;
+
+/* The blocks that run at the same time. */
+struct Cluster {
+    const Launch *launch;
+    Block *blocks;
+    u32 blocks_count;
+    Thread *threads; /* of all its blocks */
+    u32 threads_count;
+    Thread *current;
+    u64 progress;           /* events that may let another thread go on */
+    u64 random;             /* state of the generator */
+    u32 fences;             /* fence.proxy.async and fence.mbarrier_init executed so far */
+    u32 arrived, generation;           /* of its barrier */
+    u32 exited, exited_after_arrival;  /* threads that no longer arrive there */
+    u32 *barrier_clocks[2];            /* of even and of odd generations */
+    Races *races;
+    Copy *first_copy, *last_copy; /* asynchronous bulk copies in flight, oldest first */
+    bool failed;
+    Kernel kernel;
+    const u8 *parameters;
+};
+
+/* fibers.c */
+bool fibers_reserve(u32 count, u32 stack_bytes);
+void fiber_start(Thread *t);
+void fiber_release(Thread *t);
+void fiber_resume(Thread *t);
+void fiber_suspend(Thread *t);
+void thread_main(Thread *t); /* what a fiber runs; it does not return */
+
+/* scheduler.c */
+void wait_for_change(Thread *t, const u32 *counter, u32 seen, const char *what);
+u64 random_number(Cluster *cluster);
+
+/* memory.c */
+Block *block_of_rank(Thread *t, u32 rank);
+Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offset);
+Block *block_of_pointer(Cluster *cluster, const u8 *pointer);
+void check_global(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
+void written_through_generic_proxy(Thread *t, Block *block, u32 offset, u32 bytes);
+void written_through_async_proxy(Block *block, u32 offset, u32 bytes);
+void check_proxy_fence(Thread *t, Block *block, u32 offset, u32 bytes, const char *reader);
+
+/* barriers.c */
+struct Barrier *barriers_new(const Races *races);
+void barriers_reset(Block *block);
+void barriers_free(Block *block);
+void barriers_thread_exited(Thread *t);
+void cluster_thread_exited(Thread *t);
+
+/* warps.c */
+typedef void (*Together)(Warp *warp, u32 mask, void **arguments);
+struct Meeting *meetings_new(void);
+void meet(Thread *t, u32 mask, void *argument, Together together);
+
+/* mbarriers.c */
+u32 mbarrier_offset(Thread *t, u64 address, Block **block);
+void mbarriers_free(Block *block);
+void mbarriers_reset(Block *block);
+
+/* wgmma.c */
+struct Warpgroup *warpgroups_new(const Races *races, u32 count);
+void warpgroups_reset(struct Warpgroup *groups, u32 count);
+void warpgroups_free(struct Warpgroup *groups, u32 count);
+void wgmma_thread_exits(Thread *t);
+
+/* cp_async.c and bulk_copies.c */
+void cp_async_reset(Thread *t);
+void cp_async_free(Thread *t);
+bool bulk_copies_land(Cluster *cluster);
+void bulk_copies_at_random(Cluster *cluster);
+void bulk_copies_thread_exits(Thread *t);
+void bulk_copies_end(Cluster *cluster);
+void bulk_copies_free(Cluster *cluster);
+
+/* matrices.c */
+float element_value(Element type, u32 bits);
+float multiply_accumulate(const Launch *launch, Element type, float c, const float *a, const float *b, int k);
+void unpack_a(const u32 *registers, int lane, Element type, float *rows, int k);

@@ -1,0 +1,224 @@
+/* What a translated kernel sees of the runtime. Every CUDA thread is a fiber, a C function with a stack of its own. */
+#pragma once
+#include "numbers.h"
+
+#define SHARED_BASE 1024u /* the first shared address of a kernel: the driver keeps the KiB below */
+#define RANK_SHIFT 24     /* a shared::cluster address is (rank + 1) << 24 | address; rank field 0 is the own block */
+
+#define likely(x) __builtin_expect(!!(x), 1)
+#define unlikely(x) __builtin_expect(!!(x), 0)
+
+typedef struct Thread Thread;
+typedef struct Warp Warp;
+typedef struct Block Block;
+typedef struct Cluster Cluster;
+typedef void (*Kernel)(Thread *t, const u8 *parameters);
+typedef enum { READ, WRITE, ATOMIC } Access;
+
+/* Global memory that a launch may touch. */
+typedef struct {
+    u64 start, bytes;
+    u32 writable;
+} Range;
+
+/* A launch as Python describes it: emulator.py holds the same structure. */
+typedef struct {
+    u32 grid[3], block[3], cluster[3];
+    u32 static_shared, dynamic_shared, stack_bytes, ranges_count;
+    const Range *ranges;
+    u32 races;          /* happens-before detection on shared memory */
+    u32 schedule;       /* 0 forward, 1 reverse, 2 random */
+    u32 copies;         /* 0 eager, 1 late, 2 random */
+    u32 accumulation;   /* 0 float32, 1 hopper */
+    u32 uses_cp_async;  /* the kernel has instructions of these kinds */
+    u32 uses_async_proxy;
+    u64 seed;
+    char error[4000];
+} Launch;
+
+struct Thread {
+    Warp *warp;
+    Block *block;
+    const Launch *launch;
+    u32 tid[3], number, lane; /* `number` counts the threads of the block */
+    u32 line;                 /* of the PTX, of the last instruction with an effect outside registers */
+    u32 last_fence;           /* when it last executed fence.proxy.async, in fences of the cluster */
+    u32 last_barrier_fence;   /* the same of fence.mbarrier_init */
+    u32 cluster_arrival;      /* the generation of the cluster's barrier that it arrived at, plus 1 */
+    u32 wgmma_done;           /* groups of wgmma that it has waited for */
+    u32 bulk_groups;          /* groups of bulk copies that it has committed */
+    enum { READY, SPINNING, WAITING, DONE } state;
+    const u32 *counter; /* WAITING: until *counter differs from seen */
+    u32 seen;
+    const char *waits_for;
+    void *stack, *stack_pointer;
+    struct CopyQueue *copies; /* its cp.async in flight */
+};
+
+struct Warp {
+    Block *block;
+    u32 id, live; /* `live` is the mask of lanes that have not exited */
+    u32 meeting_line, met; /* lanes that reached the aligned instruction at that line */
+    u32 meetings_done;     /* how often all of them had */
+    u32 open;              /* which of its meetings, at instructions with a mask of lanes, are under way */
+    struct Meeting *meetings;
+};
+
+struct Block {
+    Cluster *cluster;
+    u32 id[3], rank, threads_count, live;
+    u8 *shared;
+    u32 shared_bytes;
+    Thread *threads;
+    Warp *warps;
+    struct Barrier *barriers;
+    struct Warpgroup *warpgroups;
+    u32 warpgroups_count;
+    struct MbarrierTable *mbarriers;
+    struct Shadow *shadow;
+    u32 *writers; /* per byte: who wrote it through the generic proxy, and when; see memory.c */
+};
+
+__attribute__((noreturn, cold)) void rt_fail(Thread *t, const char *format, ...);
+__attribute__((noreturn)) void rt_exit(Thread *t);
+void rt_spin(Thread *t, const char *what);
+
+/* Memory. Each returns the host's address of an access that is allowed. */
+__attribute__((cold)) u8 *rt_remote_shared(Thread *t, u64 address, u32 bytes, Access access);
+__attribute__((noreturn, cold)) void rt_shared_fault(Thread *t, u64 address, u32 bytes, Access access);
+u8 *rt_global_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
+u8 *rt_generic_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
+void rt_shared_access(Thread *t, Block *block, u32 offset, u32 bytes, Access access);
+u64 rt_generic_to_shared(Thread *t, u64 address);
+u64 rt_shared_to_generic(Thread *t, u64 address);
+bool rt_is_shared(Thread *t, u64 address);
+u64 rt_map_shared_rank(Thread *t, u64 address, u32 rank, bool generic);
+
+static inline u8 *shared_at(Thread *t, u64 address, u32 bytes, Access access)
+{
+    Block *block = t->block;
+    u32 offset = (u32)address - SHARED_BASE;
+    if (unlikely(address >> RANK_SHIFT))
+        return rt_remote_shared(t, address, bytes, access);
+    if (unlikely(offset > block->shared_bytes || bytes > block->shared_bytes - offset || address & (bytes - 1)))
+        rt_shared_fault(t, address, bytes, access);
+    if (unlikely(block->shadow || block->writers))
+        rt_shared_access(t, block, offset, bytes, access);
+    return block->shared + offset;
+}
+
+/* `hit`, one per instruction, is the range that the last access fell into. */
+static inline bool in_range(Thread *t, u64 address, u32 bytes, Access access, const u32 *hit)
+{
+    const Range *range = &t->launch->ranges[*hit];
+    u64 offset = address - range->start;
+    return offset < range->bytes && bytes <= range->bytes - offset && !(address & (bytes - 1)) &&
+           (access == READ || range->writable);
+}
+
+static inline u8 *global_at(Thread *t, u64 address, u32 bytes, Access access, u32 *hit)
+{
+    if (likely(in_range(t, address, bytes, access, hit)))
+        return (u8 *)address;
+    return rt_global_slow(t, address, bytes, access, hit);
+}
+
+static inline u8 *generic_at(Thread *t, u64 address, u32 bytes, Access access, u32 *hit)
+{
+    if (likely(in_range(t, address, bytes, access, hit)))
+        return (u8 *)address;
+    return rt_generic_slow(t, address, bytes, access, hit);
+}
+
+static inline u8 *local_at(Thread *t, u64 address, u32 bytes, u8 *depot, u32 depot_bytes)
+{
+    u64 offset = address - (u64)depot;
+    if (unlikely(offset > depot_bytes || bytes > depot_bytes - offset))
+        rt_fail(t, "out-of-bounds access of %u bytes at %lld of %u bytes of local memory",
+                bytes, (long long)offset, depot_bytes);
+    if (unlikely(address & (bytes - 1)))
+        rt_fail(t, "misaligned local access of %u bytes", bytes);
+    return (u8 *)address;
+}
+
+/* Barriers */
+void rt_bar_sync(Thread *t, u32 id, u32 count, bool aligned);
+void rt_bar_arrive(Thread *t, u32 id, u32 count, bool aligned);
+u32 rt_bar_reduce(Thread *t, u32 id, u32 count, bool aligned, u32 predicate, int operation);
+void rt_cluster_arrive(Thread *t, bool aligned, bool release);
+void rt_cluster_wait(Thread *t, bool aligned, bool acquire);
+void rt_proxy_fence(Thread *t);
+void rt_barrier_init_fence(Thread *t);
+
+/* Warps */
+enum { SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_BUTTERFLY, SHUFFLE_INDEX };
+enum { VOTE_ALL, VOTE_ANY, VOTE_UNIFORM, VOTE_BALLOT };
+enum { REDUCE_ADD, REDUCE_MIN_S, REDUCE_MAX_S, REDUCE_MIN_U, REDUCE_MAX_U, REDUCE_AND, REDUCE_OR, REDUCE_XOR };
+
+typedef struct {
+    u32 value, source, clamp;
+    int mode;
+    u32 result;
+    bool in_range;
+} Shuffle;
+void rt_shuffle(Thread *t, u32 mask, Shuffle *shuffle);
+u32 rt_vote(Thread *t, u32 mask, u32 predicate, int operation);
+u32 rt_match_any(Thread *t, u32 mask, u64 value);
+u32 rt_redux(Thread *t, u32 mask, u32 value, int operation);
+u32 rt_elect(Thread *t, u32 mask, u32 *leader);
+void rt_warp_sync(Thread *t, u32 mask);
+void rt_converge(Thread *t);
+
+/* Matrices */
+typedef enum { E4M3, E5M2, BF16, F16 } Element;
+
+typedef struct {
+    Thread *thread;
+    u64 address;
+    u32 registers[4];
+    int count;
+    bool transpose, store;
+} MatrixMove;
+void rt_move_matrices(Thread *t, MatrixMove *move);
+
+typedef struct {
+    Element a_type, b_type;
+    u32 a[4], b[2];
+    float c[4], d[4];
+} Mma;
+void rt_mma(Thread *t, Mma *mma);
+
+typedef struct {
+    Thread *thread;
+    Element a_type, b_type;
+    int n;
+    u32 *accumulators; /* n / 2 */
+    bool a_in_registers, keep, negate_a, negate_b;
+    u32 a[4];
+    u64 a_descriptor, b_descriptor;
+} Wgmma;
+void rt_wgmma(Thread *t, Wgmma *wgmma);
+void rt_wgmma_fence(Thread *t);
+void rt_wgmma_commit(Thread *t);
+void rt_wgmma_wait(Thread *t, u32 pending);
+
+/* mbarriers */
+void rt_mbarrier_init(Thread *t, u64 address, u32 count);
+void rt_mbarrier_invalidate(Thread *t, u64 address);
+u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes);
+void rt_mbarrier_expect(Thread *t, u64 address, u32 bytes);
+bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block);
+
+/* Asynchronous copies */
+void rt_cp_async(Thread *t, u64 target, u64 source, u32 bytes, u32 source_bytes, u32 *hit);
+void rt_cp_async_commit(Thread *t);
+void rt_cp_async_wait(Thread *t, u32 pending);
+void rt_tensor_load(Thread *t, u64 target, u64 map, const s32 *corner, u32 rank, u64 mbarrier, bool multicast,
+                    u16 blocks);
+void rt_tensor_store(Thread *t, u64 map, const s32 *corner, u32 rank, u64 source, bool add);
+void rt_bulk_load(Thread *t, u64 target, u64 source, u32 bytes, u64 mbarrier, bool multicast, u16 blocks);
+void rt_bulk_store(Thread *t, u64 target, u64 source, u32 bytes, bool add);
+void rt_bulk_between_blocks(Thread *t, u64 target, u64 source, u32 bytes, u64 mbarrier);
+void rt_store_async(Thread *t, u64 target, const void *value, u32 bytes, u64 mbarrier);
+void rt_bulk_commit(Thread *t);
+void rt_bulk_wait(Thread *t, u32 pending, bool read);

@@ -1,0 +1,346 @@
+"""Writes the C function of a PTX function: its scopes, registers and operands. Instructions have their own package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from tests.ptx_on_cpu.parse import BITS, Function, Instruction, Label, Module, Registers, Scope, Statement, Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHARED_BASE = 1024  # the runtime's SHARED_BASE
+
+_SPECIAL_REGISTERS = {
+    "%laneid": "t->lane",
+    "%warpid": "t->warp->id",
+    "WARP_SZ": "32",
+    "%lanemask_eq": "(1u << t->lane)",
+    "%lanemask_lt": "((1u << t->lane) - 1)",
+    "%lanemask_le": "((2u << t->lane) - 1)",
+    "%lanemask_ge": "(-(1u << t->lane))",
+    "%lanemask_gt": "(-(2u << t->lane))",
+    "%cluster_ctarank": "t->block->rank",
+    "%cluster_nctarank": "(t->launch->cluster[0] * t->launch->cluster[1] * t->launch->cluster[2])",
+    "%dynamic_smem_size": "t->launch->dynamic_shared",
+}
+for _i, _axis in enumerate("xyz"):
+    _SPECIAL_REGISTERS |= {
+        f"%tid.{_axis}": f"t->tid[{_i}]",
+        f"%ntid.{_axis}": f"t->launch->block[{_i}]",
+        f"%ctaid.{_axis}": f"t->block->id[{_i}]",
+        f"%nctaid.{_axis}": f"t->launch->grid[{_i}]",
+        f"%clusterid.{_axis}": f"(t->block->id[{_i}] / t->launch->cluster[{_i}])",
+        f"%nclusterid.{_axis}": f"(t->launch->grid[{_i}] / t->launch->cluster[{_i}])",
+        f"%cluster_ctaid.{_axis}": f"(t->block->id[{_i}] % t->launch->cluster[{_i}])",
+        f"%cluster_nctaid.{_axis}": f"t->launch->cluster[{_i}]",
+    }
+
+# A floating-point value is read from, and written to, the bits of a register.
+READERS = {"f16": "f16_value", "bf16": "bf16_value", "f32": "float_of", "f64": "double_of"}
+WRITERS = {"f16": "f16_from", "bf16": "bf16_from", "f32": "bits_of", "f64": "bits_of_double"}
+
+
+class Unsupported(Exception):
+    """What an instruction needs and the emulator lacks."""
+
+
+def c_name(ptx_name: str) -> str:
+    return re.sub(r"\W", "_", ptx_name)
+
+
+def unsigned(kind: str) -> str:
+    """The C type of a register of that PTX type."""
+    return f"u{max(BITS[kind], 8)}"
+
+
+def signed(kind: str) -> str:
+    return f"s{max(BITS[kind], 8)}"
+
+
+def is_integer(kind: str) -> bool:
+    return kind[0] in "sub" and kind[1:].isdigit()
+
+
+def as_value(bits: str, kind: str) -> str:
+    """The C expression of the number that has these bits."""
+    if kind in READERS:
+        return f"{READERS[kind]}({bits})"
+    return f"(({signed(kind)}){bits})" if kind[0] == "s" else bits
+
+
+def as_bits(value: str, kind: str) -> str:
+    """The C expression of the bits that represent a number."""
+    return f"{WRITERS[kind]}({value})" if kind in WRITERS else f"({unsigned(kind)})({value})"
+
+
+@dataclass(frozen=True)
+class Register:
+    name: str
+    type: str
+
+
+@dataclass
+class Unit:
+    """What the functions of a module share."""
+
+    module: Module
+    shared_offsets: dict[str, int] = field(default_factory=dict)
+    global_names: set[str] = field(default_factory=set)
+    uses_cp_async: bool = False
+    uses_async_proxy: bool = False
+
+
+Handler = Callable[["Writer", Instruction], None]
+HANDLERS: dict[str, Handler] = {}
+
+
+def instruction(*opcodes: str, types: str = "", options: str = "") -> Callable[[Handler], Handler]:
+    """Registers the translation of `opcodes`. Modifiers that neither list names are errors; `types` (where given) lists
+    what the last modifier may be, `options` the patterns that others may match."""
+
+    def register(handler: Handler) -> Handler:
+        def checked(writer: Writer, i: Instruction) -> None:
+            others = i.modifiers
+            if types:
+                if not others or others[-1] not in types.split():
+                    raise Unsupported(f"{i.opcode} of this type")
+                others = others[:-1]
+            for modifier in others:
+                if not any(fnmatchcase(modifier, option) for option in options.split()):
+                    raise Unsupported(f"{i.opcode} with .{modifier}")
+            handler(writer, i)
+
+        for opcode in opcodes:
+            HANDLERS[opcode] = checked
+        return handler
+
+    return register
+
+
+class Writer:
+    """Translates one function. Handlers call `emit`, `bits`, `value`, `assign` and `address`."""
+
+    def __init__(self, unit: Unit, function: Function) -> None:
+        self.unit = unit
+        self.function = function
+        self.lines: list[str] = []
+        self.declarations: list[str] = []
+        self.depot_bytes = 0
+        self.line = 0
+        self._scopes: list[tuple[int, dict[str, Register]]] = [(0, {})]
+        self._scopes_opened = 0
+        self._locals: dict[str, int] = {}
+        self._labels = self._collect_labels()
+
+    def _collect_labels(self) -> set[tuple[int, str]]:
+        """Labels belong to scopes, and may be used before they come."""
+        labels, stack, opened = set(), [0], 0
+        for statement in self.function.statements:
+            if isinstance(statement.content, Scope):
+                if statement.content.opens:
+                    opened += 1
+                    stack.append(opened)
+                else:
+                    stack.pop()
+            elif isinstance(statement.content, Label):
+                labels.add((stack[-1], statement.content.name))
+        return labels
+
+    # Statements
+
+    def write(self, statement: Statement) -> None:
+        """Raises :class:`Unsupported`."""
+        self.line = statement.line
+        content = statement.content
+        if isinstance(content, Instruction):
+            self._instruction(content)
+        elif isinstance(content, Registers):
+            for name in content.names:
+                self._declare(name, content.type)
+        elif isinstance(content, Variable):
+            self._variable(content)
+        elif isinstance(content, Label):
+            self.lines.append(f"{self._c_label(self._scopes[-1][0], content.name)}:;")
+        elif content.opens:
+            self._scopes_opened += 1
+            self._scopes.append((self._scopes_opened, {}))
+        else:
+            self._scopes.pop()
+
+    def _instruction(self, i: Instruction) -> None:
+        handler = HANDLERS.get(i.opcode)
+        if handler is None:
+            raise Unsupported(f"instruction {i.opcode}")
+        if not i.guard:
+            handler(self, i)
+            return
+        with self.braces(f"if ({self.predicate(i.guard)})"):
+            handler(self, i)
+
+    def _declare(self, name: str, kind: str) -> None:
+        scope, registers = self._scopes[-1]
+        register = Register(f"r{scope}_{c_name(name)}", kind)
+        registers[name] = register
+        self.declarations.append(f"    {unsigned(kind)} {register.name} = 0;")
+
+    def _variable(self, variable: Variable) -> None:
+        if variable.size is None:
+            raise Unsupported("a variable without a size")
+        if variable.space == "local":
+            self.depot_bytes = -(-self.depot_bytes // variable.align) * variable.align
+            self._locals[variable.name] = self.depot_bytes
+            self.depot_bytes += variable.size
+        elif variable.space == "param":
+            scope, registers = self._scopes[-1]
+            name = f"p{scope}_{c_name(variable.name)}"
+            registers[variable.name] = Register(name, "param")
+            self.declarations.append(f"    u8 {name}[{max(variable.size, 8)}] __attribute__((aligned(16)));")
+        else:
+            raise Unsupported("shared variables inside of a function")
+
+    def label(self, name: str) -> str:
+        for scope, _ in reversed(self._scopes):
+            if (scope, name) in self._labels:
+                return self._c_label(scope, name)
+        raise Unsupported(f"label {name} is not known here")
+
+    @staticmethod
+    def _c_label(scope: int, name: str) -> str:
+        return f"L{scope}_{c_name(name)}"
+
+    # Output
+
+    def emit(self, *lines: str) -> None:
+        self.lines += [f"    {line}" for line in lines]
+
+    def mark(self) -> None:
+        """Before whatever may fail or wait: messages name the line."""
+        self.emit(f"t->line = {self.line};")
+
+    @contextmanager
+    def braces(self, head: str = "") -> Iterator[None]:
+        self.emit(f"{head} {{".strip())
+        yield
+        self.emit("}")
+
+    # Operands
+
+    def find(self, name: str) -> Register | None:
+        return next((registers[name] for _, registers in reversed(self._scopes) if name in registers), None)
+
+    def register(self, name: str) -> Register:
+        register = self.find(name)
+        if register is None:
+            raise Unsupported(f"register {name} is not declared")
+        return register
+
+    def predicate(self, operand: str) -> str:
+        """The C condition of ``p``, ``!p`` or an immediate."""
+        if operand.startswith("!"):
+            return f"!{self.predicate(operand[1:].strip())}"
+        if re.fullmatch(r"\d+", operand):
+            return str(int(int(operand) != 0))
+        return self.register(operand).name
+
+    def _symbol(self, name: str) -> str:
+        """The address of a variable or parameter."""
+        if name in self._locals:
+            return f"(u64)(depot + {self._locals[name]})"
+        if name in self.unit.shared_offsets:
+            return f"{SHARED_BASE + self.unit.shared_offsets[name]}ull"
+        if name in self.unit.global_names:
+            return f"(u64){c_name('g_' + name)}"
+        for parameter in self.function.parameters:
+            if parameter.name == name:
+                return f"(u64)(parameters + {parameter.offset})"
+        raise Unsupported(f"operand {name}")
+
+    def bits(self, operand: str, kind: str) -> str:
+        """A C expression of the operand's bits, unsigned and as wide as `kind`."""
+        special = _SPECIAL_REGISTERS.get(operand)
+        if special:
+            return f"(({unsigned(kind)})({special}))"
+        register = self.find(operand)
+        if register and register.type == "param":
+            return f"(u64){register.name}"
+        if register:
+            return register.name if BITS[register.type] == BITS[kind] else f"(({unsigned(kind)}){register.name})"
+        exact = re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", operand)
+        if exact:
+            return f"0x{exact[1]}u" if exact[1] else f"0x{exact[2]}ull"
+        if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", operand):
+            value = int(operand.rstrip("U"), 0) % (1 << BITS[kind])
+            return f"(({unsigned(kind)}){value:#x}ull)"
+        if kind in ("f32", "f64") and re.fullmatch(r"-?\d+\.\d*(e[+-]?\d+)?", operand):
+            return f"{WRITERS[kind]}({operand})"
+        return self.symbol_with_offset(operand)
+
+    def symbol_with_offset(self, operand: str) -> str:
+        name, offset = _base_and_offset(operand)
+        return f"({self._symbol(name)} + ({offset}))" if offset else self._symbol(name)
+
+    def parameter(self, operand: str) -> str:
+        """The C pointer of ``[name + offset]`` in the parameter space: of a call, the result, or the function."""
+        name, offset = _base_and_offset(operand.strip("[] "))
+        register = self.find(name)
+        if register:
+            return f"{register.name} + {offset}"
+        for prefix, parameters in (("result", self.function.results), ("parameters", self.function.parameters)):
+            for parameter in parameters:
+                if parameter.name == name:
+                    return f"{prefix} + {parameter.offset + offset}"
+        raise Unsupported(f"parameter {name}")
+
+    def value(self, operand: str, kind: str) -> str:
+        """A C expression of the operand's value: a number of that PTX type."""
+        return as_value(self.bits(operand, kind), kind)
+
+    def halves(self, operand: str, kind: str) -> tuple[str, str]:
+        """The two values of an f16x2 or bf16x2 operand, low half first."""
+        reader, bits = READERS[kind[:-2]], self.bits(operand, kind)
+        return f"{reader}((u16){bits})", f"{reader}((u16)({bits} >> 16))"
+
+    def assign(self, register: str, kind: str, expression: str) -> None:
+        """Sets a register to a number of type `kind`: extended by its sign where the register is wider."""
+        if register == "_":
+            self.emit(f"(void)({expression});")
+            return
+        target = self.register(register)
+        if kind in WRITERS:
+            expression = f"{WRITERS[kind]}({expression})"
+        elif kind == "pred" or target.type == "pred":
+            expression = f"({expression}) != 0"
+        elif kind[0] == "s":
+            expression = f"({signed(kind)})({expression})"
+        else:
+            expression = f"({unsigned(kind)})({expression})"
+        self.emit(f"{target.name} = {expression};")
+
+    def assign_halves(self, register: str, kind: str, low: str, high: str) -> None:
+        writer = WRITERS[kind[:-2]]
+        self.assign(register, "b32", f"(u32){writer}({low}) | (u32){writer}({high}) << 16")
+
+    def address(self, operand: str) -> str:
+        """The u64 expression of ``[register + offset]``."""
+        name, offset = _base_and_offset(operand.strip("[] "))
+        base = self.bits(name, "u64")
+        return f"({base} + ({offset}ll))" if offset else base
+
+    @staticmethod
+    def vector(operand: str) -> list[str]:
+        """The elements of ``{a, b}``, or the operand alone."""
+        return [x.strip() for x in operand.strip("{} ").split(",")]
+
+
+def _base_and_offset(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"([\w$%.]+)\s*(?:([+-])\s*(-?\w+))?", text.strip())
+    if not match:
+        raise Unsupported(f"operand {text}")
+    offset = int(match[3], 0) if match[3] else 0
+    return match[1], -offset if match[2] == "-" else offset
