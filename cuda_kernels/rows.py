@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_words
+from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
 from cuda_kernels.ptx import (
     asm,
     bits,
@@ -24,9 +24,9 @@ from cuda_kernels.ptx import (
     shared_store_4,
     shuffle_xor,
     store_2,
-    store_4,
     store_8,
     store_16,
+    store_f32,
     u32,
     words,
 )
@@ -34,14 +34,15 @@ from cuda_kernels.ptx import (
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
 
-_KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; @p ld.global.nc.%s; %s }"
-_kept_8_if = asm(_KEPT % ("$3", "v2.b32 {$0, $1}, [$2]", "@!p mov.b32 $0, 0; @!p mov.b32 $1, 0;"), words(2), i64, i32)
+# Zeros first: of two complementary predicates the assembler does not see that they define the whole register.
+_KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
+_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
 _kept_16_if = asm(
     _KEPT
     % (
         "$5",
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
-        "@!p mov.b32 $0, 0; @!p mov.b32 $1, 0; @!p mov.b32 $2, 0; @!p mov.b32 $3, 0;",
     ),
     words(4), i64, i32,
 )  # fmt: skip
@@ -67,22 +68,39 @@ class Spread:
     vectors: int
     quads: int
 
+    @property
+    def shift(self) -> int:
+        """``threads`` as a power of two."""
+        return self.threads.bit_length() - 1
 
-def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], vectors: int) -> Spread | None:
+    @property
+    def all_quads(self) -> int:
+        """Of one thread."""
+        return self.vectors * self.quads
+
+
+def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int) -> Spread | None:
     """The narrowest spread of a row of ``columns`` elements, or None where it does not fit.
 
     Args:
         dtypes: of the tensors whose rows are held.
         threads: what a row may have, ascending.
-        vectors: how many one thread may hold; twice as many with the most threads.
+        elements: how many one thread may hold.
+        most: how many it may with the most threads.
     """
     quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
     # Codes beyond the last column fill a row's last 16 bytes.
-    needed = -(-columns // 16) * 16 // (4 * quads)
+    needed = -(-columns // 16) * 4 // quads
     for count in threads:
-        if needed <= count * vectors:
-            return Spread(count, -(-needed // count), quads)
-    return Spread(threads[-1], -(-needed // threads[-1]), quads) if needed <= threads[-1] * vectors * 2 else None
+        vectors = -(-needed // count)
+        if 4 * quads * vectors <= (most if count == threads[-1] else elements):
+            return Spread(count, vectors, quads)
+    return None
+
+
+def cast_spread(dtype: str, columns: int) -> Spread | None:
+    """How rows lie in blocks of :data:`THREADS`, with 32 registers of a thread, or 64 for the longest of float32."""
+    return spread((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
 def row_loader(dtype: str, spread: Spread) -> Any:
@@ -105,23 +123,30 @@ def row_loader(dtype: str, spread: Spread) -> Any:
     return load
 
 
+def quad_column(spread: Spread) -> Any:
+    """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
+    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+
+    @device
+    def column_of(quad, lane):
+        return ((quad >> shift) * threads + lane) * width + 4 * (quad & mask)
+
+    return column_of
+
+
 def registers_of(dtype: str, spread: Spread) -> int:
     """32-bit registers of a thread that hold its share of a row."""
     return quad_words(dtype) * spread.quads * spread.vectors
 
 
-def parameter_quad(dtype: str) -> Any:
-    """A device function ``(address, column, columns) -> four float32`` of a vector that every row reads.
-
-    It stays in the multiprocessor's first cache. Zeros beyond ``columns``, which is a multiple of four.
-    """
-    item, held = ITEM_BYTES[dtype], quad_words(dtype)
-    load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
+def quad_reader(dtype: str, aligned: bool) -> Any:
+    """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
+    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
 
     @device
-    def quad(address, column, columns):
+    def quad(row, column, columns):
         registers = cuda.local.array(held, u32)
-        loaded = load(address + i64(column) * item, column < columns)
+        loaded = load(row + i64(column) * item, column, columns, True)
         for word in range(held):
             registers[word] = loaded[word]
         return decode(registers, 0)
@@ -129,39 +154,69 @@ def parameter_quad(dtype: str) -> Any:
     return quad
 
 
+def parameter_quad(dtype: str) -> Any:
+    """A device function ``(address, inside) -> four float32`` of a vector that every row reads.
+
+    It stays in the multiprocessor's first cache. Zeros where not ``inside``.
+    """
+    held = quad_words(dtype)
+    load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
+
+    @device
+    def quad(address, inside):
+        registers = cuda.local.array(held, u32)
+        loaded = load(address, inside)
+        for word in range(held):
+            registers[word] = loaded[word]
+        return decode(registers, 0)
+
+    return quad
+
+
+def element_storer(dtype: str) -> Any:
+    """A device function ``(address, value)`` that rounds and stores one element."""
+    pair = _pair.get(dtype)
+
+    @device
+    def store_float(address, value):
+        store_f32(address, value)
+
+    @device
+    def store_half(address, value):
+        store_2(address, pair(value, value))
+
+    return store_half if pair else store_float
+
+
 def quad_storer(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, columns, a, b, c, d)`` that rounds and stores four elements of a row."""
-    item = ITEM_BYTES[dtype]
-    pair = _pair.get(dtype, _pair["bfloat16"])
-    whole = aligned and item == 2
+    """A device function ``(address, column, columns, a, b, c, d)`` that rounds and stores four elements of a row.
+
+    ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
+    """
+    pair, item, store_one = _pair.get(dtype), ITEM_BYTES[dtype], element_storer(dtype)
 
     @device
-    def encode(value):
-        return bits(value) if item == 4 else pair(value, value)
-
-    @device
-    def store_one(address, column, columns, value):
+    def store_halves(address, column, columns, a, b, c, d):
         if column < columns:
-            if item == 4:
-                store_4(address, encode(value))
-            else:
-                store_2(address, encode(value))
+            store_8(address, pair(a, b), pair(c, d))
 
     @device
-    def store(address, column, columns, a, b, c, d):
-        if whole:
-            if column < columns:
-                store_8(address, pair(a, b), pair(c, d))
-        elif aligned:
-            if column < columns:
-                store_16(address, bits(a), bits(b), bits(c), bits(d))
-        else:
-            store_one(address, column, columns, a)
-            store_one(address + item, column + 1, columns, b)
-            store_one(address + 2 * item, column + 2, columns, c)
-            store_one(address + 3 * item, column + 3, columns, d)
+    def store_floats(address, column, columns, a, b, c, d):
+        if column < columns:
+            store_16(address, bits(a), bits(b), bits(c), bits(d))
 
-    return store
+    @device
+    def store_each(address, column, columns, a, b, c, d):
+        if column < columns:
+            store_one(address, a)
+        if column + 1 < columns:
+            store_one(address + item, b)
+        if column + 2 < columns:
+            store_one(address + 2 * item, c)
+        if column + 3 < columns:
+            store_one(address + 3 * item, d)
+
+    return store_each if not aligned else store_halves if pair else store_floats
 
 
 def row_sum(threads: int) -> Any:

@@ -1,0 +1,185 @@
+"""A normalized tensor to FP8 with one scale, from rows in registers: x is read once.
+
+The scale is given by delayed scaling, or it is 0 and the tensor is scaled from its own amax, which is known when all
+rows were read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with the given scale,
+or, where that is 0, leaves the amax of each of its blocks; ``cast_normalized`` returns at once, or, where the scale is
+0, reads x again and casts with the scale from those amaxes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from cuda_kernels.codec import FP8_MAX, ITEM_BYTES, current_scale, device, quad_decoder, quad_magnitude, quad_words
+from cuda_kernels.launch import Kernel
+from cuda_kernels.norm import Norm, normalizer, row_statistics
+from cuda_kernels.ptx import (
+    atomic_max,
+    divide,
+    dynamic_shared,
+    f32,
+    float8x4,
+    from_bits,
+    i32,
+    i64,
+    load_4,
+    load_f32,
+    load_relaxed,
+    store_4,
+    store_8,
+    store_f32,
+    u32,
+    unsigned_max,
+)
+from cuda_kernels.rows import THREADS, Spread, parameter_quad, quad_column, registers_of, row_loader
+from cuda_kernels.tile import block_max
+
+_ONE, _ZERO = np.float32(1), np.float32(0)
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
+    """A device function that normalizes the row in registers, stores its codes and returns its amax's bits.
+
+    ``columns`` is 0 for a thread without a row, ``pitch`` where no codes are stored.
+    """
+    quads, last, column_of = spread.all_quads, spread.quads - 1, quad_column(spread)
+    held, item, has_bias = quad_words(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
+    decode, parameters, normalize, pack = (
+        quad_decoder(norm.dtype), parameter_quad(norm.weight_dtype), normalizer(norm), float8x4[fp8]
+    )  # fmt: skip
+
+    @device
+    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch):
+        largest = u32(0)
+        word = cuda.local.array(2, u32)
+        for quad in range(quads):
+            column, part = column_of(quad, lane), quad & last
+            inside = column < columns
+            kept = _ALL if inside else u32(0)
+            a, b, c, d = decode(registers, quad * held)
+            w, x, y, z = parameters(weight + i64(column) * item, inside)
+            p, q, r, s = parameters(bias + i64(column) * item, inside and has_bias)
+            a = normalize(a, mean, rstd, w + offset, p)
+            b = normalize(b, mean, rstd, x + offset, q)
+            c = normalize(c, mean, rstd, y + offset, r)
+            d = normalize(d, mean, rstd, z + offset, s)
+            largest = unsigned_max(largest, quad_magnitude(a, b, c, d) & kept)
+            word[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
+            if part == last and column < pitch:
+                if last:
+                    store_8(codes + i64(column - 4), word[0], word[1])
+                else:
+                    store_4(codes + i64(column), word[0])
+        return largest
+
+    return cast
+
+
+def _blocks(norm: Norm, spread: Spread) -> int:
+    return 2 if registers_of(norm.dtype, spread) > 32 else 3
+
+
+@cache
+def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Kernel:
+    """``mean``, ``rstd`` (float32 ``[rows]``) and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
+
+    Where it is 0 or its address is, ``own [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
+    ``observe`` raises ``seen [1]``. The rest of out's pitch, a multiple of 16, is written with zeros.
+    """
+    load_row, statistics = row_loader(norm.dtype, spread), row_statistics(norm.dtype, norm.mean, spread)
+    cast, has_mean = _row_caster(norm, fp8, spread), norm.mean
+    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
+    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+
+    def normalize(
+        x, pitch, rows, columns, weight, bias, offset, means, rstds,
+        eps, scale, own, seen, out, out_pitch, out_scale,
+    ):  # fmt: skip
+        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        lane = thread & lanes
+        factor = _ZERO
+        if scale != 0:
+            factor = load_f32(scale)
+        largest = u32(0)
+        phase = i32(0)
+        first = i64(cuda.blockIdx.x) * rows_of_block
+        while first < rows:
+            row = first + (thread >> shift)
+            inside = row < rows
+            registers = cuda.local.array(held, u32)
+            load_row(x + row * pitch * item, columns, lane, inside, registers)
+            m, r = statistics(registers, columns, lane, eps, shared + phase, thread)
+            if lane == 0 and inside:
+                if has_mean:
+                    store_f32(means + row * 4, m)
+                store_f32(rstds + row * 4, r)
+            width, stored = columns if inside else 0, out_pitch if inside and factor != _ZERO else 0
+            amax = cast(registers, width, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, stored)
+            largest = unsigned_max(largest, amax)
+            phase ^= i32(64)  # a warp may write its sums of the next rows before another has read these
+            first += i64(cuda.gridDim.x) * rows_of_block
+        if observe or factor == _ZERO:
+            largest = block_max(largest, shared + 128, thread)
+            if thread == 0:
+                if factor == _ZERO:
+                    store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(largest))
+                if observe and largest > load_relaxed(seen):
+                    atomic_max(seen, largest)
+        if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
+            store_f32(out_scale, divide(_ONE, factor))
+
+    return Kernel(
+        f"normalize({norm}, {fp8}, {spread}, {observe=})",
+        normalize,
+        (i64, i64, i32, i32, i64, i64, f32, i64, i64, f32, i64, i64, i64, i64, i64, i64),
+        THREADS,
+        shared_bytes=160,
+        blocks_per_multiprocessor=_blocks(norm, spread),
+    )
+
+
+@cache
+def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
+    """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
+    load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, spread)
+    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
+    has_mean, largest_code = norm.mean, FP8_MAX[fp8]
+    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+
+    def cast_normalized(
+        x, pitch, rows, columns, weight, bias, offset, means, rstds,
+        scale, own, n_own, power_2, epsilon, out, out_pitch, out_scale,
+    ):  # fmt: skip
+        if scale != 0 and load_f32(scale) != _ZERO:
+            return
+        thread = cuda.threadIdx.x
+        lane, largest, index = thread & lanes, u32(0), thread
+        while index < n_own:
+            largest = unsigned_max(largest, load_4(own + i64(index) * 4))
+            index += THREADS
+        amax = from_bits(block_max(largest, dynamic_shared(), thread))
+        factor = current_scale(amax, largest_code, power_2, epsilon)
+        if cuda.blockIdx.x == 0 and thread == 0:
+            store_f32(out_scale, divide(_ONE, factor))
+        row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
+        while row < rows:
+            registers = cuda.local.array(held, u32)
+            load_row(x + row * pitch * item, columns, lane, True, registers)
+            m = load_f32(means + row * 4) if has_mean else _ZERO
+            r = load_f32(rstds + row * 4)
+            cast(registers, columns, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, out_pitch)
+            row += i64(cuda.gridDim.x) * rows_of_block
+
+    return Kernel(
+        f"cast_normalized({norm}, {fp8}, {spread})",
+        cast_normalized,
+        (i64, i64, i32, i32, i64, i64, f32, i64, i64, i64, i64, i32, i32, f32, i64, i64, i64),
+        THREADS,
+        shared_bytes=32,
+        blocks_per_multiprocessor=_blocks(norm, spread),
+    )

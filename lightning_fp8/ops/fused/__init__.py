@@ -1,0 +1,218 @@
+"""Ops that compute a tensor and cast it to FP8 in one go: normalizations, activations, and activations' gradients.
+
+What they cast are the float32 values, not rounded to x's dtype before. They know no gradients and no modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops import HIGH_PRECISION, Quantized
+from lightning_fp8.ops.fused import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.fused import reference as _reference  # (registers the implementation)
+from lightning_fp8.ops.fused import schema as _schema  # (defines the ops)
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+
+_ops = torch.ops.lightning_fp8
+
+ACTIVATIONS = tuple(_reference.ACTIVATIONS)
+"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those with ``glu`` are gated."""
+
+
+class Normalized(NamedTuple):
+    """``y`` as GEMM operands, and the statistics its gradient needs: float32 ``[R]``; RMSNorm's mean is empty."""
+
+    operands: Quantized
+    mean: Tensor
+    rstd: Tensor
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cast: Cast,
+    *,
+    eps: float,
+    rms: bool = False,
+    zero_centered: bool = False,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    may_be_0: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> Normalized:
+    """LayerNorm or RMSNorm of the rows of ``x [R, K]``, cast to FP8.
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` (Ba et al., arXiv:1607.06450), for
+    RMSNorm ``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x²) + eps)`` (Zhang and Sennrich, arXiv:1910.07467).
+
+    Args:
+        x: bfloat16, float16 or float32.
+        weight: ``[K]``, one of the three dtypes.
+        bias: ``[K]`` in weight's dtype; RMSNorm has none.
+        cast: format and layout.
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm.
+        zero_centered: ``weight`` holds the factor minus 1.
+        scale, seen, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of y.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
+    """
+    _check(x, cast, scale, seen)
+    _check_parameter("weight", weight, x)
+    if bias is not None:
+        if rms:
+            raise ValueError("RMSNorm has no bias; pass bias=None, or rms=False for LayerNorm")
+        _check_parameter("bias", bias, x)
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
+    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
+    *operands, mean, rstd = _ops.norm_quantize(x, weight, bias, rms, eps, zero_centered, *how)
+    return Normalized(_quantized(operands, cast, rowwise, columnwise, view), mean, rstd)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    rms: bool = False,
+    zero_centered: bool = False,
+    bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of :func:`norm_quantize`: of x ``[R, K]``, weight ``[K]`` and, if there is one, bias ``[K]``.
+
+    With ``x^ = (x - mean) rstd`` and ``g = dy * weight``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``, RMSNorm's
+    without ``mean(g)``; sums over rows are float32 and come in the same order every time.
+
+    Args:
+        dy: ``[R, K]``, one of the three dtypes.
+        x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
+        mean, rstd: what it gave.
+        bias: whether to give its gradient.
+    """
+    dx, dweight, dbias = _ops.norm_backward(dy, x, weight, mean, rstd, rms, zero_centered, bias)
+    return dx, dweight, dbias if bias else None
+
+
+def activation_quantize(
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    *,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    may_be_0: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """``activation(x)``, cast to FP8; a gated one is ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        activation: one of :data:`ACTIVATIONS`.
+        cast: format and layout.
+        scale, seen, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of the values.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
+            number of columns for a gated one.
+    """
+    _check(x, cast, scale, seen)
+    _check_activation(activation, x)
+    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
+    return _quantized(_ops.activation_quantize(x, activation, *how), cast, rowwise, columnwise, view)
+
+
+def activation_backward_quantize(
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    *,
+    bias_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    may_be_0: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> tuple[Quantized, Tensor | None]:
+    """The gradient of x through :func:`activation_quantize`, cast to FP8, and its sum over rows.
+
+    Args:
+        dy: ``[R, F]``, one of the three dtypes.
+        x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation: what the activation was computed from.
+        bias_dtype: dtype of the sum over rows of the float32 gradient, the gradient of a bias that was added to x;
+            None for no sum.
+        others: as in :func:`activation_quantize`, of the gradient.
+
+    Returns:
+        The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
+    """
+    _check(x, cast, scale, seen)
+    _check_activation(activation, x)
+    gated = _schema.is_gated(activation)
+    if dy.shape != (x.shape[0], x.shape[1] // 2 if gated else x.shape[1]):
+        raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
+    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
+    *operands, dbias = _ops.activation_backward_quantize(dy, x, activation, bias_dtype, *how)
+    return _quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
+
+
+def _check(x: Tensor, cast: Cast, scale: Tensor | None, seen: Tensor | None) -> None:
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
+    if cast.layout is not Layout.TENSOR and scale is not None:
+        raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
+    if seen is not None and scale is None:
+        raise ValueError("seen is collected for a given scale; pass scale too (0 takes the tensor's own)")
+
+
+def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    if parameter.shape != x.shape[1:] or parameter.dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs [{x.shape[1]}]"
+        )
+
+
+def _check_activation(activation: str, x: Tensor) -> None:
+    if activation not in _reference.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    if _schema.is_gated(activation) and x.shape[1] % 2:
+        raise ValueError(f"{activation} splits x in two halves, which {x.shape[1]} columns do not have")
+
+
+def _how(
+    x: Tensor,
+    cast: Cast,
+    scale: Tensor | None,
+    seen: Tensor | None,
+    may_be_0: bool,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+) -> tuple[bool, tuple[Any, ...]]:
+    """Whether the transposed operand is to be a view of the other, as on the CPU, and the ops' last arguments."""
+    view = columnwise and cast.layout.transposes and not x.is_cuda
+    usage = rowwise or view, columnwise and not view
+    recipe = cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon
+    return view, (scale, seen, *recipe, *usage, counts, may_be_0)
+
+
+def _quantized(operands: Any, cast: Cast, rowwise: bool, columnwise: bool, view: bool) -> Quantized:
+    data, scale_inv, data_t, scale_inv_t = operands
+    row = ScaledTensor(data, scale_inv, cast.layout)
+    if view:
+        return Quantized(row if rowwise else None, row.t())
+    column = ScaledTensor(data_t, scale_inv_t, cast.layout) if columnwise else None
+    return Quantized(row if rowwise else None, column)

@@ -1,0 +1,256 @@
+"""The fused ops on CUDA tensors: checks, allocates, and starts the kernels of :mod:`cuda_kernels`.
+
+Nothing here waits for the device: whether a given scale is 0 is asked by the kernels. Where none run, the reference
+serves, as in :mod:`lightning_fp8.ops.cuda`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.cuda import falls_back, scratch
+from lightning_fp8.ops.fused import reference
+from lightning_fp8.ops.fused.schema import is_gated
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs
+from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.scaled import Layout
+
+if TYPE_CHECKING:
+    from cuda_kernels.launch import Argument
+    from cuda_kernels.norm import Norm
+    from cuda_kernels.rows import Spread
+    from cuda_kernels.tile import Source
+
+
+class How(NamedTuple):
+    """How to cast: the last arguments of every op here."""
+
+    scale: Tensor | None
+    seen: Tensor | None
+    dtype: torch.dtype
+    layout: str
+    power_2: bool
+    epsilon: float
+    rowwise: bool
+    columnwise: bool
+    counts: Tensor | None
+    may_be_0: bool
+
+    @property
+    def fp8(self) -> str:
+        return float8_of(self.dtype).name.lower()
+
+    @property
+    def from_itself(self) -> bool:
+        """Whether the tensor's own amax may be needed."""
+        return self.scale is None or self.may_be_0
+
+    @property
+    def own(self) -> tuple[int, float]:
+        """How to scale a tensor from itself; in place of a given scale of 0 without a recipe's options."""
+        return (int(self.power_2), self.epsilon) if self.scale is None else (0, 0.0)
+
+    def operands(self, x: Tensor, rows: int, columns: int) -> Operands:
+        return _operands(x.device, self.layout, self.dtype, rows, columns, self.rowwise, self.columnwise)
+
+
+@lru_cache(maxsize=4096)
+def _operands(
+    device: torch.device, layout: str, dtype: torch.dtype, rows: int, columns: int, rowwise: bool, columnwise: bool
+) -> Operands:
+    return Operands(device, Layout(layout), dtype, rows, columns, rowwise, columnwise)
+
+
+class Values(NamedTuple):
+    """What to cast: a source of tiles, and what kernels take for it, a tensor first."""
+
+    source: Source
+    words: tuple[Argument, ...]
+
+
+def cast_values(values: Values, rows: int, columns: int, how: How, storing: Values | None = None) -> Outputs:
+    """Cast computed values ``[rows, columns]``; ``storing``: the same, read by the kernel that casts."""
+    from cuda_kernels import amax, launch, quantize, quantize_blocks, tile
+
+    source, head = values.source, (*values.words, rows, columns)
+    cast, cast_head = (storing.source, (*storing.words, rows, columns)) if storing else (source, head)
+    x = values.words[0]
+    assert isinstance(x, Tensor)
+    operands, tiles = how.operands(x, rows, columns), tile.tiles(rows, columns)
+    outputs = operands.allocate()
+    usage, count, counts = (how.rowwise, how.columnwise), how.counts is not None, _or_0(how.counts)
+    described = operands.described(outputs)
+    if how.layout == "tensor":
+        blocks = min(tiles, 4 * launch.multiprocessors(x.device))
+        given, own = _or_0(how.scale), scratch(x, blocks)
+        if how.from_itself:  # where a scale is given this returns at once, unless the scale is 0
+            amax.amax_kernel(source, False).launch(blocks, (*head, given, own))
+        kernel = quantize.quantize_tensor_kernel(cast, how.fp8, *usage, how.seen is not None, count)
+        observed = _or_0(how.seen), counts
+        kernel.launch(tiles, (*cast_head, given, own, blocks, *how.own, *observed, *described))
+    elif how.layout == "row":
+        amaxes = x.new_zeros(rows + columns, dtype=torch.float32)
+        both = amaxes[:rows], amaxes[rows:]
+        amax.row_amax_kernel(source, *usage).launch(tiles, (*head, *both))
+        kernel = quantize.quantize_rows_kernel(cast, how.fp8, *usage, count)
+        kernel.launch(tiles, (*cast_head, *both, *how.own, counts, *described))
+    else:
+        kernel = quantize_blocks.quantize_blocks_kernel(cast, how.fp8, how.layout, *usage, count)
+        kernel.launch(tiles, (*cast_head, *how.own, counts, *described))
+    return outputs
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *cast: object
+) -> tuple[Tensor, ...]:
+    from cuda_kernels import norm as kernels
+    from cuda_kernels.rows import THREADS, cast_spread
+
+    how, x, weight = How(*cast), _rows(x), weight.contiguous()  # type: ignore[arg-type]
+    bias = None if bias is None else bias.contiguous()
+    rows, columns = x.shape
+    norm = kernels.Norm(NAMES[x.dtype], NAMES[weight.dtype], not rms, bias is not None)
+    mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    fits = _vectors(x) and _vectors(weight) and (bias is None or _vectors(bias))
+    spread = cast_spread(norm.dtype, columns) if fits else None
+    read = (x, x.stride(0), rows, columns)
+    if spread and how.layout == "tensor" and how.rowwise and not how.columnwise and how.counts is None:
+        parameters = weight, _or_0(bias), float(zero_centered), mean, rstd
+        return *_cast_rows(norm, spread, (*read, *parameters), eps, how), mean, rstd
+    if spread:
+        blocks = -(-rows * spread.threads // THREADS)
+        kernels.statistics_kernel(norm.dtype, norm.mean, spread).launch(blocks, (*read, eps, mean, rstd))
+    else:
+        aligned = _quads(x)
+        kernels.long_statistics_kernel(norm.dtype, norm.mean, aligned).launch(rows, (*read, eps, mean, rstd))
+    aligned = _quads(x) and _quads(weight) and (bias is None or _quads(bias))
+    words = x, x.stride(0), weight, _or_0(bias), mean, rstd, int(zero_centered)
+    return *cast_values(Values(kernels.normalized_source(norm, aligned), words), rows, columns, how), mean, rstd
+
+
+def _cast_rows(norm: Norm, spread: Spread, head: tuple[Argument, ...], eps: float, how: How) -> Outputs:
+    """One read of x where a scale is given; two kernels, of which the second returns at once unless it is 0."""
+    from cuda_kernels import launch, norm_cast
+    from cuda_kernels.rows import THREADS
+
+    x, _, rows, columns, *_ = head
+    assert isinstance(x, Tensor)
+    operands = how.operands(x, rows, columns)  # type: ignore[arg-type]
+    outputs = operands.allocate()
+    normalize = norm_cast.normalize_kernel(norm, how.fp8, spread, how.seen is not None)
+    groups = -(-x.shape[0] * spread.threads // THREADS)
+    blocks = min(groups, normalize.blocks_per_multiprocessor * launch.multiprocessors(x.device))
+    given, own = _or_0(how.scale), scratch(x, blocks)
+    out, pitch, out_scale, *_ = operands.described(outputs)
+    normalize.launch(blocks, (*head, eps, given, own, _or_0(how.seen), out, pitch, out_scale))
+    if how.from_itself:
+        kernel = norm_cast.cast_normalized_kernel(norm, how.fp8, spread)
+        kernel.launch(blocks, (*head, given, own, blocks, *how.own, out, pitch, out_scale))
+    return outputs
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, zero_centered: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from cuda_kernels import launch
+    from cuda_kernels import norm_backward as kernels
+    from cuda_kernels.norm import Norm
+
+    dy, x, weight = _rows(dy), _rows(x), weight.contiguous()
+    rows, columns = x.shape
+    norm, dy_dtype = Norm(NAMES[x.dtype], NAMES[weight.dtype], not rms, bias), NAMES[dy.dtype]
+    spread = None
+    if _vectors(x) and _vectors(dy) and _vectors(weight):
+        spread = kernels.backward_spread((norm.dtype, dy_dtype), columns)
+    if spread:
+        kernel = kernels.norm_backward_kernel(norm, dy_dtype, spread)
+    else:
+        aligned = _quads(x) and _quads(dy) and _quads(weight)
+        kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
+    blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(x.device))
+    pitch = _padded(columns)
+    partials = x.new_empty(1 + bias, blocks, pitch, dtype=torch.float32)
+    dx = x.new_empty(rows, columns)
+    head = x, x.stride(0), dy, dy.stride(0), rows, columns
+    kernel.launch(blocks, (*head, weight, float(zero_centered), mean, rstd, dx, partials, pitch))
+    dweight = _column_sums(partials[0], columns, weight.dtype)
+    return dx, dweight, _column_sums(partials[1], columns, weight.dtype) if bias else weight.new_empty(0)
+
+
+def activation_quantize(x: Tensor, activation: str, *cast: object) -> tuple[Tensor, ...]:
+    from cuda_kernels.activation import activation_source
+
+    how, x = How(*cast), _rows(x)  # type: ignore[arg-type]
+    rows, columns = x.shape[0], x.shape[1] // 2 if is_gated(activation) else x.shape[1]
+    source = activation_source(activation, NAMES[x.dtype], _quads(x) and columns % 4 == 0)
+    return cast_values(Values(source, (x, x.stride(0))), rows, columns, how)
+
+
+def activation_backward_quantize(
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, *cast: object
+) -> tuple[Tensor, ...]:
+    from cuda_kernels.activation import activation_backward_source
+    from cuda_kernels.column_sums import summed_source
+
+    how, dy, x = How(*cast), _rows(dy), _rows(x)  # type: ignore[arg-type]
+    rows, columns = x.shape
+    aligned = _quads(x) and _quads(dy)
+    source = activation_backward_source(activation, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+    values = Values(source, (x, x.stride(0), dy, dy.stride(0)))
+    if not bias_dtype:
+        return *cast_values(values, rows, columns, how), x.new_empty(0, dtype=torch.float32)
+    partials = x.new_empty(-(-rows // 16), _padded(columns), dtype=torch.float32)
+    summed = Values(summed_source(source), (*values.words, partials))
+    return *cast_values(values, rows, columns, how, summed), _column_sums(partials, columns, bias_dtype)
+
+
+def _column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    from cuda_kernels import column_sums
+
+    out = partials.new_empty(columns, dtype=dtype)
+    kernel = column_sums.column_sums_kernel(NAMES[dtype])
+    kernel.launch(-(-columns // column_sums.COLUMNS), (partials, *partials.shape, columns, out))
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x`` with the elements of a row side by side."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // 4) * 4
+
+
+def _aligned(x: Tensor, elements: int, size: int) -> bool:
+    """Whether rows are made of whole vectors of ``elements``, which begin at multiples of ``size`` bytes."""
+    pitch = x.stride(0) if x.dim() == 2 else 0
+    return x.shape[-1] % elements == 0 and (pitch * x.element_size()) % size == 0 and x.data_ptr() % size == 0
+
+
+def _vectors(x: Tensor) -> bool:
+    return _aligned(x, 8, 16)
+
+
+def _quads(x: Tensor) -> bool:
+    return _aligned(x, 4, 4 * x.element_size())
+
+
+def _or_0(tensor: Tensor | None) -> Tensor | int:
+    return 0 if tensor is None else tensor
+
+
+for _op, _layout_at in (
+    (norm_quantize, 9),
+    (norm_backward, None),
+    (activation_quantize, 5),
+    (activation_backward_quantize, 7),
+):
+    _registered = falls_back(_op, getattr(reference, _op.__name__), _layout_at)
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _registered)

@@ -1,0 +1,202 @@
+"""The specification of the fused ops in plain torch: values in float32, cast as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.fused.schema import is_gated
+from lightning_fp8.ops.schema import NAMESPACE
+
+# --- Normalization ----------------------------------------------------------------------------------------------------
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rms: bool,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor | None,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    may_be_0: bool,
+) -> tuple[Tensor, ...]:
+    """See :func:`lightning_fp8.ops.fused.norm_quantize`."""
+    x = x.float()
+    mean = x.new_empty(0) if rms else x.mean(1)
+    centered = x if rms else x - mean[:, None]
+    rstd = torch.rsqrt(centered.square().mean(1) + eps)
+    y = centered * rstd[:, None] * _gamma(weight, zero_centered)
+    if bias is not None:
+        y = y + bias.float()
+    return *_cast(y, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0), mean, rstd
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, zero_centered: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`lightning_fp8.ops.fused.norm_backward`."""
+    dy = dy.float()
+    normalized = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
+    g = dy * _gamma(weight, zero_centered)
+    dx = g - normalized * (g * normalized).mean(1, keepdim=True)
+    if not rms:
+        dx = dx - g.mean(1, keepdim=True)
+    dweight = (dy * normalized).sum(0).to(weight.dtype)
+    return (dx * rstd[:, None]).to(x.dtype), dweight, dy.sum(0).to(weight.dtype) if bias else weight.new_empty(0)
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + (1.0 if zero_centered else 0.0)
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
+
+
+class Activation(NamedTuple):
+    """``value(x)`` and ``backward(dy, x)``, in float32."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+# A sigmoid that far from 0 is 0 or 1: a larger factor changes nothing, and infinity would make NaN of its product.
+_FAR = 128.0
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(x)
+
+
+def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return dy * (s * (1 + x.clamp(-_FAR, _FAR) * (1 - s)))
+
+
+# GELU's tanh form is x (1 + tanh(u)) / 2 = x sigmoid(2 u), which does not cancel where x is negative.
+_GELU_1, _GELU_3 = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(x * (_GELU_1 + _GELU_3 * (x * x)))
+
+
+def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s, near = torch.sigmoid(x * (_GELU_1 + _GELU_3 * (x * x))), x.clamp(-_FAR, _FAR)
+    return dy * (s * (1 + near * (1 - s) * (_GELU_1 + 3 * _GELU_3 * (near * near))))
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.where(x < 0, 0.0, x)
+
+
+def _relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, dy)
+
+
+def _srelu(x: Tensor) -> Tensor:
+    return _relu(x).square()
+
+
+def _srelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, dy * (2 * x))
+
+
+ACTIVATIONS = {
+    name: Activation(value, backward)
+    for names, value, backward in (
+        (("gelu", "geglu"), _gelu, _gelu_backward),
+        (("relu", "reglu"), _relu, _relu_backward),
+        (("srelu", "sreglu"), _srelu, _srelu_backward),
+        (("silu", "swiglu"), _silu, _silu_backward),
+    )
+    for name in names
+}
+"""By Transformer Engine's names; ``gelu`` is the tanh form."""
+
+
+def activation_quantize(
+    x: Tensor,
+    activation: str,
+    scale: Tensor | None,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    may_be_0: bool,
+) -> tuple[Tensor, ...]:
+    """See :func:`lightning_fp8.ops.fused.activation_quantize`."""
+    value, _ = ACTIVATIONS[activation]
+    if is_gated(activation):
+        x, gate = x.float().chunk(2, 1)
+        y = value(x) * gate
+    else:
+        y = value(x.float())
+    return _cast(y, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0)
+
+
+def activation_backward_quantize(
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    bias_dtype: torch.dtype | None,
+    scale: Tensor | None,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    may_be_0: bool,
+) -> tuple[Tensor, ...]:
+    """See :func:`lightning_fp8.ops.fused.activation_backward_quantize`."""
+    value, backward = ACTIVATIONS[activation]
+    dy, x = dy.float(), x.float()
+    if is_gated(activation):
+        x, gate = x.chunk(2, 1)
+        dx = torch.cat([backward(dy * gate, x), dy * value(x)], 1)
+    else:
+        dx = backward(dy, x)
+    dbias = dx.sum(0).to(bias_dtype) if bias_dtype else dx.new_empty(0)
+    return *_cast(dx, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0), dbias
+
+
+def _cast(
+    y: Tensor,
+    scale: Tensor | None,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    may_be_0: bool,
+) -> tuple[Tensor, ...]:
+    if scale is None:
+        return reference.quantize(y, dtype, layout, power_2, epsilon, rowwise, columnwise, counts)
+    return reference.quantize_with_scale(y, scale, seen, dtype, rowwise, columnwise, counts, may_be_0)
+
+
+for _op in (norm_quantize, norm_backward, activation_quantize, activation_backward_quantize):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)

@@ -1,0 +1,338 @@
+"""Fused ops: the reference against float64 and its autograd, the kernels' PTX on the CPU against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops import cuda as plain
+from lightning_fp8.ops import fused
+from lightning_fp8.ops.fused import cuda, reference
+from lightning_fp8.ops.fused.schema import is_gated
+from lightning_fp8.ops.operands import Operands
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from tests.emulated import Emulator, executing, needs_compilers
+from tests.float8_reference import cast
+from tests.fused_cases import CASES, LONG, assert_close_codes, norm_inputs, values
+from tests.kernel_cases import BF16, FP16, FP32, Case, assert_same
+from tests.test_ops import POWER_2, expected
+
+LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
+ACTIVATIONS = pytest.mark.parametrize("name", fused.ACTIVATIONS)
+library = torch.ops.lightning_fp8
+
+# --- The reference ----------------------------------------------------------------------------------------------------
+
+
+def check_operand(operand: ScaledTensor | None, y: Tensor, layout: Layout) -> None:
+    """``operand`` is the cast of the float64 ``y``, but for values within float32's error of two codes' middle."""
+    assert operand is not None
+    codes, dequantized = expected(y.numpy(), layout)
+    assert_close_codes(operand.data, torch.from_numpy(codes).view(torch.float8_e4m3fn), "codes")
+    same = operand.data.view(torch.uint8).numpy() == codes
+    np.testing.assert_allclose(operand.dequantize().double().numpy()[same], dequantized[same], rtol=2e-6)
+
+
+def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, zero_centered: bool) -> Tensor:
+    """In x's dtype, by torch."""
+    gamma = weight + 1 if zero_centered else weight
+    if rms:
+        return F.rms_norm(x, x.shape[1:], gamma, 1e-5)
+    return F.layer_norm(x, x.shape[1:], gamma, bias, 1e-5)
+
+
+def exact_activation(x: Tensor, name: str) -> Tensor:
+    """In x's dtype, by torch."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "ge": lambda x: F.gelu(x, approximate="tanh"),
+        "re": F.relu,
+        "sre": lambda x: F.relu(x).square(),
+        "si": F.silu,
+        "swi": F.silu,
+    }
+    if name.endswith("glu"):
+        a, b = x.chunk(2, 1)
+        return functions[name.removesuffix("glu")](a) * b
+    return functions[name.removesuffix("lu")](x)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize(("shape", "dtype", "zero_centered"), [((70, 100), BF16, False), ((33, 257), FP32, True)])
+def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dtype, zero_centered: bool) -> None:
+    x, weight, bias = norm_inputs(shape, dtype, FP32, rms)
+    how = Cast(E4M3, layout, layout in POWER_2)
+    options = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered}
+    (row, column), mean, rstd = fused.norm_quantize(x, weight, bias, how, columnwise=True, **options)
+    doubles = x.double(), weight.double(), None if bias is None else bias.double()
+    y = exact_norm(*doubles, rms, zero_centered)
+    check_operand(row, y, layout)
+    check_operand(column, y.t(), layout)
+    moment = x.double().square().mean(1) if rms else x.double().var(1, correction=0)
+    torch.testing.assert_close(rstd.double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(mean.double(), x.double().mean(1)[: 0 if rms else None], rtol=1e-6, atol=1e-6)
+    only = fused.norm_quantize(x, weight, bias, how, rowwise=False, columnwise=True, **options).operands
+    assert only.rowwise is None
+    check_operand(only.columnwise, y.t(), layout)
+
+
+def test_variance_of_a_distant_mean() -> None:
+    """E[x²] - E[x]² would lose every digit of it."""
+    x = torch.randn(5, 1000) + 3000
+    rstd = fused.norm_quantize(x, torch.ones(1000), None, Cast(E4M3, Layout.TENSOR), eps=0.0).rstd
+    torch.testing.assert_close(rstd.double(), x.double().var(1, correction=0).rsqrt(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
+def test_given_scale(float8: object, scale: float) -> None:
+    """Delayed scaling: what is seen is the amax of the float32 values, and 0 scales from it."""
+    assert float8 in (E4M3, E5M2)
+    x, weight, bias = norm_inputs((40, 56), BF16, FP32, False)
+    y = exact_norm(x.double(), weight.double(), bias.double(), False, False)  # type: ignore[union-attr]
+    g = exact_activation(x.double(), "swiglu")
+    how = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
+    for exact, run in (
+        (y, lambda **given: fused.norm_quantize(x, weight, bias, how, eps=1e-5, **given).operands),
+        (g, lambda **given: fused.activation_quantize(x, "swiglu", how, **given)),
+    ):
+        amax, seen = exact.abs().max(), torch.tensor(0.25)
+        row, none = run(scale=torch.tensor(scale), seen=seen)
+        assert none is None
+        used = scale or float(float8.max / amax)  # type: ignore[attr-defined]
+        codes = torch.from_numpy(cast(exact.numpy(), used, float8.name))  # type: ignore[attr-defined]
+        assert_close_codes(row.data, codes.view(row.data.dtype), "codes")
+        torch.testing.assert_close(row.scale_inv.double(), torch.tensor(1 / used).double(), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(seen.double(), amax, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(70, 100), (1, 1), (3, 257)])
+def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -> None:
+    x, weight, bias = norm_inputs(shape, FP32, FP32, rms)
+    dy = values(*shape, FP32, seed=5)
+    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms)
+    dx, dweight, dbias = fused.norm_backward(
+        dy, x, weight, statistics.mean, statistics.rstd, rms=rms, zero_centered=zero_centered, bias=not rms
+    )
+    leaves = [tensor.double().requires_grad_() for tensor in (x, weight, *([] if rms else [bias]))]
+    exact_norm(*leaves, *([None] if rms else []), rms, zero_centered).backward(dy.double())
+    for actual, leaf in zip((dx, dweight, dbias), leaves):
+        assert actual is not None
+        size = float(leaf.grad.abs().max())  # type: ignore[union-attr]
+        torch.testing.assert_close(actual.double(), leaf.grad, rtol=1e-4, atol=1e-5 * size + 1e-6)
+    assert (dbias is None) == rms
+
+
+def test_gradients_have_their_tensors_dtypes() -> None:
+    x, weight, bias = norm_inputs((9, 16), FP16, BF16, False)
+    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5)
+    gradients = fused.norm_backward(x.float(), x, weight, *statistics[1:], bias=True)
+    assert [gradient.dtype for gradient in gradients if gradient is not None] == [FP16, BF16, BF16]
+    for dtype in (BF16, FP32):
+        assert fused.activation_backward_quantize(
+            x, x, "relu", Cast(E5M2, Layout.TENSOR), bias_dtype=dtype
+        )[1].dtype == dtype  # type: ignore[union-attr]  # fmt: skip
+
+
+@LAYOUTS
+@ACTIVATIONS
+def test_activation(name: str, layout: Layout) -> None:
+    """Values, gradients and their sums are float64's, in both operands."""
+    columns = 2 * 101 if is_gated(name) else 101
+    x, how = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
+    leaf = x.double().requires_grad_()
+    y = exact_activation(leaf, name)
+    row, column = fused.activation_quantize(x, name, how, columnwise=True)
+    check_operand(row, y.detach(), layout)
+    check_operand(column, y.detach().t(), layout)
+    dy = values(67, 101, FP32, seed=1)
+    y.backward(dy.double())
+    assert leaf.grad is not None
+    (row, column), dbias = fused.activation_backward_quantize(dy, x, name, how, bias_dtype=FP32, columnwise=True)
+    check_operand(row, leaf.grad, layout)
+    check_operand(column, leaf.grad.t(), layout)
+    torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "srelu", "silu"])
+def test_limits(name: str) -> None:
+    """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
+    x = torch.tensor([-math.inf, -1e30, -200.0, 200.0, 1e30, math.inf, math.nan])
+    value, backward = reference.ACTIVATIONS[name]
+    right = {"srelu": x[3:6] ** 2}.get(name, x[3:6])
+    slopes = {"srelu": 2 * x[3:6]}.get(name, torch.ones(3))
+    torch.testing.assert_close(value(x), torch.cat([torch.zeros(3), right, x[6:]]), equal_nan=True)
+    torch.testing.assert_close(
+        backward(torch.ones(7), x)[:6], torch.cat([torch.zeros(3), slopes]), equal_nan=True, atol=1e-6, rtol=0.0
+    )
+    assert torch.equal(backward(torch.ones(7), x)[6:].isnan(), torch.tensor([name != "relu"]))
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+def test_registration(layout: Layout) -> None:
+    """Schemas, what is written to, shapes and strides on fake tensors."""
+    x, weight, bias = norm_inputs((35, 48), BF16, FP32, False)
+    recipe = E4M3.dtype, layout.value, False, 0.0
+    given: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
+    if layout is Layout.TENSOR:
+        given.append((torch.tensor(2.0), torch.tensor(0.0)))
+    for scale, seen in given:
+        for usage in ((True, False), (False, True), (True, True)):
+            how = scale, seen, *recipe, *usage, torch.zeros(2, dtype=torch.int64), True
+            torch.library.opcheck(library.norm_quantize, (x, weight, bias, False, 1e-5, True, *how))
+            torch.library.opcheck(library.norm_quantize, (x, weight, None, True, 1e-5, False, *how))
+            torch.library.opcheck(library.activation_quantize, (x, "swiglu", *how))
+            torch.library.opcheck(library.activation_backward_quantize, (x, x, "gelu", BF16, *how))
+            torch.library.opcheck(library.activation_backward_quantize, (x[:, :24], x, "reglu", None, *how))
+    statistics = x.float().mean(1), torch.ones(35)
+    torch.library.opcheck(library.norm_backward, (x.float(), x, weight, *statistics, False, True, True))
+    torch.library.opcheck(library.norm_backward, (x, x, weight, torch.empty(0), statistics[1], True, False, False))
+
+
+def arguments(op: str, x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
+    """What ``op`` takes for a tensor, besides how it casts."""
+    if op == "norm_quantize":
+        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), False, 1e-5, False, *how
+    return (x, "gelu", *how) if op == "activation_quantize" else (x, x, "gelu", FP32, *how)
+
+
+CAST_OPS = (("norm_quantize", 9), ("activation_quantize", 5), ("activation_backward_quantize", 7))
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("op", "layout_at"), CAST_OPS)
+def test_without_kernels(op: str, layout_at: int, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none run, the reference's results lie as the kernels' do."""
+    monkeypatch.setattr(plain, "_without_kernels", {torch.device("cpu")})
+    x = values(35, 49, BF16)
+    how = None, None, E4M3.dtype, layout.value, False, 0.0, True, True, None, True
+    results = plain.falls_back(getattr(cuda, op), getattr(reference, op), layout_at)(*arguments(op, x, how))
+    like = Operands(x.device, layout, E4M3.dtype, 35, 49, True, True).allocate()
+    assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
+    for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, how))):
+        assert_same(actual, right, op)
+
+
+@pytest.mark.parametrize("op", [op for op, _ in CAST_OPS])
+@pytest.mark.parametrize("shape", [(0, 0), (0, 8), (7, 0)])
+def test_nothing(op: str, shape: tuple[int, int]) -> None:
+    """An empty tensor has empty operands and sums of nothing."""
+    how = None, None, E4M3.dtype, "tensor", False, 0.0, True, True, None, True
+    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), how))
+    assert data.shape == shape
+    assert data_t.shape == shape[::-1]
+    assert scale_inv == 1
+    if op == "activation_backward_quantize":
+        assert torch.equal(beside[0], torch.zeros(shape[1]))
+
+
+def test_errors() -> None:
+    x, tensor, row = torch.randn(4, 6), Cast(E4M3, Layout.TENSOR), Cast(E4M3, Layout.ROW)
+    norm: dict[str, float] = {"eps": 1e-5}
+    ones = torch.ones(6)
+    for message, call in {
+        "float64": lambda: fused.norm_quantize(x.double(), ones, None, tensor, **norm),
+        "2-D": lambda: fused.activation_quantize(x[None], "gelu", tensor),
+        "weight": lambda: fused.norm_quantize(x, ones[:5], None, tensor, **norm),
+        "bias is": lambda: fused.norm_quantize(x, ones, ones.half(), tensor, **norm),
+        "RMSNorm has no bias": lambda: fused.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
+        "scale must be None": lambda: fused.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
+        "pass scale too": lambda: fused.activation_quantize(x, "gelu", tensor, seen=torch.tensor(1.0)),
+        "'glu' is unknown; use one of gelu, geglu": lambda: fused.activation_quantize(x, "glu", tensor),
+        "two halves": lambda: fused.activation_quantize(x[:, :5], "swiglu", tensor),
+        "no gradient of swiglu": lambda: fused.activation_backward_quantize(x, x, "swiglu", tensor),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+# --- The kernels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emulator() -> Iterator[Emulator]:
+    emulator = Emulator()
+    with executing(emulator):
+        yield emulator
+
+
+@needs_compilers
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case, emulator: Emulator) -> None:
+    case.run("cpu")
+    assert emulator.launched
+
+
+def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
+    """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
+    how = torch.tensor(1.0), torch.tensor(0.0), E5M2.dtype, "tensor", False, 0.0, True, False, None, False
+    return cuda.activation_backward_quantize(dy, x, name, FP32, *how)[-1]
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", ["geglu", "swiglu"])
+def test_accuracy_of_the_exponential(name: str, emulator: Emulator) -> None:
+    """Values and slopes in float32, for gate and dy of 1, against float64: what activation.py says of them."""
+    emulator.races = False
+    x = torch.cat([torch.linspace(-80, 80, 4093), torch.tensor([-0.0, 1e-30, -1e-30])])
+    row = torch.cat([x, torch.ones_like(x)])[None]
+    slope, value = gradient_sums(name, torch.ones(1, x.numel()), row).double().chunk(2)
+    leaf = x.double().requires_grad_()
+    z = leaf * (1 + 0.044715 * leaf.square()) * math.sqrt(8 / math.pi) if name == "geglu" else leaf
+    exact = leaf * torch.sigmoid(z)
+    exact.sum().backward()
+    normal = exact.abs() > 1e-36  # nearer to 0 the reciprocal is flushed
+    bound = 2e-7 * z.abs().clamp(min=1)
+    assert bool(((value - exact).abs() <= bound * exact.abs())[normal].all())
+    assert float(value[~normal].abs().max()) < 1e-36
+    z_slope = (1 + 3 * 0.044715 * leaf.square()) * math.sqrt(8 / math.pi) if name == "geglu" else 1.0
+    addends = torch.sigmoid(z) * (1 + (leaf * torch.sigmoid(-z) * z_slope).abs())
+    assert bool(((slope - leaf.grad).abs() <= bound * addends)[normal].all())  # type: ignore[operator]
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", ["geglu", "swiglu"])
+def test_special_values(name: str, emulator: Emulator) -> None:
+    """Infinities, NaN and huge numbers, each with each as x, gate and dy, give what the reference gives."""
+    emulator.races = False
+    special = torch.tensor([-math.inf, math.inf, math.nan, -3e38, 3e38, -200.0, 30.0, -0.0, 0.0, 1.0, -1e-30, 1e-30])
+    x, gate, dy = (grid.reshape(1, -1) for grid in torch.meshgrid(special, special, special, indexing="ij"))
+    row = torch.cat([x, gate], 1)
+    actual = gradient_sums(name, dy, row)
+    right = reference.activation_backward_quantize(
+        dy, row, name, FP32, None, None, E5M2.dtype, "tensor", False, 0.0, True, False, None, True
+    )[-1]
+    torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-37, equal_nan=True)
+
+
+@needs_compilers
+@pytest.mark.parametrize("schedule", ["reverse", "random"])
+def test_the_order_of_threads_changes_nothing(schedule: str, emulator: Emulator) -> None:
+    """Sums along rows and over rows are the same to the bit."""
+    x, weight, bias = norm_inputs(LONG, BF16, FP32, False)
+    dy, g = values(*LONG, FP32, seed=3), values(37, 2 * 264, BF16)
+
+    def results() -> list[Tensor]:
+        given = torch.tensor(0.0), torch.tensor(0.0)
+        how = *given, E4M3.dtype, "tensor", False, 0.0, True, False, None, True
+        *operands, mean, rstd = cuda.norm_quantize(x, weight, bias, False, 1e-5, False, *how)
+        gradients = cuda.norm_backward(dy, x, weight, mean, rstd, False, False, True)
+        sums = gradient_sums("geglu", g[:, :264].float(), g.float())
+        return [*operands[:2], given[1], mean, rstd, *gradients, sums]
+
+    before = results()
+    emulator.schedule = schedule  # type: ignore[assignment]
+    for actual, right in zip(results(), before):
+        assert_same(actual, right, schedule)
