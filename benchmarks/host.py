@@ -53,7 +53,7 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     launches: list[Step] = []
     with _executing(_pack):
         call()  # what is made once is made now
-        with _executing(lambda kernel, _, args: launches.append(partial(_pack, kernel, 0, args))), _noted() as makings:
+        with _executing(lambda *launch: launches.append(partial(_pack, *launch))), _noted() as makings:
             implementation(*call.args)
         without_torch_ops = partial(implementation, *call.args)
         steps: list[Step] = [call, without_torch_ops, partial(_replay, makings), partial(_replay, launches)]
@@ -81,14 +81,18 @@ def _implementation(op: str) -> Callable[..., Any]:
     return implementation
 
 
-def _pack(kernel: Any, blocks: int, args: Sequence[Any]) -> None:
-    from cuda_kernels.launch import pack_parameters
+def _pack(kernel: Any, blocks: int, args: Sequence[Any], ready: Any) -> None:
+    """What a launch does before it calls the driver."""
+    from cuda_kernels.launch import pack
 
-    pack_parameters(kernel, args)
+    if ready is None:
+        pack(kernel, args)
+    else:
+        ready.packed(args[: -len(ready.numbers)])
 
 
 @contextmanager
-def _executing(executor: Callable[[Any, int, Sequence[Any]], None]) -> Iterator[None]:
+def _executing(executor: Callable[..., None]) -> Iterator[None]:
     """Kernels with CPU tensors are started by ``executor``."""
     from cuda_kernels.launch import EXECUTORS
 

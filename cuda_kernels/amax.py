@@ -49,7 +49,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     """
     load, decode, held = source.load, source.decode, source.registers
 
-    def amax(x, rows, columns, scale, amax):
+    def amax(x, scale, amax, rows, columns):
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
@@ -76,7 +76,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     return Kernel(
         f"amax({source.name}, {accumulate=})",
         amax,
-        (*source.parameters, i64, i64),
+        (source.words_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=32,
         blocks_per_multiprocessor=source.blocks,
@@ -88,7 +88,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
     load, decode, held = source.load, source.decode, source.registers
 
-    def row_amax(x, rows, columns, rows_amax, columns_amax):
+    def row_amax(x, rows_amax, columns_amax, rows, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         first_row, first_column = position(cuda.blockIdx.x, columns)
@@ -124,7 +124,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     return Kernel(
         f"row_amax({source.name}, {by_row=}, {by_column=})",
         row_amax,
-        (*source.parameters, i64, i64),
+        (source.words_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
         blocks_per_multiprocessor=max(1, source.blocks - 1),

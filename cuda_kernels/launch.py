@@ -30,7 +30,7 @@ _TOOLS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia
 _FORMATS = {"int64": "q", "int32": "i", "float32": "f"}
 
 Argument = Tensor | int | float
-Executor = Callable[["Kernel", int, Sequence[Argument]], None]
+Executor = Callable[["Kernel", int, Sequence[Argument], "Launch | None"], None]
 
 
 class KernelError(RuntimeError):
@@ -111,10 +111,51 @@ class Kernel:
         Raises:
             KernelError: the kernel cannot be compiled or started.
         """
-        if args[0].is_cuda:  # type: ignore[union-attr]
-            _launch_cuda(self, blocks, args)
+        first = args[0]
+        if first.is_cuda:  # type: ignore[union-attr]
+            _start(self, blocks, first.get_device(), pack(self, args))  # type: ignore[union-attr]
         else:
-            EXECUTORS[args[0].device.type](self, blocks, args)  # type: ignore[union-attr]
+            EXECUTORS[first.device.type](self, blocks, args, None)  # type: ignore[union-attr]
+
+
+class Launch:
+    """A kernel made ready for tensors that lie alike: addresses are all that is left to say when it starts.
+
+    Attributes:
+        kernel: its first parameters are int64: addresses, and what else differs from start to start.
+        blocks: how many to start.
+        numbers: its other parameters.
+    """
+
+    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float]) -> None:
+        self.kernel, self.blocks, self.numbers = kernel, blocks, tuple(numbers)
+        self._kept = _Kept()
+
+    def __call__(self, *addresses: Argument) -> None:
+        """Start it; a tensor, the first of the addresses among them, is passed as its address.
+
+        Raises:
+            KernelError: the kernel cannot be compiled or started.
+        """
+        first = addresses[0]
+        if first.is_cuda:  # type: ignore[union-attr]
+            _start(self.kernel, self.blocks, first.get_device(), self.packed(addresses))  # type: ignore[union-attr]
+        else:
+            EXECUTORS[first.device.type](self.kernel, self.blocks, (*addresses, *self.numbers), self)  # type: ignore[union-attr]
+
+    def packed(self, addresses: Sequence[Argument]) -> int:
+        """Put ``addresses`` where the driver reads them; the address of what tells it where that is."""
+        if self._kept.block is None:
+            block = _ParameterBlock(self.kernel)
+            self.kernel.layout.pack_into(block.buffer, 0, *[0] * len(addresses), *self.numbers)
+            self._kept.block = block
+        block = self._kept.block
+        values = [each.data_ptr() if each.__class__ is Tensor else each for each in addresses]  # type: ignore[union-attr]
+        try:
+            block.words[: len(values)] = values
+        except TypeError:  # a tensor of another class: a parameter
+            block.words[: len(values)] = [each if isinstance(each, int) else each.data_ptr() for each in values]  # type: ignore[union-attr]
+        return block.extra
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
@@ -238,25 +279,47 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-class _Buffers(threading.local):
-    def __init__(self) -> None:
-        self.of: dict[Kernel, tuple[Any, int, Any]] = {}
+class _ParameterBlock:
+    """Memory for a kernel's parameters.
 
+    Attributes:
+        buffer: as a kernel's ``layout`` says.
+        words: the same as int64.
+        extra: address of what tells the driver of it.
+    """
 
-_buffers = _Buffers()
-
-
-def _parameter_block(kernel: Kernel) -> tuple[Any, int]:
-    """A buffer for the kernel's parameters, and the address of what tells the driver of it; one for each thread."""
-    blocks = _buffers.of
-    if kernel not in blocks:
-        buffer = ctypes.create_string_buffer(kernel.layout.size)
-        size = ctypes.c_size_t(kernel.layout.size)
+    def __init__(self, kernel: Kernel) -> None:
+        size = kernel.layout.size
+        self.buffer = ctypes.create_string_buffer(size)
+        self.words: Any = (ctypes.c_int64 * (size // 8)).from_buffer(self.buffer)
+        self._size = ctypes.c_size_t(size)
         # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END
-        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
-        blocks[kernel] = buffer, ctypes.addressof(extra), (size, extra)
-    buffer, address, _ = blocks[kernel]
-    return buffer, address
+        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self._size), 0)
+        self.extra = ctypes.addressof(self._extra)
+
+
+class _Kept(threading.local):
+    """A launch's parameters: of each thread its own, since backward runs in threads beside the forward pass."""
+
+    block: _ParameterBlock | None = None
+
+
+class _Blocks(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[Kernel, _ParameterBlock] = {}
+
+
+_blocks = _Blocks()
+
+
+def pack(kernel: Kernel, args: Sequence[Argument]) -> int:
+    """Put all parameters where the driver reads them; the address of what tells it where that is."""
+    block = _blocks.of.get(kernel)
+    if block is None:
+        block = _blocks.of[kernel] = _ParameterBlock(kernel)
+    values = [arg if isinstance(arg, (int, float)) else arg.data_ptr() for arg in args]
+    kernel.layout.pack_into(block.buffer, 0, *values)
+    return block.extra
 
 
 @cache
@@ -297,15 +360,14 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-def _launch_cuda(kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
-    index = args[0].get_device()  # type: ignore[union-attr]
+def _start(kernel: Kernel, blocks: int, index: int, extra: int) -> None:
+    """Start ``kernel`` on CUDA device ``index`` with the parameters that ``extra`` tells of."""
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
-            return _launch_cuda(kernel, blocks, args)
+            return _start(kernel, blocks, index, extra)
     handle = kernel._loaded.get(index)
     if handle is None:
         handle = kernel._loaded[index] = _load(kernel, index)
-    extra = pack_parameters(kernel, args)
     stream = torch._C._cuda_getCurrentRawStream(index)
     (result,) = _driver().cuLaunchKernel(
         handle, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, 0, extra
@@ -314,17 +376,8 @@ def _launch_cuda(kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
         raise KernelError(f"{kernel.name} did not start: the CUDA driver answered {result!r}")
 
 
-def pack_parameters(kernel: Kernel, args: Sequence[Argument]) -> int:
-    """Put ``args`` where the driver reads them; the address of what tells it where that is."""
-    buffer, extra = _parameter_block(kernel)
-    try:
-        values = [arg.data_ptr() if arg.__class__ is Tensor else arg for arg in args]  # type: ignore[union-attr]
-        kernel.layout.pack_into(buffer, 0, *values)
-    except struct.error:  # a tensor of another class: a parameter
-        values = [arg if isinstance(arg, (int, float)) else arg.data_ptr() for arg in args]
-        kernel.layout.pack_into(buffer, 0, *values)
-    return extra
-
-
 EXECUTORS: dict[str, Executor] = {}
-"""What starts a kernel for tensors that are not on a card, by the type of their device."""
+"""What starts a kernel for tensors that are not on a card, by the type of their device.
+
+It gets the kernel, the number of blocks, all parameters, and the :class:`Launch` if there is one.
+"""

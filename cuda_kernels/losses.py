@@ -1,4 +1,4 @@
-"""What casts to FP8 share: the counts of values that a format cannot hold, and the parameters of their results."""
+"""What casts to FP8 share: the counts of values that a format cannot hold, and the pitches of their results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cuda_kernels.codec import FP8_MAX, device
 from cuda_kernels.ptx import atomic_add, i64, u32, warp_sum
 from cuda_kernels.tile import Source
 
-OUTPUTS = (i64, i64, i64, i64, i64, i64, i64, i64)
-"""For the rowwise and the transposed copy: codes, their pitch, scale_inv, its pitch."""
+PITCHES = (i64, i64, i64, i64)
+"""A kernel's last parameters: the pitches of codes and scales, of the rowwise and of the transposed copy."""
 
 _SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
 _ZERO = np.float32(0)

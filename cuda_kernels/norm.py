@@ -172,7 +172,7 @@ _STATISTICS = (i64, i64, i32, i32, f32, i64, i64)
 
 
 @cache
-def statistics_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
+def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
     """``mean`` (if asked for) and ``rstd``, float32 ``[rows]``, of rows that fit into registers, in one read."""
     load_row, statistics = row_loader(dtype, spread), row_statistics(dtype, mean, spread)
     held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
@@ -200,7 +200,7 @@ def statistics_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
 
 
 @cache
-def long_statistics_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
+def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
     quad_of, item, total = quad_reader(dtype, aligned), ITEM_BYTES[dtype], row_sum(THREADS)
 

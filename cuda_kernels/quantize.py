@@ -18,7 +18,7 @@ from cuda_kernels.codec import (
     quad_magnitude,
 )
 from cuda_kernels.launch import Kernel
-from cuda_kernels.losses import OUTPUTS, add_losses, fitting, losses_of
+from cuda_kernels.losses import PITCHES, add_losses, fitting, losses_of
 from cuda_kernels.ptx import (
     atomic_max,
     divide,
@@ -63,8 +63,8 @@ def quantize_tensor_kernel(
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
 
     def quantize_tensor(
-        x, rows, columns, scale, own, n_own, power_2, epsilon, seen, counts,
-        out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
+        x, scale, own, seen, counts, out, out_scale, out_t, out_t_scale,
+        rows, columns, n_own, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -80,7 +80,7 @@ def quantize_tensor_kernel(
         if factor == _ZERO:
             largest = u32(0)
             index = thread
-            while index < n_own:
+            while own != 0 and index < n_own:
                 largest = unsigned_max(largest, load_4(own + i64(index) * 4))
                 index += THREADS
             amax = from_bits(block_max(largest, shared + TRANSPOSED_BYTES, thread))
@@ -115,7 +115,7 @@ def quantize_tensor_kernel(
     return Kernel(
         f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (*source.parameters, i64, i64, i32, i32, f32, i64, i64, *OUTPUTS),
+        (source.words_type, *[i64] * 8, i32, i32, i32, i32, f32, *PITCHES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
         blocks_per_multiprocessor=fitting(source, count),
@@ -129,8 +129,8 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
 
     def quantize_rows(
-        x, rows, columns, rows_amax, columns_amax, power_2, epsilon, counts,
-        out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
+        x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
+        rows, columns, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -175,7 +175,7 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
     return Kernel(
         f"quantize_rows({source.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
         quantize_rows,
-        (*source.parameters, i64, i64, i32, f32, i64, *OUTPUTS),
+        (source.words_type, *[i64] * 7, i32, i32, i32, f32, *PITCHES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
         blocks_per_multiprocessor=fitting(source, count, rowwise + columnwise),

@@ -17,7 +17,7 @@ from cuda_kernels.codec import (
     quad_magnitude,
 )
 from cuda_kernels.launch import Kernel
-from cuda_kernels.losses import OUTPUTS, add_losses, fitting, losses_of
+from cuda_kernels.losses import PITCHES, add_losses, fitting, losses_of
 from cuda_kernels.ptx import (
     divide,
     dynamic_shared,
@@ -72,8 +72,8 @@ def quantize_blocks_kernel(
     exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
-        x, rows, columns, power_2, epsilon, counts,
-        out, out_pitch, out_scale, out_scale_pitch, out_t, out_t_pitch, out_t_scale, out_t_scale_pitch,
+        x, counts, out, out_scale, out_t, out_t_scale,
+        rows, columns, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -184,7 +184,7 @@ def quantize_blocks_kernel(
     return Kernel(
         f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (*source.parameters, i32, f32, i64, *OUTPUTS),
+        (source.words_type, *[i64] * 5, i32, i32, i32, f32, *PITCHES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
         blocks_per_multiprocessor=fitting(source, count, 1 if square else rowwise + columnwise),

@@ -71,9 +71,9 @@ class Source:
     blocks: int
 
     @property
-    def parameters(self) -> tuple[Any, ...]:
-        """Types of the kernel's first parameters: the words, rows, columns."""
-        return types.UniTuple(i64, self.words), i32, i32
+    def words_type(self) -> Any:
+        """The type of a kernel's first parameter."""
+        return types.UniTuple(i64, self.words)
 
 
 @cache

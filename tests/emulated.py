@@ -13,7 +13,7 @@ import torch
 
 import cuda_kernels
 from cuda_kernels import launch
-from cuda_kernels.launch import Argument, Executor, Kernel
+from cuda_kernels.launch import Argument, Executor, Kernel, Launch
 from tests.ptx_on_cpu import Program
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
@@ -49,7 +49,7 @@ class Emulator:
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
-    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument]) -> None:
+    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument], ready: Launch | None) -> None:
         self.launched.append(kernel)
         program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
             (blocks, 1, 1),
@@ -78,7 +78,7 @@ def executing(executor: Executor) -> Iterator[None]:
 def kernels_of(check: Callable[[str], object]) -> list[Kernel]:
     """The kernels that ``check`` launches. None runs, so that what it then asserts does not hold."""
     launched: list[Kernel] = []
-    with executing(lambda kernel, blocks, args: launched.append(kernel)), suppress(AssertionError):
+    with executing(lambda kernel, *rest: launched.append(kernel)), suppress(AssertionError):
         check("cpu")
     return launched
 

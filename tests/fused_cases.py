@@ -227,6 +227,7 @@ CASES: list[Case] = [
     _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, seen=1e9, **_ROWS),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
     _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, seen=1e9, count=True),
+    _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
     _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, seen=0.5, count=True),
     _norm("layer-fp16-ragged-rows", RAGGED, FP16, FP16, layout=Layout.ROW),
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),

@@ -174,17 +174,30 @@ class Elsewhere:
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, kernel, tensor = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True), Elsewhere()
-    values = (264, 140, 264, 0)
-    launch._launch_cuda(kernel, 6, (tensor, *values, tensor))  # type: ignore[arg-type]
-    assert card.values == [(tensor.data_ptr(), *values, tensor.data_ptr())]
+    values = (264, 0, tensor, 140, 264)
+    kernel.launch(6, (tensor, *values))  # type: ignore[arg-type]
+    assert card.values == [(tensor.data_ptr(), 264, 0, tensor.data_ptr(), 140, 264)]
     assert card.launches == [(4711, 6, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)]
+    ready = launch.Launch(kernel, 7, (140, 264))
+    for pitch in (264, 272):
+        ready(tensor, pitch, 0, tensor)  # type: ignore[arg-type]
+        assert card.values[-1] == (tensor.data_ptr(), pitch, 0, tensor.data_ptr(), 140, 264)
+        assert card.launches[-1] == (4711, 7, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)
 
 
-def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_a_module_are_tensors_too() -> None:
+    ready, weight = launch.Launch(KERNEL, 1, (2, 3)), torch.nn.Parameter(torch.ones(2, 3))
+    extra = (ctypes.c_void_p * 5).from_address(ready.packed((weight, 3, 0, weight)))
+    values = KERNEL.layout.unpack(ctypes.string_at(extra[1], KERNEL.layout.size))
+    assert values == (weight.data_ptr(), 3, 0, weight.data_ptr(), 2, 3)
+
+
+def test_threads_do_not_share_their_parameters() -> None:
     """Backward runs in threads of its own, beside the forward pass."""
-    Card(monkeypatch)
-    addresses = {launch._parameter_block(KERNEL)[1]}
-    thread = threading.Thread(target=lambda: addresses.add(launch._parameter_block(KERNEL)[1]))
+    ready, x = launch.Launch(KERNEL, 1, (2, 3)), torch.ones(2, 3)
+    addresses = {ready.packed((x, 3, 0, x)), ready.packed((x, 3, 0, x))}
+    assert len(addresses) == 1
+    thread = threading.Thread(target=lambda: addresses.add(ready.packed((x, 3, 0, x))))
     thread.start()
     thread.join()
     assert len(addresses) == 2
@@ -193,7 +206,7 @@ def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.M
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, capability=(8, 0))
     with pytest.raises(KernelError, match=r"A Card has compute capability 8\.0; .* 8\.9"):
-        launch._launch_cuda(amax_kernel(tensor_source("float16", False), True), 1, (Elsewhere(), 1, 1, 1, 0, 0))  # type: ignore[arg-type]
+        amax_kernel(tensor_source("float16", False), True).launch(1, (Elsewhere(), 1, 0, 0, 1, 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")])
@@ -204,7 +217,7 @@ def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pyte
     assert launch.compute_capability("120") == (12, 0)
 
 
-def refuse(*args: object) -> None:
+def refuse(*launch: object) -> None:
     raise KernelError("numba-cuda is not installed")
 
 

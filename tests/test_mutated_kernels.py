@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cuda_kernels.launch import Kernel
+from tests import fused_cases
 from tests.emulated import Emulator, builders, executing, kernels_of, needs_compilers, ptx_of
 from tests.kernel_cases import CASES, Case
 from tests.ptx_on_cpu import EmulatorError
@@ -17,6 +18,19 @@ pytestmark = needs_compilers
 
 SYNCHRONISATION = re.compile(
     r"^\s*(?:bar\.sync|barrier\.|bar\.warp\.sync|fence\.|mbarrier\.|membar)[^;]*;", re.MULTILINE
+)
+
+FUSED = (
+    "norm-rms-bf16-given",
+    "norm-rms-bf16-scale=0",
+    "norm-layer-bf16-1x128",
+    "norm-layer-fp16-ragged-rows",
+    "norm-layer-bf16-long-128x128",
+    "norm_backward-rms-bf16-long",
+    "norm_backward-layer-bf16-long",
+    "norm_backward-layer-fp32-ragged",
+    "swiglu_backward-bf16-given-bias",
+    "swiglu_backward-bf16-scale=0-bias",
 )
 
 MUTATED = [
@@ -29,6 +43,7 @@ MUTATED = [
         )
     ),
     *(case for case in CASES if case.name in ("update_scales-1024x70", "update_scales-257x9")),
+    *(case for case in fused_cases.CASES if case.name in FUSED),
 ]
 
 CASES_OF: dict[Kernel, list[Case]] = {}
@@ -61,10 +76,10 @@ def is_noticed(kernel: Kernel, mutant: str) -> bool:
 @pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
 def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
     found = list(mutants(ptx_of(kernel)))
-    assert found
     unnoticed = [line for line, mutant in found if not is_noticed(kernel, mutant)]
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
 
 
 def test_every_kernel_is_mutated() -> None:
-    assert {kernel.function.__name__ for kernel in CASES_OF} == builders()
+    """But for variants in which each warp works alone, in one variant at least."""
+    assert {kernel.function.__name__ for kernel in CASES_OF if list(mutants(ptx_of(kernel)))} == builders()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Kernel
+    from cuda_kernels.launch import Argument, Launch
     from cuda_kernels.tile import Source
 
 _without_kernels: set[torch.device] = set()
@@ -45,11 +45,35 @@ class Reading(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What casts of tensors that lie alike have in common: the kernels, in the order of their launches, and results."""
+    """What casts of values that lie alike have in common.
 
-    reading: Reading
-    kernels: tuple[Kernel, ...]
+    Attributes:
+        layout: of the scales.
+        operands: the results.
+        amax: what finds the amaxes that the cast needs; None where it finds them itself.
+        cast: the cast.
+        rows, columns: of the values.
+    """
+
+    layout: str
     operands: Operands
+    amax: Launch | None
+    cast: Launch
+    rows: int
+    columns: int
+
+
+class How(NamedTuple):
+    """How to cast; see :func:`lightning_fp8.ops.quantize`."""
+
+    dtype: torch.dtype
+    layout: str
+    power_2: bool
+    epsilon: float
+    rowwise: bool
+    columnwise: bool
+    observe_amax: bool
+    count_losses: bool
 
 
 Place = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...], int]
@@ -75,26 +99,71 @@ def reading_of(place: Place) -> Reading | None:
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    place: Place, dtype: torch.dtype, layout: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
-) -> Plan | None:
-    from cuda_kernels.amax import amax_kernel, row_amax_kernel
-    from cuda_kernels.quantize import quantize_rows_kernel, quantize_tensor_kernel
-    from cuda_kernels.quantize_blocks import quantize_blocks_kernel
+def plan_of(
+    device: torch.device, source: Source, rows: int, columns: int, how: How, storing: Source | None = None
+) -> Plan:
+    """How to cast the values of ``source``, ``[rows, columns]``; ``storing``: the same for the kernel that casts."""
+    from cuda_kernels import amax, launch, quantize, quantize_blocks, tile
 
-    reading, kind, fp8 = reading_of(place), Layout(layout), float8_of(dtype).name.lower()
+    fp8, kind, tiles = float8_of(how.dtype).name.lower(), Layout(how.layout), tile.tiles(rows, columns)
+    operands = Operands(device, kind, how.dtype, rows, columns, how.rowwise, how.columnwise)
+    values, usage = storing or source, (how.rowwise, how.columnwise)
+    scaling = int(how.power_2), how.epsilon
+    finds = None
+    if kind is Layout.TENSOR:
+        blocks = min(tiles, 4 * launch.multiprocessors(device))
+        finds = launch.Launch(amax.amax_kernel(source, False), blocks, (rows, columns))
+        kernel = quantize.quantize_tensor_kernel(values, fp8, *usage, how.observe_amax, how.count_losses)
+        numbers = rows, columns, blocks, *scaling, *operands.pitches
+    elif kind is Layout.ROW:
+        finds = launch.Launch(amax.row_amax_kernel(source, *usage), tiles, (rows, columns))
+        kernel = quantize.quantize_rows_kernel(values, fp8, *usage, how.count_losses)
+        numbers = rows, columns, *scaling, *operands.pitches
+    else:
+        kernel = quantize_blocks.quantize_blocks_kernel(values, fp8, how.layout, *usage, how.count_losses)
+        numbers = rows, columns, *scaling, *operands.pitches
+    return Plan(how.layout, operands, finds, launch.Launch(kernel, tiles, numbers), rows, columns)
+
+
+def cast(
+    plan: Plan,
+    x: Tensor,
+    words: Sequence[Argument],
+    scale: Tensor | None,
+    seen: Tensor | None,
+    counts: Tensor | None,
+    needs_amax: bool = True,
+    storing: Sequence[Argument] | None = None,
+) -> Outputs:
+    """Cast as planned; ``words``: what the source takes; ``storing``: what that of the kernel that casts takes."""
+    layout, operands, amax, start, rows, columns = plan
+    outputs, counted = operands.allocate(), 0 if counts is None else counts
+    storing = storing or words
+    if amax is None:
+        start(*storing, counted, *outputs)
+    elif layout == "row":
+        amaxes = torch.zeros(rows + columns, dtype=torch.float32, device=x.device)
+        both = amaxes, amaxes.data_ptr() + 4 * rows
+        amax(*words, *both)
+        start(*storing, *both, counted, *outputs)
+    else:
+        given: Tensor | int = 0 if scale is None else scale
+        own: Tensor | int = 0
+        if needs_amax:
+            own = scratch(x, amax.blocks)
+            amax(*words, given, own)  # where a scale is given it returns at once, unless the scale is 0
+        start(*storing, given, own, 0 if seen is None else seen, counted, *outputs)
+    return outputs
+
+
+@lru_cache(maxsize=4096)
+def _plan(place: Place, how: How) -> tuple[Plan, int] | None:
+    """How to cast a tensor there, and the pitch of its rows; None if it has to be made contiguous first."""
+    reading = reading_of(place)
     if reading is None:
         return None
-    source, (_, rows, columns) = reading.source, reading.words
-    operands = Operands(place[0], kind, dtype, rows, columns, rowwise, columnwise)
-    if kind is Layout.TENSOR:
-        cast = quantize_tensor_kernel(source, fp8, rowwise, columnwise, observe, count)
-        return Plan(reading, (amax_kernel(source, False), cast), operands)
-    if kind is Layout.ROW:
-        cast = quantize_rows_kernel(source, fp8, rowwise, columnwise, count)
-        return Plan(reading, (row_amax_kernel(source, rowwise, columnwise), cast), operands)
-    cast = quantize_blocks_kernel(source, fp8, layout, rowwise, columnwise, count)
-    return Plan(reading, (cast,), operands)
+    pitch, rows, columns = reading.words
+    return plan_of(place[0], reading.source, rows, columns, how), pitch
 
 
 def quantize(
@@ -107,23 +176,11 @@ def quantize(
     columnwise: bool,
     counts: Tensor | None = None,
 ) -> Outputs:
-    if layout == "tensor":
-        return _quantize_tensor(x, None, None, counts, dtype, power_2, epsilon, rowwise, columnwise)
-    plan = _plan(place_of(x), dtype, layout, rowwise, columnwise, False, counts is not None)
+    how = How(dtype, layout, power_2, epsilon, rowwise, columnwise, False, counts is not None)
+    plan = _plan(place_of(x), how)
     if plan is None:
         return quantize(x.contiguous(), dtype, layout, power_2, epsilon, rowwise, columnwise, counts)
-    (_, words, tiles, _), kernels, operands = plan
-    outputs = operands.allocate()
-    tail = int(power_2), epsilon, 0 if counts is None else counts, *operands.described(outputs)
-    if layout == "row":
-        _, rows, columns = words
-        amaxes = x.new_zeros(rows + columns, dtype=torch.float32)
-        both = amaxes[:rows], amaxes[rows:]
-        kernels[0].launch(tiles, (x, *words, *both))
-        kernels[1].launch(tiles, (x, *words, *both, *tail))
-    else:
-        kernels[0].launch(tiles, (x, *words, *tail))
-    return outputs
+    return cast(plan[0], x, (x, plan[1]), None, None, counts)
 
 
 def quantize_with_scale(
@@ -136,37 +193,11 @@ def quantize_with_scale(
     counts: Tensor | None = None,
     may_be_0: bool = True,
 ) -> Outputs:
-    return _quantize_tensor(x, scale, seen, counts, dtype, False, 0.0, rowwise, columnwise, may_be_0)
-
-
-def _quantize_tensor(
-    x: Tensor,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    counts: Tensor | None,
-    dtype: torch.dtype,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    needs_amax: bool = True,
-) -> Outputs:
-    plan = _plan(place_of(x), dtype, "tensor", rowwise, columnwise, seen is not None, counts is not None)
+    how = How(dtype, "tensor", False, 0.0, rowwise, columnwise, seen is not None, counts is not None)
+    plan = _plan(place_of(x), how)
     if plan is None:
-        x = x.contiguous()
-        return _quantize_tensor(x, scale, seen, counts, dtype, power_2, epsilon, rowwise, columnwise, needs_amax)
-    (_, words, tiles, blocks), (amax, cast), operands = plan
-    outputs = operands.allocate()
-    given: Tensor | int = 0 if scale is None else scale
-    own: Tensor | int = 0
-    if needs_amax:
-        own = scratch(x, blocks)
-        # Where a scale is given this returns at once, unless the scale is 0.
-        amax.launch(blocks, (x, *words, given, own))
-    observed = 0 if seen is None else seen, 0 if counts is None else counts
-    described = operands.described(outputs)
-    cast.launch(tiles, (x, *words, given, own, blocks, int(power_2), epsilon, *observed, *described))
-    return outputs
+        return quantize_with_scale(x.contiguous(), scale, seen, dtype, rowwise, columnwise, counts, may_be_0)
+    return cast(plan[0], x, (x, plan[1]), scale, seen, counts, may_be_0)
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
@@ -175,7 +206,8 @@ def observe(x: Tensor, seen: Tensor) -> None:
     reading = reading_of(place_of(x))
     if reading is None:
         return observe(x.contiguous(), seen)
-    amax_kernel(reading.source, True).launch(reading.blocks, (x, *reading.words, 0, seen))
+    pitch, rows, columns = reading.words
+    amax_kernel(reading.source, True).launch(reading.blocks, (x, pitch, 0, seen, rows, columns))
     return None
 
 

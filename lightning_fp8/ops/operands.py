@@ -39,7 +39,11 @@ except ImportError:
 
 
 class Operands:
-    """The results of a cast of ``[rows, columns]``: described once, allocated at each call."""
+    """The results of a cast of ``[rows, columns]``: described once, allocated at each call.
+
+    Attributes:
+        pitches: of codes and scales, of the rowwise and of the transposed copy; a kernel's last parameters.
+    """
 
     def __init__(
         self,
@@ -55,13 +59,13 @@ class Operands:
         self._nothing = _nothing(device, layout, dtype)
         by_columns = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
         self.specs: list[tuple[Placed, Placed] | None] = []
-        self.pitches: list[tuple[int, int]] = []
+        self.pitches: list[int] = []
         for wanted, r, k in ((rowwise, rows, columns), (columnwise, columns, rows)):
             data, scales = operand_layout(layout, dtype, r, k)
             self.specs.append((data, scales) if wanted else None)
             strides = scales.strides
             scale_pitch = strides[1 if by_columns else 0] if len(strides) == 2 else 0
-            self.pitches.append((data.strides[0], scale_pitch) if wanted else (0, 0))
+            self.pitches += (data.strides[0], scale_pitch) if wanted else (0, 0)
 
     def allocate(self) -> Outputs:
         """The four tensors, on the current device."""
@@ -75,12 +79,6 @@ class Operands:
             results.append(data if columns is None else data[:, :columns])
             results.append(self._allocate(scale_shape, scale_strides, scale_dtype))
         return tuple(results)  # type: ignore[return-value]
-
-    def described(self, outputs: Outputs) -> tuple[Tensor | int, ...]:
-        """A kernel's last parameters: of each copy, its codes and scales with their pitches."""
-        data, scale_inv, data_t, scale_inv_t = outputs
-        (pitch, scale_pitch), (pitch_t, scale_pitch_t) = self.pitches
-        return data, pitch, scale_inv, scale_pitch, data_t, pitch_t, scale_inv_t, scale_pitch_t
 
 
 @lru_cache(None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops import reference
 from lightning_fp8.scaled import Layout
+from tests import fused_cases
 from tests.kernel_cases import (
     BF16,
     CASES,
@@ -41,7 +42,7 @@ def nothing_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *fused_cases.CASES], ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     case.run("cuda")
 
@@ -179,8 +180,9 @@ def test_the_tensors_device_is_used() -> None:
 
 
 SANITIZED = """
-from tests.kernel_cases import CASES
-for case in CASES[::3]:
+from tests import fused_cases
+from tests import fused_cases, kernel_cases
+for case in [*kernel_cases.CASES, *fused_cases.CASES][::3]:
     case.run("cuda")
 """
 

@@ -6,14 +6,14 @@ serves, as in :mod:`lightning_fp8.ops.cuda`.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.cuda import falls_back, scratch
+from lightning_fp8.ops.cuda import How as Casting
+from lightning_fp8.ops.cuda import cast, falls_back, plan_of, scratch
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.schema import is_gated
 from lightning_fp8.ops.operands import NAMES, Operands, Outputs
@@ -55,15 +55,13 @@ class How(NamedTuple):
         """How to scale a tensor from itself; in place of a given scale of 0 without a recipe's options."""
         return (int(self.power_2), self.epsilon) if self.scale is None else (0, 0.0)
 
-    def operands(self, x: Tensor, rows: int, columns: int) -> Operands:
-        return _operands(x.device, self.layout, self.dtype, rows, columns, self.rowwise, self.columnwise)
-
-
-@lru_cache(maxsize=4096)
-def _operands(
-    device: torch.device, layout: str, dtype: torch.dtype, rows: int, columns: int, rowwise: bool, columnwise: bool
-) -> Operands:
-    return Operands(device, Layout(layout), dtype, rows, columns, rowwise, columnwise)
+    @property
+    def casting(self) -> Casting:
+        power_2, epsilon = self.own
+        usage = self.rowwise, self.columnwise
+        return Casting(
+            self.dtype, self.layout, bool(power_2), epsilon, *usage, self.seen is not None, self.counts is not None
+        )
 
 
 class Values(NamedTuple):
@@ -75,43 +73,20 @@ class Values(NamedTuple):
 
 def cast_values(values: Values, rows: int, columns: int, how: How, storing: Values | None = None) -> Outputs:
     """Cast computed values ``[rows, columns]``; ``storing``: the same, read by the kernel that casts."""
-    from cuda_kernels import amax, launch, quantize, quantize_blocks, tile
-
-    source, head = values.source, (*values.words, rows, columns)
-    cast, cast_head = (storing.source, (*storing.words, rows, columns)) if storing else (source, head)
     x = values.words[0]
     assert isinstance(x, Tensor)
-    operands, tiles = how.operands(x, rows, columns), tile.tiles(rows, columns)
-    outputs = operands.allocate()
-    usage, count, counts = (how.rowwise, how.columnwise), how.counts is not None, _or_0(how.counts)
-    described = operands.described(outputs)
-    if how.layout == "tensor":
-        blocks = min(tiles, 4 * launch.multiprocessors(x.device))
-        given, own = _or_0(how.scale), scratch(x, blocks)
-        if how.from_itself:  # where a scale is given this returns at once, unless the scale is 0
-            amax.amax_kernel(source, False).launch(blocks, (*head, given, own))
-        kernel = quantize.quantize_tensor_kernel(cast, how.fp8, *usage, how.seen is not None, count)
-        observed = _or_0(how.seen), counts
-        kernel.launch(tiles, (*cast_head, given, own, blocks, *how.own, *observed, *described))
-    elif how.layout == "row":
-        amaxes = x.new_zeros(rows + columns, dtype=torch.float32)
-        both = amaxes[:rows], amaxes[rows:]
-        amax.row_amax_kernel(source, *usage).launch(tiles, (*head, *both))
-        kernel = quantize.quantize_rows_kernel(cast, how.fp8, *usage, count)
-        kernel.launch(tiles, (*cast_head, *both, *how.own, counts, *described))
-    else:
-        kernel = quantize_blocks.quantize_blocks_kernel(cast, how.fp8, how.layout, *usage, count)
-        kernel.launch(tiles, (*cast_head, *how.own, counts, *described))
-    return outputs
+    plan = plan_of(x.device, values.source, rows, columns, how.casting, storing.source if storing else None)
+    stored = storing.words if storing else None
+    return cast(plan, x, values.words, how.scale, how.seen, how.counts, how.from_itself, stored)
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *cast: object
+    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *recipe: object
 ) -> tuple[Tensor, ...]:
     from cuda_kernels import norm as kernels
     from cuda_kernels.rows import THREADS, cast_spread
 
-    how, x, weight = How(*cast), _rows(x), weight.contiguous()  # type: ignore[arg-type]
+    how, x, weight = How(*recipe), _rows(x), weight.contiguous()  # type: ignore[arg-type]
     bias = None if bias is None else bias.contiguous()
     rows, columns = x.shape
     norm = kernels.Norm(NAMES[x.dtype], NAMES[weight.dtype], not rms, bias is not None)
@@ -125,10 +100,10 @@ def norm_quantize(
         return *_cast_rows(norm, spread, (*read, *parameters), eps, how), mean, rstd
     if spread:
         blocks = -(-rows * spread.threads // THREADS)
-        kernels.statistics_kernel(norm.dtype, norm.mean, spread).launch(blocks, (*read, eps, mean, rstd))
+        kernels.statistics_of_rows_kernel(norm.dtype, norm.mean, spread).launch(blocks, (*read, eps, mean, rstd))
     else:
         aligned = _quads(x)
-        kernels.long_statistics_kernel(norm.dtype, norm.mean, aligned).launch(rows, (*read, eps, mean, rstd))
+        kernels.statistics_of_long_rows_kernel(norm.dtype, norm.mean, aligned).launch(rows, (*read, eps, mean, rstd))
     aligned = _quads(x) and _quads(weight) and (bias is None or _quads(bias))
     words = x, x.stride(0), weight, _or_0(bias), mean, rstd, int(zero_centered)
     return *cast_values(Values(kernels.normalized_source(norm, aligned), words), rows, columns, how), mean, rstd
@@ -141,13 +116,14 @@ def _cast_rows(norm: Norm, spread: Spread, head: tuple[Argument, ...], eps: floa
 
     x, _, rows, columns, *_ = head
     assert isinstance(x, Tensor)
-    operands = how.operands(x, rows, columns)  # type: ignore[arg-type]
+    usage = how.rowwise, how.columnwise
+    operands = Operands(x.device, Layout(how.layout), how.dtype, rows, columns, *usage)  # type: ignore[arg-type]
     outputs = operands.allocate()
     normalize = norm_cast.normalize_kernel(norm, how.fp8, spread, how.seen is not None)
     groups = -(-x.shape[0] * spread.threads // THREADS)
     blocks = min(groups, normalize.blocks_per_multiprocessor * launch.multiprocessors(x.device))
     given, own = _or_0(how.scale), scratch(x, blocks)
-    out, pitch, out_scale, *_ = operands.described(outputs)
+    out, out_scale, pitch = *outputs[:2], operands.pitches[0]
     normalize.launch(blocks, (*head, eps, given, own, _or_0(how.seen), out, pitch, out_scale))
     if how.from_itself:
         kernel = norm_cast.cast_normalized_kernel(norm, how.fp8, spread)
@@ -183,22 +159,22 @@ def norm_backward(
     return dx, dweight, _column_sums(partials[1], columns, weight.dtype) if bias else weight.new_empty(0)
 
 
-def activation_quantize(x: Tensor, activation: str, *cast: object) -> tuple[Tensor, ...]:
+def activation_quantize(x: Tensor, activation: str, *recipe: object) -> tuple[Tensor, ...]:
     from cuda_kernels.activation import activation_source
 
-    how, x = How(*cast), _rows(x)  # type: ignore[arg-type]
+    how, x = How(*recipe), _rows(x)  # type: ignore[arg-type]
     rows, columns = x.shape[0], x.shape[1] // 2 if is_gated(activation) else x.shape[1]
     source = activation_source(activation, NAMES[x.dtype], _quads(x) and columns % 4 == 0)
     return cast_values(Values(source, (x, x.stride(0))), rows, columns, how)
 
 
 def activation_backward_quantize(
-    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, *cast: object
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, *recipe: object
 ) -> tuple[Tensor, ...]:
     from cuda_kernels.activation import activation_backward_source
     from cuda_kernels.column_sums import summed_source
 
-    how, dy, x = How(*cast), _rows(dy), _rows(x)  # type: ignore[arg-type]
+    how, dy, x = How(*recipe), _rows(dy), _rows(x)  # type: ignore[arg-type]
     rows, columns = x.shape
     aligned = _quads(x) and _quads(dy)
     source = activation_backward_source(activation, NAMES[x.dtype], NAMES[dy.dtype], aligned)
