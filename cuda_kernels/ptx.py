@@ -86,20 +86,22 @@ load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
 load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 """Coherent: also sees what this kernel wrote."""
 
-_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; @p ld.global.nc.L1::no_allocate.%s; %s }"
+# Zeros first: of two complementary predicates the assembler does not see that they define the whole register, and keeps
+# it throughout a loop.
+_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.L1::no_allocate.%s; }"
 load_2_if = asm(
     "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"
     " cvt.u32.u16 $0, h; }",
     u32, i64, i32,
 )  # fmt: skip
-load_4_if = asm(_GUARD % ("$2", "b32 $0, [$1]", "@!p mov.b32 $0, 0;"), u32, i64, i32)
-load_8_if = asm(_GUARD % ("$3", "v2.b32 {$0, $1}, [$2]", "@!p mov.b32 $0, 0; @!p mov.b32 $1, 0;"), words(2), i64, i32)
+load_4_if = asm(_GUARD % ("$2", "mov.b32 $0, 0;", "b32 $0, [$1]"), u32, i64, i32)
+load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
 load_16_if = asm(
     _GUARD
     % (
         "$5",
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
-        "@!p mov.b32 $0, 0; @!p mov.b32 $1, 0; @!p mov.b32 $2, 0; @!p mov.b32 $3, 0;",
     ),
     words(4), i64, i32,
 )  # fmt: skip

@@ -183,10 +183,12 @@ BLOCK_LAYOUTS = (Layout.ROW, Layout.BLOCK_1X128, Layout.BLOCK_128X128, Layout.MX
 CASES: list[Case] = [
     *(
         _self_scaled(layout, dtype, E4M3, shape)
-        for layout, (dtype, shape) in itertools.product(
-            Layout, [(BF16, ALIGNED), (BF16, RAGGED), (FP16, ALIGNED), (FP32, ALIGNED), (FP32, RAGGED)]
-        )
+        for layout, (dtype, shape) in itertools.product(Layout, [(BF16, ALIGNED), (FP32, RAGGED)])
     ),
+    _self_scaled(Layout.TENSOR, BF16, E4M3, RAGGED),
+    _self_scaled(Layout.MX_1X32, BF16, E4M3, RAGGED),
+    _self_scaled(Layout.BLOCK_1X128, FP32, E4M3, ALIGNED),
+    _self_scaled(Layout.BLOCK_128X128, FP16, E4M3, ALIGNED),
     *(_self_scaled(layout, FP16, E5M2, RAGGED, count=True, power_2=True) for layout in Layout),
     *(_self_scaled(layout, BF16, E4M3, ALIGNED, columnwise=False, power_2=True) for layout in Layout),
     *(_self_scaled(layout, BF16, E5M2, ALIGNED, rowwise=False, count=True) for layout in Layout),
