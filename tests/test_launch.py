@@ -29,6 +29,7 @@ from lightning_fp8.ops.schema import empty_operand
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
 from tests.kernel_cases import BF16, assert_same, sample
+from tests.ptx_on_cpu_samples import needs_gcc
 
 KERNEL = amax_kernel(tensor_source("bfloat16", True), False)
 
@@ -183,6 +184,51 @@ def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: py
         ready(tensor, pitch, 0, tensor)  # type: ignore[arg-type]
         assert card.values[-1] == (tensor.data_ptr(), pitch, 0, tensor.data_ptr(), 140, 264)
         assert card.launches[-1] == (4711, 7, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)
+
+
+THROUGH_THE_BINDINGS = """
+import ctypes, sys
+import torch
+from cuda_kernels import launch
+from tests.test_launch import Elsewhere, amax_kernel, tensor_source
+
+torch.cuda.get_device_capability = lambda index: (9, 0)
+torch._C._cuda_getDevice = lambda: 0
+torch._C._cuda_getCurrentRawStream = lambda index: 99
+
+class Noted(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("kernel", "stream")]
+    _fields_ += [("grid", ctypes.c_uint64 * 3), ("block", ctypes.c_uint64 * 3), ("shared", ctypes.c_uint64)]
+    _fields_ += [("size", ctypes.c_uint64), ("parameters", ctypes.c_ubyte * 512), ("name", ctypes.c_char * 256)]
+    _fields_ += [("code", ctypes.c_ubyte * 4)]
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_driver_noted.restype = ctypes.POINTER(Noted)
+noted = driver.fake_driver_noted().contents
+kernel, x = amax_kernel(tensor_source("bfloat16", True), True), Elsewhere()
+ready = launch.Launch(kernel, 7, (140, 264))
+for blocks, start in ((6, lambda: kernel.launch(6, (x, 264, 0, x, 140, 264))), (7, lambda: ready(x, 264, 0, x))):
+    noted.size = 0
+    start()
+    assert bytes(noted.code) == bytes([0x7F]) + b"ELF"
+    assert b"amax" in noted.name
+    assert (noted.kernel, noted.stream, noted.shared) == (0x4711, 99, kernel.shared_bytes)
+    assert (*noted.grid, *noted.block) == (blocks, 1, 1, kernel.threads, 1, 1)
+    values = kernel.layout.unpack(bytes(noted.parameters)[: noted.size])
+    assert values == (x.data_ptr(), 264, 0, x.data_ptr(), 140, 264)
+print("started")
+"""
+
+
+@needs_gcc
+def test_launches_through_nvidias_bindings(tmp_path: Path) -> None:
+    """Loading and starting, as on a card, with a driver that only notes what it is asked."""
+    source, root = Path(__file__).parent / "fake_driver.c", Path(__file__).parent.parent
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", THROUGH_THE_BINDINGS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert done.stdout == "started\n", done.stderr
 
 
 def test_parameters_of_a_module_are_tensors_too() -> None:
