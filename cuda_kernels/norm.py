@@ -167,8 +167,8 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
     return statistics
 
 
-_STATISTICS = (i64, i64, i32, i32, f32, i64, i64)
-"""x, the pitch of its rows in elements, rows, columns, eps, mean (0 if there is none), rstd."""
+_STATISTICS = (i64, i64, i64, i64, i32, i32, f32)
+"""x, the pitch of its rows in elements, mean (0 if there is none), rstd, rows, columns, eps."""
 
 
 @cache
@@ -178,7 +178,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
     held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
 
-    def statistics_of_rows(x, pitch, rows, columns, eps, means, rstds):
+    def statistics_of_rows(x, pitch, means, rstds, rows, columns, eps):
         thread = cuda.threadIdx.x
         lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(held, u32)
@@ -204,7 +204,7 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
     quad_of, item, total = quad_reader(dtype, aligned), ITEM_BYTES[dtype], row_sum(THREADS)
 
-    def statistics_of_long_rows(x, pitch, rows, columns, eps, means, rstds):
+    def statistics_of_long_rows(x, pitch, means, rstds, rows, columns, eps):
         thread, row, shared = cuda.threadIdx.x, i64(cuda.blockIdx.x), dynamic_shared()
         address = x + row * pitch * item
         m, squares = _ZERO, _ZERO

@@ -97,8 +97,8 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
 
     def normalize(
-        x, pitch, rows, columns, weight, bias, offset, means, rstds,
-        eps, scale, own, seen, out, out_pitch, out_scale,
+        x, pitch, weight, bias, means, rstds, scale, own, seen, out, out_scale,
+        rows, columns, offset, eps, out_pitch,
     ):  # fmt: skip
         thread, shared = cuda.threadIdx.x, dynamic_shared()
         lane = thread & lanes
@@ -136,7 +136,7 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     return Kernel(
         f"normalize({norm}, {fp8}, {spread}, {observe=})",
         normalize,
-        (i64, i64, i32, i32, i64, i64, f32, i64, i64, f32, i64, i64, i64, i64, i64, i64),
+        (*[i64] * 11, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
         blocks_per_multiprocessor=_blocks(norm, spread),
@@ -152,8 +152,8 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
 
     def cast_normalized(
-        x, pitch, rows, columns, weight, bias, offset, means, rstds,
-        scale, own, n_own, power_2, epsilon, out, out_pitch, out_scale,
+        x, pitch, weight, bias, means, rstds, scale, own, out, out_scale,
+        rows, columns, offset, n_own, power_2, epsilon, out_pitch,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
             return
@@ -178,7 +178,7 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     return Kernel(
         f"cast_normalized({norm}, {fp8}, {spread})",
         cast_normalized,
-        (i64, i64, i32, i32, i64, i64, f32, i64, i64, i64, i64, i32, i32, f32, i64, i64, i64),
+        (*[i64] * 10, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
         blocks_per_multiprocessor=_blocks(norm, spread),

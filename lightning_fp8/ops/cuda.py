@@ -33,12 +33,14 @@ class Reading(NamedTuple):
 
     Attributes:
         source: what gives them its values.
+        quads: whether four elements load at once.
         words: what they take beside its address: pitch, rows, columns.
         tiles: blocks of a kernel that takes a tile each.
         blocks: blocks of a kernel that takes many.
     """
 
     source: Source
+    quads: bool
     words: tuple[int, int, int]
     tiles: int
     blocks: int
@@ -95,7 +97,7 @@ def reading_of(place: Place) -> Reading | None:
     quads = columns % 4 == 0 and strides[0] % 4 == 0 and address % (4 * dtype.itemsize) == 0
     tiles = tile.tiles(rows, columns)
     blocks = min(tiles, 4 * launch.multiprocessors(device))
-    return Reading(tile.tensor_source(NAMES[dtype], quads), (strides[0], rows, columns), tiles, blocks)
+    return Reading(tile.tensor_source(NAMES[dtype], quads), quads, (strides[0], rows, columns), tiles, blocks)
 
 
 @lru_cache(maxsize=4096)

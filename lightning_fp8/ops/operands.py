@@ -33,9 +33,9 @@ try:  # Inductor's way to allocate passes the dispatcher by, and takes a third o
         _empty_strided_cuda,
     )
 
-    _allocate = {False: _empty_strided_cpu, True: _empty_strided_cuda}
+    allocate = {False: _empty_strided_cpu, True: _empty_strided_cuda}
 except ImportError:
-    _allocate = _plain_allocators()
+    allocate = _plain_allocators()
 
 
 class Operands:
@@ -55,7 +55,7 @@ class Operands:
         rowwise: bool,
         columnwise: bool,
     ) -> None:
-        self._allocate = _allocate[device.type == "cuda"]
+        self._allocate = allocate[device.type == "cuda"]
         self._nothing = _nothing(device, layout, dtype)
         by_columns = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
         self.specs: list[tuple[Placed, Placed] | None] = []

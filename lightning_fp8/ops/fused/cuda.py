@@ -6,6 +6,7 @@ serves, as in :mod:`lightning_fp8.ops.cuda`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,17 +14,15 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.cuda import How as Casting
-from lightning_fp8.ops.cuda import cast, falls_back, plan_of, scratch
+from lightning_fp8.ops.cuda import Place, Plan, cast, falls_back, place_of, plan_of, reading_of, scratch
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.operands import NAMES, Operands, Outputs
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocate
 from lightning_fp8.ops.schema import NAMESPACE
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument
-    from cuda_kernels.norm import Norm
-    from cuda_kernels.rows import Spread
+    from cuda_kernels.launch import Argument, Launch
     from cuda_kernels.tile import Source
 
 
@@ -80,55 +79,114 @@ def cast_values(values: Values, rows: int, columns: int, how: How, storing: Valu
     return cast(plan, x, values.words, how.scale, how.seen, how.counts, how.from_itself, stored)
 
 
-def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *recipe: object
-) -> tuple[Tensor, ...]:
+class NormPlan(NamedTuple):
+    """What norms and casts of tensors that lie alike have in common: one read of x where that is possible, else two.
+
+    Attributes:
+        pitch, rows: of x.
+        normalize: statistics and the cast with a given scale; leaves amaxes where the scale is 0.
+        again: the cast with the scale that those amaxes give; returns at once where a scale is given.
+        operands: the results of these two.
+        statistics: mean and rstd alone.
+        plan: the cast that follows them.
+    """
+
+    pitch: int
+    rows: int
+    normalize: Launch | None
+    again: Launch | None
+    operands: Operands | None
+    statistics: Launch | None
+    plan: Plan | None
+
+
+@lru_cache(maxsize=4096)
+def _norm_plan(
+    place: Place,
+    parameters: tuple[torch.dtype, int],
+    bias: tuple[torch.dtype, int] | None,
+    rms: bool,
+    eps: float,
+    zero_centered: bool,
+    how: Casting,
+) -> NormPlan | None:
+    """``parameters``, ``bias``: dtype of weight and bias, and their address modulo 16; None as ``reading_of``."""
+    from cuda_kernels import launch, norm_cast
     from cuda_kernels import norm as kernels
     from cuda_kernels.rows import THREADS, cast_spread
 
-    how, x, weight = How(*recipe), _rows(x), weight.contiguous()  # type: ignore[arg-type]
-    bias = None if bias is None else bias.contiguous()
-    rows, columns = x.shape
-    norm = kernels.Norm(NAMES[x.dtype], NAMES[weight.dtype], not rms, bias is not None)
-    mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    fits = _vectors(x) and _vectors(weight) and (bias is None or _vectors(bias))
-    spread = cast_spread(norm.dtype, columns) if fits else None
-    read = (x, x.stride(0), rows, columns)
-    if spread and how.layout == "tensor" and how.rowwise and not how.columnwise and how.counts is None:
-        parameters = weight, _or_0(bias), float(zero_centered), mean, rstd
-        return *_cast_rows(norm, spread, (*read, *parameters), eps, how), mean, rstd
+    reading = reading_of(place)
+    if reading is None:
+        return None
+    device, dtype, *_, address = place
+    pitch, rows, columns = reading.words
+    norm = kernels.Norm(NAMES[dtype], NAMES[parameters[0]], not rms, bias is not None)
+    addresses = [(dtype.itemsize, pitch, address), *((p[0].itemsize, 0, p[1]) for p in (parameters, bias) if p)]
+
+    def come_in(elements: int, size: int | None = None) -> bool:
+        """Whether all rows are made of vectors of so many elements, at multiples of their size."""
+        return columns % elements == 0 and all(
+            (step * item) % (size or elements * item) == 0 and at % (size or elements * item) == 0
+            for item, step, at in addresses
+        )
+
+    spread = cast_spread(norm.dtype, columns) if come_in(8, 16) else None
+    only_rows = how.layout == "tensor" and how.rowwise and not how.columnwise and not how.count_losses
+    if spread and only_rows:
+        fp8, offset = float8_of(how.dtype).name.lower(), float(zero_centered)
+        operands = Operands(device, Layout.TENSOR, how.dtype, rows, columns, True, False)
+        kernel = norm_cast.normalize_kernel(norm, fp8, spread, how.observe_amax)
+        groups = -(-rows * spread.threads // THREADS)
+        blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
+        normalize = launch.Launch(kernel, blocks, (rows, columns, offset, eps, operands.pitches[0]))
+        own = blocks, int(how.power_2), how.epsilon
+        again = launch.Launch(
+            norm_cast.cast_normalized_kernel(norm, fp8, spread),
+            blocks,
+            (rows, columns, offset, *own, operands.pitches[0]),
+        )
+        return NormPlan(pitch, rows, normalize, again, operands, None, None)
     if spread:
-        blocks = -(-rows * spread.threads // THREADS)
-        kernels.statistics_of_rows_kernel(norm.dtype, norm.mean, spread).launch(blocks, (*read, eps, mean, rstd))
+        kernel, blocks = (
+            kernels.statistics_of_rows_kernel(norm.dtype, norm.mean, spread),
+            -(-rows * spread.threads // THREADS),
+        )
     else:
-        aligned = _quads(x)
-        kernels.statistics_of_long_rows_kernel(norm.dtype, norm.mean, aligned).launch(rows, (*read, eps, mean, rstd))
-    aligned = _quads(x) and _quads(weight) and (bias is None or _quads(bias))
-    words = x, x.stride(0), weight, _or_0(bias), mean, rstd, int(zero_centered)
-    return *cast_values(Values(kernels.normalized_source(norm, aligned), words), rows, columns, how), mean, rstd
+        kernel, blocks = kernels.statistics_of_long_rows_kernel(norm.dtype, norm.mean, reading.quads), rows
+    statistics = launch.Launch(kernel, blocks, (rows, columns, eps))
+    plan = plan_of(device, kernels.normalized_source(norm, come_in(4)), rows, columns, how)
+    return NormPlan(pitch, rows, None, None, None, statistics, plan)
 
 
-def _cast_rows(norm: Norm, spread: Spread, head: tuple[Argument, ...], eps: float, how: How) -> Outputs:
-    """One read of x where a scale is given; two kernels, of which the second returns at once unless it is 0."""
-    from cuda_kernels import launch, norm_cast
-    from cuda_kernels.rows import THREADS
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *recipe: object
+) -> tuple[Tensor, ...]:
+    how = How(*recipe)  # type: ignore[arg-type]
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
+    of_weight = weight.dtype, weight.data_ptr() % 16
+    planned = _norm_plan(place_of(x), of_weight, of_bias, rms, eps, zero_centered, how.casting)
+    if planned is None:
+        return norm_quantize(x.contiguous(), weight, bias, rms, eps, zero_centered, *recipe)
+    pitch, rows, normalize, again, operands, statistics, plan = planned
+    mean, rstd = _float32(x, 0 if rms else rows), _float32(x, rows)
+    if normalize and again and operands:
+        outputs = operands.allocate()
+        given, own = _or_0(how.scale), scratch(x, normalize.blocks)
+        head = x, pitch, weight, _or_0(bias), mean, rstd, given, own
+        normalize(*head, _or_0(how.seen), *outputs[:2])
+        if how.from_itself:
+            again(*head, *outputs[:2])
+        return *outputs, mean, rstd
+    assert statistics
+    assert plan
+    statistics(x, pitch, mean, rstd)
+    words = x, pitch, weight, _or_0(bias), mean, rstd, int(zero_centered)
+    return *cast(plan, x, words, how.scale, how.seen, how.counts, how.from_itself), mean, rstd
 
-    x, _, rows, columns, *_ = head
-    assert isinstance(x, Tensor)
-    usage = how.rowwise, how.columnwise
-    operands = Operands(x.device, Layout(how.layout), how.dtype, rows, columns, *usage)  # type: ignore[arg-type]
-    outputs = operands.allocate()
-    normalize = norm_cast.normalize_kernel(norm, how.fp8, spread, how.seen is not None)
-    groups = -(-x.shape[0] * spread.threads // THREADS)
-    blocks = min(groups, normalize.blocks_per_multiprocessor * launch.multiprocessors(x.device))
-    given, own = _or_0(how.scale), scratch(x, blocks)
-    out, out_scale, pitch = *outputs[:2], operands.pitches[0]
-    normalize.launch(blocks, (*head, eps, given, own, _or_0(how.seen), out, pitch, out_scale))
-    if how.from_itself:
-        kernel = norm_cast.cast_normalized_kernel(norm, how.fp8, spread)
-        kernel.launch(blocks, (*head, given, own, blocks, *how.own, out, pitch, out_scale))
-    return outputs
+
+def _float32(x: Tensor, size: int) -> Tensor:
+    return allocate[x.is_cuda]((size,), (1,), torch.float32)
 
 
 def norm_backward(
