@@ -40,11 +40,19 @@ def unavailable(plan: Plan) -> str | None:
 
 def run(plan: Plan) -> Iterator[Result]:
     plan.say("host: time of an op's call without the device")
+    yield _yardstick(plan)
     x, window = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
     for operation in (*operations.casts(E4M3.dtype), operations.OBSERVE, *operations.fused(E4M3.dtype)):
         if hasattr(torch.ops.lightning_fp8, operation.op):
             yield _measured(plan, operation, x)
     yield _measured(plan, operations.update_scales({}), window)
+
+
+def _yardstick(plan: Plan) -> Result:
+    """A small op of torch's own: how fast this host is."""
+    x = torch.ones(8, 8)
+    (times,) = measure_on_host([partial(torch.add, x, x)], plan.seconds(SECONDS), torch.device("cpu"))
+    return Result("add of [8, 8]", "torch", (8, 8), "float32", host_microseconds=1e6 * times.median)
 
 
 def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:

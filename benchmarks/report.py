@@ -168,12 +168,12 @@ def _drawn(entries: list[Entry]) -> list[Entry]:
 
 
 def _host(entries: list[Entry]) -> str:
-    parts = list(entries[0]["parts"])
+    parts = next(list(entry["parts"]) for entry in entries if entry["parts"])
     rows = (
         (
-            entry["name"],
+            entry["name"] if entry["by"] == OURS else f"{entry['by']}: {entry['name']}",
             _number(entry["host_microseconds"], 1),
-            *(_number(entry["parts"][part], 1) for part in parts),
+            *(_number(entry["parts"][part], 1) if entry["parts"] else "" for part in parts),
             _verdicts(entry),
         )
         for entry in entries

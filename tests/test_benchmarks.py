@@ -74,7 +74,9 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert all(e["correct"] for e in entries if e["by"] == OURS and e["milliseconds"])
     assert all(e["correct"] in (True, None) for e in entries)
 
-    host = {e["name"]: e for e in document["suites"]["host"]}
+    yardstick, *ours = document["suites"]["host"]
+    assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
+    host = {e["name"]: e for e in ours}
     assert host.keys() - FUSED == {*CASTS, "observe", "update_scales"}
     assert all(e["parts"].keys() == {"dispatch", "allocation", "packing", "python"} for e in host.values())
     assert [e["name"].split(", ")[1] for e in document["suites"]["training"]] == RECIPES
