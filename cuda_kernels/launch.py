@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import struct
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CACHE_VARIABLE = "LIGHTNING_FP8_CACHE"
-"""Environment variable: the folder of compiled kernels, instead of ``~/.cache/lightning_fp8``."""
+from cuda_kernels.cache import cached, toolchain
 
-_TOOLS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
 _FORMATS = {"int64": "q", "int32": "i", "float32": "f"}
 
 Argument = Tensor | int | float
@@ -71,7 +64,7 @@ class Kernel:
         )
 
     def ltoir(self, arch: str) -> bytes:
-        """The kernel for ``arch`` (``"90a"``), before link-time optimization; the slow step, about half a second."""
+        """The kernel for ``arch`` (``"90a"``), before link-time optimization; the slow step."""
         from numba import cuda
         from numba.cuda import types
 
@@ -183,79 +176,6 @@ def link(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
     return code, linker.get_info_log().rstrip("\0")
 
 
-@cache
-def toolchain(module: str) -> str:
-    """A hash of what kernels of ``module`` depend on: its source, those it imports, and the compilers' versions."""
-    hashed = hashlib.sha256()
-    for path in sorted(_sources(module)):
-        hashed.update(path.read_bytes())
-    for tool in _TOOLS:
-        try:
-            hashed.update(f"{tool} {version(tool)};".encode())
-        except PackageNotFoundError:
-            hashed.update(f"{tool} -;".encode())
-    return hashed.hexdigest()
-
-
-def _sources(module: str) -> set[Path]:
-    """The files of ``module`` and of all modules of this package that it imports."""
-    found: set[Path] = set()
-    todo = [module]
-    while todo:
-        path = Path(__file__).parent / f"{todo.pop().rpartition('.')[2]}.py"
-        if path not in found and path.exists():
-            found.add(path)
-            todo += re.findall(r"^(?:from|import) (cuda_kernels\.\w+)", path.read_text(), re.MULTILINE)
-    return found
-
-
-# --- The cache of compiled kernels ------------------------------------------------------------------------------------
-
-_memory: dict[str, bytes] = {}
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightning_fp8")
-
-
-def cached(key: str, build: Callable[[], bytes]) -> bytes:
-    """The bytes under ``key``, or those of ``build``, which are then kept.
-
-    Processes may start at once: each writes a file of its own and renames it. A damaged file is built again. Where the
-    folder cannot be written, one warning says so and the bytes live as long as the process.
-    """
-    if key in _memory:
-        return _memory[key]
-    path = cache_folder() / key
-    try:
-        digest, code = path.read_bytes()[:32], path.read_bytes()[32:]
-    except OSError:
-        digest, code = b"", b""
-    if not code or hashlib.sha256(code).digest() != digest:
-        code = build()
-        _write(path, hashlib.sha256(code).digest() + code)
-    _memory[key] = code
-    return code
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError as error:
-        _warn_once(
-            f"compiled FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are compiled again by each"
-            f" process; set {CACHE_VARIABLE} to a folder that can be written"
-        )
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
 # --- Devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +276,7 @@ def _load(kernel: Kernel, index: int) -> int:
 
 def _checked(result: tuple[Any, ...]) -> Any:
     if int(result[0]):
-        raise KernelError(f"the CUDA driver answered {result[0]!r}; update the driver if it is older than CUDA 12.4")
+        raise KernelError(f"the CUDA driver answered {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
     return result[1] if len(result) > 1 else None
 
 

@@ -13,6 +13,7 @@ import torch
 
 import cuda_kernels
 from cuda_kernels import launch
+from cuda_kernels.cache import cached
 from cuda_kernels.launch import Argument, Executor, Kernel, Launch
 from tests.ptx_on_cpu import Program
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
@@ -23,7 +24,7 @@ ARCH = "90a"
 @cache
 def ptx_of(kernel: Kernel, arch: str = ARCH) -> str:
     """The kernel's PTX, from disk where another process or an earlier run compiled it."""
-    return launch.cached(kernel.key("ptx", arch), lambda: kernel.ptx(arch).encode()).decode()
+    return cached(kernel.key("ptx", arch), lambda: kernel.ptx(arch).encode()).decode()
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cuda_kernels import launch
+from cuda_kernels.cache import cached
 from cuda_kernels.launch import Kernel
 from tests import fused_cases, kernel_cases
 from tests.emulated import builders, kernels_of
@@ -35,7 +36,7 @@ def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
         code, report = launch.link(kernel.ltoir(arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
-    report, _, code = launch.cached(kernel.key("report", arch), build).partition(b"\0")
+    report, _, code = cached(kernel.key("report", arch), build).partition(b"\0")
     return report.decode(), code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import launch
+from cuda_kernels import cache, launch
 from cuda_kernels.amax import amax_kernel
 from cuda_kernels.launch import KernelError
 from cuda_kernels.quantize import quantize_tensor_kernel
@@ -37,16 +38,16 @@ KERNEL = amax_kernel(tensor_source("bfloat16", True), False)
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, on disk and in memory."""
-    monkeypatch.setenv(launch.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(launch, "_memory", {})
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_memory", {})
     yield tmp_path / "cache"
-    launch._warn_once.cache_clear()
+    cache._warn_once.cache_clear()
 
 
 def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = KERNEL.cubin("90a")
     assert code.startswith(b"\x7fELF")
-    monkeypatch.setattr(launch, "_memory", {})
+    monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(launch, "link", None)  # compiling again would fail
     assert KERNEL.cubin("90a") == code
     (file,) = cold.iterdir()
@@ -58,12 +59,12 @@ def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_damaged_file_is_built_again(cold: Path, damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        launch.cached("key", lambda: b"code of a kernel, long enough to be damaged") == (cold / "key").read_bytes()[32:]
+        cache.cached("key", lambda: b"code of a kernel, long enough to be damaged") == (cold / "key").read_bytes()[32:]
     )
     whole = (cold / "key").read_bytes()
     (cold / "key").write_bytes(damage(whole))
-    monkeypatch.setattr(launch, "_memory", {})
-    assert launch.cached("key", lambda: whole[32:]) == whole[32:]
+    monkeypatch.setattr(cache, "_memory", {})
+    assert cache.cached("key", lambda: whole[32:]) == whole[32:]
     assert (cold / "key").read_bytes() == whole
 
 
@@ -71,13 +72,13 @@ def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
     """Both start before either has finished, as ranks do; both get the kernel, and the file is whole."""
     program = """
 import sys
-from cuda_kernels import launch
+import hashlib
 from tests.test_launch import KERNEL
 print("ready", flush=True)
 sys.stdin.readline()
-print(launch.hashlib.sha256(KERNEL.cubin("90a")).hexdigest(), flush=True)
+print(hashlib.sha256(KERNEL.cubin("90a")).hexdigest(), flush=True)
 """
-    environment = os.environ | {launch.CACHE_VARIABLE: str(cold)}
+    environment = os.environ | {cache.CACHE_VARIABLE: str(cold)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -96,17 +97,17 @@ print(launch.hashlib.sha256(KERNEL.cubin("90a")).hexdigest(), flush=True)
     assert [process.returncode for process in processes] == [0, 0]
     assert digests[0] == digests[1]
     (file,) = cold.iterdir()
-    assert launch.hashlib.sha256(file.read_bytes()[32:]).hexdigest() == digests[0]
+    assert hashlib.sha256(file.read_bytes()[32:]).hexdigest() == digests[0]
 
 
 def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.parent.joinpath("file").touch()
-    monkeypatch.setenv(launch.CACHE_VARIABLE, str(cold.parent / "file" / "cache"))  # not a folder: nobody may write
-    with pytest.warns(RuntimeWarning, match=launch.CACHE_VARIABLE) as caught:
-        codes = [launch.cached(key, key.encode) for key in ("a", "b")]
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(cold.parent / "file" / "cache"))  # not a folder: nobody may write
+    with pytest.warns(RuntimeWarning, match=cache.CACHE_VARIABLE) as caught:
+        codes = [cache.cached(key, key.encode) for key in ("a", "b")]
     assert codes == [b"a", b"b"]
     assert len(caught) == 1
-    assert launch.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
+    assert cache.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
 
 
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
@@ -124,13 +125,13 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
 def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     key = KERNEL.key("cubin", "90a")
     assert key != KERNEL.key("cubin", "89") != KERNEL.key("ptx", "89")
-    monkeypatch.setattr(launch, "version", lambda tool: "of another day")
-    launch.toolchain.cache_clear()
+    monkeypatch.setattr(cache, "version", lambda tool: "of another day")
+    cache.toolchain.cache_clear()
     assert key != KERNEL.key("cubin", "90a")
     monkeypatch.undo()
-    launch.toolchain.cache_clear()
-    names = {path.name for path in launch._sources("cuda_kernels.quantize")}
-    assert {"quantize.py", "losses.py", "tile.py", "codec.py", "ptx.py", "launch.py"} == names
+    cache.toolchain.cache_clear()
+    names = {path.name for path in cache._sources("cuda_kernels.quantize")}
+    assert {"quantize.py", "losses.py", "tile.py", "codec.py", "ptx.py", "launch.py", "cache.py"} == names
 
 
 class Card:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.operands import NAMES, Operands, Outputs
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs, comes_in_vectors
 from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
@@ -94,7 +94,7 @@ def reading_of(place: Place) -> Reading | None:
     device, dtype, (rows, columns), strides, address = place
     if strides[1] != 1 and columns != 1:
         return None
-    quads = columns % 4 == 0 and strides[0] % 4 == 0 and address % (4 * dtype.itemsize) == 0
+    quads = comes_in_vectors(columns, strides[0], address, dtype.itemsize, 4)
     tiles = tile.tiles(rows, columns)
     blocks = min(tiles, 4 * launch.multiprocessors(device))
     return Reading(tile.tensor_source(NAMES[dtype], quads), quads, (strides[0], rows, columns), tiles, blocks)

@@ -1,4 +1,4 @@
-"""How operands lie in a card's memory, and how a launch is told of them."""
+"""How tensors lie in a card's memory: whether vectors load, and how operands are allocated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _plain_allocators() -> dict[bool, Callable[..., Tensor]]:
     }
 
 
-try:  # Inductor's way to allocate passes the dispatcher by, and takes a third of the time
+try:  # Inductor's way to allocate passes the dispatcher by
     from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
         _empty_strided_cpu,
         _empty_strided_cuda,
@@ -36,6 +36,15 @@ try:  # Inductor's way to allocate passes the dispatcher by, and takes a third o
     allocate = {False: _empty_strided_cpu, True: _empty_strided_cuda}
 except ImportError:
     allocate = _plain_allocators()
+
+
+def comes_in_vectors(columns: int, pitch: int, address: int, item: int, elements: int, size: int | None = None) -> bool:
+    """Whether rows are whole vectors of ``elements``, each at a multiple of ``size`` bytes; by default its own.
+
+    ``pitch``: from row to row, in elements of ``item`` bytes; ``address``: of the first row, modulo 16 or whole.
+    """
+    size = size or elements * item
+    return columns % elements == 0 and pitch * item % size == 0 and address % size == 0
 
 
 class Operands:

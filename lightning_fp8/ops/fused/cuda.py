@@ -17,7 +17,7 @@ from lightning_fp8.ops.cuda import How as Casting
 from lightning_fp8.ops.cuda import Place, Plan, cast, falls_back, place_of, plan_of, reading_of, scratch
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocate
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocate, comes_in_vectors
 from lightning_fp8.ops.schema import NAMESPACE
 from lightning_fp8.scaled import Layout
 
@@ -41,26 +41,16 @@ class How(NamedTuple):
     may_be_0: bool
 
     @property
-    def fp8(self) -> str:
-        return float8_of(self.dtype).name.lower()
-
-    @property
     def from_itself(self) -> bool:
         """Whether the tensor's own amax may be needed."""
         return self.scale is None or self.may_be_0
 
     @property
-    def own(self) -> tuple[int, float]:
-        """How to scale a tensor from itself; in place of a given scale of 0 without a recipe's options."""
-        return (int(self.power_2), self.epsilon) if self.scale is None else (0, 0.0)
-
-    @property
     def casting(self) -> Casting:
-        power_2, epsilon = self.own
+        """How to scale a tensor from itself; in place of a given scale of 0 without a recipe's options."""
+        options = (self.power_2, self.epsilon) if self.scale is None else (False, 0.0)
         usage = self.rowwise, self.columnwise
-        return Casting(
-            self.dtype, self.layout, bool(power_2), epsilon, *usage, self.seen is not None, self.counts is not None
-        )
+        return Casting(self.dtype, self.layout, *options, *usage, self.seen is not None, self.counts is not None)
 
 
 class Values(NamedTuple):
@@ -125,10 +115,7 @@ def _norm_plan(
 
     def come_in(elements: int, size: int | None = None) -> bool:
         """Whether all rows are made of vectors of so many elements, at multiples of their size."""
-        return columns % elements == 0 and all(
-            (step * item) % (size or elements * item) == 0 and at % (size or elements * item) == 0
-            for item, step, at in addresses
-        )
+        return all(comes_in_vectors(columns, step, at, item, elements, size) for item, step, at in addresses)
 
     spread = cast_spread(norm.dtype, columns) if come_in(8, 16) else None
     only_rows = how.layout == "tensor" and how.rowwise and not how.columnwise and not how.count_losses
@@ -265,7 +252,7 @@ def _padded(columns: int) -> int:
 def _aligned(x: Tensor, elements: int, size: int) -> bool:
     """Whether rows are made of whole vectors of ``elements``, which begin at multiples of ``size`` bytes."""
     pitch = x.stride(0) if x.dim() == 2 else 0
-    return x.shape[-1] % elements == 0 and (pitch * x.element_size()) % size == 0 and x.data_ptr() % size == 0
+    return comes_in_vectors(x.shape[-1], pitch, x.data_ptr(), x.element_size(), elements, size)
 
 
 def _vectors(x: Tensor) -> bool:
