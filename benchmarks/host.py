@@ -1,17 +1,18 @@
 """Suite ``host``: what the host does for one call of an op, and what part is what; needs no card.
 
-The ops' CUDA side runs on CPU tensors, in a namespace of its own, and a launch ends where the parameters are packed.
-What is missing of the whole is the driver's part of a launch, and CUDA's allocator, which serves a tensor from its
-cache about as fast as the CPU's does.
+The ops' CUDA side runs on CPU tensors, in a namespace of its own, as if they were on a card whose driver starts
+nothing. What is missing of the whole is the driver's part of a launch, and CUDA's allocator, which serves a tensor from
+its cache about as fast as the CPU's does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,19 +60,20 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     implementation = _implementation(operation.op)
     call = Call(operation, x, NAMESPACE)
     launches: list[Step] = []
-    with _executing(_pack):
+    with _a_card():
         call()  # what is made once is made now
-        with _executing(lambda *launch: launches.append(partial(_pack, *launch))), _noted() as makings:
+        with _noted_launches(launches), _noted() as makings:
             implementation(*call.args)
         without_torch_ops = partial(implementation, *call.args)
-        steps: list[Step] = [call, without_torch_ops, partial(_replay, makings), partial(_replay, launches)]
+        through_torch_ops = partial(call.function, *call.args)
+        steps: list[Step] = [through_torch_ops, without_torch_ops, *(partial(_replay, s) for s in (makings, launches))]
         times = measure_on_host(steps, plan.seconds(SECONDS), torch.device("cpu"))
-    whole, without_dispatch, allocation, packing = (1e6 * each.median for each in times)
+    whole, without_dispatch, allocation, launching = (1e6 * each.median for each in times)
     parts = {
         "dispatch": whole - without_dispatch,
         "allocation": allocation,
-        "packing": packing,
-        "python": without_dispatch - allocation - packing,
+        "launch": launching,
+        "python": without_dispatch - allocation - launching,
     }
     shape, dtype = tuple(x.shape), str(operation.dtype).removeprefix("torch.")
     return Result(operation.name, OURS, shape, dtype, target=operations.HOST, host_microseconds=whole, parts=parts)
@@ -82,29 +84,42 @@ def _implementation(op: str) -> Callable[..., Any]:
     """The CUDA side of ``op``, which is made ``torch.ops.lightning_fp8_host.<op>`` for CPU tensors."""
     folder = "lightning_fp8.ops" if hasattr(cuda, op) else "lightning_fp8.ops.fused"
     kernels, reference = (getattr(import_module(f"{folder}.{module}"), op) for module in ("cuda", "reference"))
-    implementation = cuda.falls_back(kernels, reference)
+    arguments = [each.name for each in getattr(torch.ops.lightning_fp8, op).default._schema.arguments]
+    implementation = cuda.falls_back(kernels, reference, arguments.index("how") if "how" in arguments else None)
     schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
     torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
     torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)
     return implementation
 
 
-def _pack(kernel: Any, blocks: int, args: Sequence[Any], ready: Any) -> None:
-    """What a launch does before it calls the driver."""
-    from cuda_kernels.launch import pack
+@contextmanager
+def _a_card() -> Iterator[None]:
+    """CPU tensors are on a card whose driver starts nothing."""
+    from cuda_kernels import launch
 
-    if ready is None:
-        pack(kernel, args)
-    else:
-        ready.packed(args[: -len(ready.numbers)])
+    driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
+    replaced: dict[str, Any] = {
+        "is_card": lambda device: True,
+        "_driver": lambda: driver,
+        "_load": lambda kernel, index: 0,
+    }
+    stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
+    with patch.multiple(launch, **replaced), stream:
+        yield
 
 
 @contextmanager
-def _executing(executor: Callable[..., None]) -> Iterator[None]:
-    """Kernels with CPU tensors are started by ``executor``."""
-    from cuda_kernels.launch import EXECUTORS
+def _noted_launches(launches: list[Step]) -> Iterator[None]:
+    """``launches`` gets what starts kernels meanwhile."""
+    from cuda_kernels.launch import Launch
 
-    with patch.dict(EXECUTORS, cpu=executor):
+    start = Launch.__call__
+
+    def noted(launch: Launch, *addresses: Any) -> None:
+        launches.append(partial(start, launch, *addresses))
+        start(launch, *addresses)
+
+    with patch.object(Launch, "__call__", noted):
         yield
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import lightning_fp8.ops
-from lightning_fp8.scaled import Layout
-
-with suppress(ImportError):  # then its ops are reported as absent
-    import lightning_fp8.ops.fused  # noqa: F401
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.fused.schema import norm_to
+from lightning_fp8.ops.how import how_to
+from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
 """The given scale: of normal values, E4M3 saturates a few."""
@@ -59,8 +57,8 @@ class Call:
     """
 
     def __init__(self, operation: Operation, x: Tensor, namespace: str = "lightning_fp8") -> None:
-        self.function = getattr(getattr(torch.ops, namespace), operation.op)
-        named, parameters = operation.arguments(x), self.function.default._schema.arguments
+        self.function = getattr(getattr(torch.ops, namespace), operation.op).default  # as training calls it
+        named, parameters = operation.arguments(x), self.function._schema.arguments
         # In the schema's order, as training passes them: by name they take the dispatcher longer.
         self.args = [named.pop(each.name) if each.name in named else each.default_value for each in parameters]
         assert not named, f"{operation.op} has no {', '.join(named)}"
@@ -101,22 +99,23 @@ def bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
 def casts(dtype: torch.dtype) -> list[Operation]:
     """Every way to cast ``x [R, K]`` to ``dtype``."""
 
+    float8 = float8_of(dtype)
+
     def given(seen: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
-        how = {"dtype": dtype, "rowwise": rowwise, "columnwise": columnwise, "may_be_0": may_be_0}
-        return lambda x: {"x": x, **_scale(x), **({} if seen else {"seen": None}), **how}
+        how = how_to(Cast(float8, Layout.TENSOR), rowwise, columnwise, not may_be_0)
+        return lambda x: {"x": x, "how": how, **_scale(x), **({} if seen else {"seen": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = layout is not Layout.TENSOR  # as the recipes do
-        how = {"layout": layout.value, "power_2": power_2, "epsilon": 0.0, "rowwise": True, "columnwise": columnwise}
-        return lambda x: {"x": x, "dtype": dtype, **how}
+        return lambda x: {"x": x, "how": how_to(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
-        Operation("cast", "quantize_with_scale", dtype, given(False, True, False), CAST),
-        Operation("cast, scale may be 0", "quantize_with_scale", dtype, given(False, True, False, may_be_0=True)),
-        Operation("cast + amax", "quantize_with_scale", dtype, given(True, True, False), CAST),
-        Operation("cast + transposed", "quantize_with_scale", dtype, given(False, True, True), CAST_AND_MORE),
-        Operation("cast + transposed + amax", "quantize_with_scale", dtype, given(True, True, True), CAST_AND_MORE),
-        Operation("transposed only", "quantize_with_scale", dtype, given(False, False, True)),
+        Operation("cast", "quantize", dtype, given(False, True, False), CAST),
+        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, may_be_0=True)),
+        Operation("cast + amax", "quantize", dtype, given(True, True, False), CAST),
+        Operation("cast + transposed", "quantize", dtype, given(False, True, True), CAST_AND_MORE),
+        Operation("cast + transposed + amax", "quantize", dtype, given(True, True, True), CAST_AND_MORE),
+        Operation("transposed only", "quantize", dtype, given(False, False, True)),
     ]
     for layout in Layout:
         name = "current scaling" if layout is Layout.TENSOR else layout.value
@@ -135,8 +134,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, columnwise: bool) -> Arguments:
-        usage = {"rowwise": True, "columnwise": columnwise, "counts": None, "may_be_0": False}
-        return {**_scale(x), "dtype": dtype, "layout": Layout.TENSOR.value, "power_2": False, "epsilon": 0.0, **usage}
+        return {**_scale(x), "how": how_to(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)}
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
@@ -144,15 +142,14 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
         def arguments(x: Tensor) -> Arguments:
             parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, "rms": rms, "eps": _EPS, "zero_centered": False, **cast(x, columnwise)}
+            return {"x": x, **parameters, "norm": norm_to(rms, _EPS, False), **cast(x, columnwise)}
 
         return arguments
 
     def norm_backward(dy: Tensor) -> Arguments:
         x = dy.flip(1)
         rstd = (x.float().square().mean(1) + _EPS).rsqrt()
-        statistics = {"mean": rstd.new_empty(0), "rstd": rstd}
-        return {"dy": dy, "x": x, "weight": weight(x), **statistics, "rms": True, "zero_centered": False, "bias": False}
+        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "norm": "rms", "bias": False}
 
     def swiglu(columnwise: bool) -> Callable[[Tensor], Arguments]:
         return lambda x: {"x": x, "activation": "swiglu", **cast(x, columnwise)}

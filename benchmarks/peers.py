@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.operations import SCALE
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import reference
-from lightning_fp8.scaled import Layout
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _with_scale(
 
 def _compiled_blocks(x: Tensor) -> Callable[[], Any]:
     quantize = _compile(reference.quantize, x.device)
-    return lambda: quantize(x, E4M3.dtype, Layout.BLOCK_1X128.value, True, 0.0, True, False)
+    return lambda: quantize(x, "e4m3 1x128 power_2 rowwise")
 
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -62,13 +62,20 @@ def summed_source(source: Source) -> Source:
 
 @cache
 def column_sums_kernel(dtype: str) -> Kernel:
-    """``out [columns]`` of ``dtype`` from partial sums ``[n, pitch]``; a block for every :data:`COLUMNS` columns."""
+    """``out [columns]`` of ``dtype`` from partial sums ``[n, pitch]``, and ``other`` from a second ``[n, pitch]``.
+
+    A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
+    """
     item, store = ITEM_BYTES[dtype], element_storer(dtype)
 
-    def column_sums(partials, n, pitch, columns, out):
+    def column_sums(partials, out, other, pitch, n, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        column = cuda.blockIdx.x * COLUMNS + lane
+        across = (columns + i32(COLUMNS - 1)) >> i32(5)
+        block = cuda.blockIdx.x
+        if block >= across:
+            block, partials, out = block - across, partials + i64(n) * pitch * 4, other
+        column = block * COLUMNS + lane
         inside = column < columns
         held = cuda.local.array(_AHEAD, f32)
         total = _ZERO
@@ -87,14 +94,14 @@ def column_sums_kernel(dtype: str) -> Kernel:
         cuda.syncthreads()
         if warp == 0 and inside:
             total = _ZERO
-            for other in range(_WARPS):
-                total += from_bits(shared_load_4(shared + (other * COLUMNS + lane) * 4))
+            for of_warp in range(_WARPS):
+                total += from_bits(shared_load_4(shared + (of_warp * COLUMNS + lane) * 4))
             store(out + i64(column) * item, total)
 
     return Kernel(
         f"column_sums({dtype})",
         column_sums,
-        (i64, i32, i64, i32, i64),
+        (i64, i64, i64, i64, i32, i32),
         COLUMNS * _WARPS,
         shared_bytes=COLUMNS * _WARPS * 4,
     )

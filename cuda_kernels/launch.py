@@ -1,6 +1,7 @@
 """From a kernel's source to its launch: compiled for the device, kept on disk, started on torch's current stream.
 
-Kernels take addresses, integers and floats, never arrays. A launch packs them into one buffer, which the driver copies.
+Kernels take addresses, integers and floats, never arrays; what differs from start to start comes first, as int64. A
+launch writes those into a buffer that holds the others already, and the driver copies it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from cuda_kernels.cache import cached, toolchain
 
 _FORMATS = {"int64": "q", "int32": "i", "float32": "f"}
 
-Argument = Tensor | int | float
-Executor = Callable[["Kernel", int, Sequence[Argument], "Launch | None"], None]
+Argument = Tensor | int
+Executor = Callable[["Kernel", int, Sequence[Tensor | int | float]], None]
 
 
 class KernelError(RuntimeError):
@@ -98,57 +99,67 @@ class Kernel:
         flat = (str(kind) for parameter in self.parameters for kind in getattr(parameter, "types", (parameter,)))
         return struct.Struct("@" + "".join(_FORMATS[kind] for kind in flat))
 
-    def launch(self, blocks: int, args: Sequence[Argument]) -> None:
-        """Start ``blocks`` blocks on the device of the first argument, a tensor; a tensor is passed as its address.
-
-        Raises:
-            KernelError: the kernel cannot be compiled or started.
-        """
-        first = args[0]
-        if first.is_cuda:  # type: ignore[union-attr]
-            _start(self, blocks, first.get_device(), pack(self, args))  # type: ignore[union-attr]
-        else:
-            EXECUTORS[first.device.type](self, blocks, args, None)  # type: ignore[union-attr]
-
 
 class Launch:
     """A kernel made ready for tensors that lie alike: addresses are all that is left to say when it starts.
 
     Attributes:
-        kernel: its first parameters are int64: addresses, and what else differs from start to start.
-        blocks: how many to start.
-        numbers: its other parameters.
+        kernel: what to start.
+        blocks: how many.
+        numbers: its last parameters; those before are int64.
+        device: where, the current one when it starts.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float]) -> None:
-        self.kernel, self.blocks, self.numbers = kernel, blocks, tuple(numbers)
-        self._kept = _Kept()
+    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
+        self.kernel, self.blocks, self.numbers, self.device = kernel, blocks, tuple(numbers), device
+        self._index = (device.index or 0) if is_card(device) else None
+        self._kept = threading.local()
 
     def __call__(self, *addresses: Argument) -> None:
-        """Start it; a tensor, the first of the addresses among them, is passed as its address.
+        """Start it on the current stream; ``addresses`` are as :func:`address_on` gives them.
 
         Raises:
             KernelError: the kernel cannot be compiled or started.
         """
-        first = addresses[0]
-        if first.is_cuda:  # type: ignore[union-attr]
-            _start(self.kernel, self.blocks, first.get_device(), self.packed(addresses))  # type: ignore[union-attr]
-        else:
-            EXECUTORS[first.device.type](self.kernel, self.blocks, (*addresses, *self.numbers), self)  # type: ignore[union-attr]
-
-    def packed(self, addresses: Sequence[Argument]) -> int:
-        """Put ``addresses`` where the driver reads them; the address of what tells it where that is."""
-        if self._kept.block is None:
-            block = _ParameterBlock(self.kernel)
-            self.kernel.layout.pack_into(block.buffer, 0, *[0] * len(addresses), *self.numbers)
-            self._kept.block = block
-        block = self._kept.block
-        values = [each.data_ptr() if each.__class__ is Tensor else each for each in addresses]  # type: ignore[union-attr]
+        if self._index is None:
+            execute = EXECUTORS.get(self.device.type)
+            if execute is None:
+                raise KernelError(f"nothing runs kernels on {self.device.type}")
+            return execute(self.kernel, self.blocks, (*addresses, *self.numbers))
         try:
-            block.words[: len(values)] = values
-        except TypeError:  # a tensor of another class: a parameter
-            block.words[: len(values)] = [each if isinstance(each, int) else each.data_ptr() for each in values]  # type: ignore[union-attr]
-        return block.extra
+            write, start, stream, extra = self._kept.ready
+        except AttributeError:
+            write, start, stream, extra = self._kept.ready = self._made_ready(self._index, len(addresses))
+        write(*addresses)
+        result = start(stream(self._index), 0, extra)[0]
+        if result:
+            raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
+        return None
+
+    def _made_ready(self, index: int, addresses: int) -> tuple[Any, ...]:
+        """What writes addresses, starts the kernel, gives the stream, and the address of what tells of the parameters.
+
+        Each thread has its own, since backward runs in threads beside the forward pass.
+        """
+        kernel, block = self.kernel, _ParameterBlock(self.kernel.layout)
+        kernel.layout.pack_into(block.buffer, 0, *[0] * addresses, *self.numbers)
+        handle = kernel._loaded.get(index)
+        if handle is None:
+            handle = kernel._loaded[index] = _load(kernel, index)
+        shape = self.blocks, 1, 1, kernel.threads, 1, 1
+        start = partial(_driver().cuLaunchKernel, handle, *shape, kernel.shared_bytes)
+        write = partial(struct.Struct(f"{addresses}q").pack_into, block.buffer, 0)
+        self._kept.block = block  # which owns the memory
+        return write, start, torch._C._cuda_getCurrentRawStream, block.extra
+
+
+def zero(tensor: Tensor) -> None:
+    """Make contiguous 32-bit elements 0, on the current stream; torch's own way takes the host four times as long."""
+    if is_card(tensor.device):
+        stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+        _checked(_driver().cuMemsetD32Async(tensor.data_ptr(), 0, tensor.numel(), stream))
+    else:
+        tensor.zero_()
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
@@ -193,6 +204,16 @@ def architecture(index: int) -> str:
     return f"{major}{minor}" + ("a" if major == 9 else "")
 
 
+def is_card(device: torch.device) -> bool:
+    """Whether the CUDA driver starts kernels there."""
+    return device.type == "cuda"
+
+
+def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
+    """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
+    return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many blocks run side by side, at one per multiprocessor."""
@@ -203,43 +224,16 @@ class _ParameterBlock:
     """Memory for a kernel's parameters.
 
     Attributes:
-        buffer: as a kernel's ``layout`` says.
-        words: the same as int64.
-        extra: address of what tells the driver of it.
+        buffer: they lie there.
+        extra: address of what tells the driver so.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        size = kernel.layout.size
-        self.buffer = ctypes.create_string_buffer(size)
-        self.words: Any = (ctypes.c_int64 * (size // 8)).from_buffer(self.buffer)
-        self._size = ctypes.c_size_t(size)
+    def __init__(self, layout: struct.Struct) -> None:
+        self.buffer = ctypes.create_string_buffer(layout.size)
+        self._size = ctypes.c_size_t(layout.size)
         # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self._size), 0)
         self.extra = ctypes.addressof(self._extra)
-
-
-class _Kept(threading.local):
-    """A launch's parameters: of each thread its own, since backward runs in threads beside the forward pass."""
-
-    block: _ParameterBlock | None = None
-
-
-class _Blocks(threading.local):
-    def __init__(self) -> None:
-        self.of: dict[Kernel, _ParameterBlock] = {}
-
-
-_blocks = _Blocks()
-
-
-def pack(kernel: Kernel, args: Sequence[Argument]) -> int:
-    """Put all parameters where the driver reads them; the address of what tells it where that is."""
-    block = _blocks.of.get(kernel)
-    if block is None:
-        block = _blocks.of[kernel] = _ParameterBlock(kernel)
-    values = [arg if isinstance(arg, (int, float)) else arg.data_ptr() for arg in args]
-    kernel.layout.pack_into(block.buffer, 0, *values)
-    return block.extra
 
 
 @cache
@@ -275,29 +269,13 @@ def _load(kernel: Kernel, index: int) -> int:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    if int(result[0]):
+    if result[0]:
         raise KernelError(f"the CUDA driver answered {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
     return result[1] if len(result) > 1 else None
-
-
-def _start(kernel: Kernel, blocks: int, index: int, extra: int) -> None:
-    """Start ``kernel`` on CUDA device ``index`` with the parameters that ``extra`` tells of."""
-    if torch._C._cuda_getDevice() != index:
-        with torch.cuda.device(index):
-            return _start(kernel, blocks, index, extra)
-    handle = kernel._loaded.get(index)
-    if handle is None:
-        handle = kernel._loaded[index] = _load(kernel, index)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    (result,) = _driver().cuLaunchKernel(
-        handle, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, 0, extra
-    )
-    if result:
-        raise KernelError(f"{kernel.name} did not start: the CUDA driver answered {result!r}")
 
 
 EXECUTORS: dict[str, Executor] = {}
 """What starts a kernel for tensors that are not on a card, by the type of their device.
 
-It gets the kernel, the number of blocks, all parameters, and the :class:`Launch` if there is one.
+It gets the kernel, the number of blocks, and all parameters, tensors for addresses.
 """

@@ -41,8 +41,8 @@ def backward_spread(dtypes: tuple[str, ...], columns: int) -> Spread | None:
     return spread(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
-_PARAMETERS = (i64, i64, i64, i64, i32, i32, i64, f32, i64, i64, i64, i64, i64)
-"""x, its pitch in elements, dy, its pitch, rows, columns, weight, offset, mean, rstd, dx, partial sums, their pitch."""
+_PARAMETERS = (*[i64] * 10, i32, i32, f32)
+"""x, its pitch in elements, dy, its pitch, weight, mean, rstd, dx, partial sums, their pitch, rows, columns, offset."""
 
 
 def _normalizer(norm: Norm) -> Any:
@@ -122,7 +122,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
     both_sums = 2 * sums
 
-    def norm_backward(x, pitch, dy, dy_pitch, rows, columns, weight, offset, means, rstds, dx, partials, partial_pitch):
+    def norm_backward(x, pitch, dy, dy_pitch, weight, means, rstds, dx, partials, partial_pitch, rows, columns, offset):
         thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
         of_weight, of_bias = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
@@ -195,7 +195,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         store_f32(address, (load_f32(address) if begun else _ZERO) + value)
 
     def long_norm_backward(
-        x, pitch, dy, dy_pitch, rows, columns, weight, offset, means, rstds, dx, partials, partial_pitch
+        x, pitch, dy, dy_pitch, weight, means, rstds, dx, partials, partial_pitch, rows, columns, offset
     ):  # fmt: skip
         thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
         first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4

@@ -1,7 +1,7 @@
 """Tensors to FP8, row by row and transposed, from one read; scaled as a whole, or row by row.
 
-Kernels work on the tiles of ``tile.py``. ``out [rows, columns]`` and ``out_t [columns, rows]`` have pitches that are
-multiples of 16 bytes; the padding is written with zeros.
+A scale of the whole tensor is that of both copies. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]``
+and ``out_t [columns, rows]`` have pitches that are multiples of 16 bytes; the padding is written with zeros.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def quantize_tensor_kernel(
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
 
     def quantize_tensor(
-        x, scale, own, seen, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, n_own, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
+        x, scale, own, seen, counts, out, out_scale, out_t,
+        rows, columns, n_own, power_2, epsilon, out_pitch, out_t_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -86,10 +86,7 @@ def quantize_tensor_kernel(
             amax = from_bits(block_max(largest, shared + TRANSPOSED_BYTES, thread))
             factor = current_scale(amax, largest_code, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            if rowwise:
-                store_f32(out_scale, divide(_ONE, factor))
-            if columnwise:
-                store_f32(out_t_scale, divide(_ONE, factor))
+            store_f32(out_scale, divide(_ONE, factor))
 
         words = cuda.local.array(WARP_ROWS, u32)
         largest, losses = u32(0), u32(0)
@@ -115,7 +112,7 @@ def quantize_tensor_kernel(
     return Kernel(
         f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (source.words_type, *[i64] * 8, i32, i32, i32, i32, f32, *PITCHES),
+        (source.words_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
         blocks_per_multiprocessor=fitting(source, count),

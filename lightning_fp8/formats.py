@@ -33,7 +33,10 @@ E5M2 = Float8("E5M2", torch.float8_e5m2, 57344.0)
 E8M0_DTYPE = torch.float8_e8m0fnu
 """A power of two, 2**(code - 127), without sign or mantissa; code 255 is NaN. Scales of MXFP8 only."""
 
-_BY_DTYPE = {format.dtype: format for format in (E4M3, E5M2)}
+FORMATS = {format.name.lower(): format for format in (E4M3, E5M2)}
+"""By the names that ops and kernels call them."""
+
+_BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
 
 
 def float8_of(dtype: torch.dtype) -> Float8:

@@ -14,7 +14,7 @@ import torch
 import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
-from cuda_kernels.launch import Argument, Executor, Kernel, Launch
+from cuda_kernels.launch import Executor, Kernel
 from tests.ptx_on_cpu import Program
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
@@ -50,7 +50,7 @@ class Emulator:
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
-    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument], ready: Launch | None) -> None:
+    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[torch.Tensor | int | float]) -> None:
         self.launched.append(kernel)
         program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
             (blocks, 1, 1),

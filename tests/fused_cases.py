@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.fused import cuda, reference
-from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.fused.schema import is_gated, norm_to
+from lightning_fp8.ops.how import how_to
+from lightning_fp8.scaled import Cast, Layout
 from tests.kernel_cases import (
     BF16,
     E4M3,
@@ -92,13 +94,13 @@ def check_cast(
     exact: bool = False,
 ) -> None:
     """A fused op gives what the reference of the same name does: operands, the results beside them, seen and counts."""
+    how = how_to(Cast(float8_of(fp8), layout, power_2, epsilon), rowwise, columnwise, not may_be_0)
     results, collected = [], []
     for module, on in ((cuda, device), (reference, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
         largest = None if seen is None else torch.tensor(seen, device=on)
         counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        recipe = fp8, layout.value, power_2, epsilon, rowwise, columnwise, counts, may_be_0
-        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), given, largest, *recipe))
+        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), how, given, largest, counts))
         collected.append((largest, counts))
     actual, expected = results
     assert_operands(actual[:4], expected[:4], exact)
@@ -148,7 +150,7 @@ def check_norm(
     **how: Any,
 ) -> None:
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
-    check_cast("norm_quantize", (*inputs, rms, 1e-5, zero_centered), device, **how)
+    check_cast("norm_quantize", (*inputs, norm_to(rms, 1e-5, zero_centered)), device, **how)
 
 
 def check_norm_backward(
@@ -163,11 +165,12 @@ def check_norm_backward(
 ) -> None:
     x, weight, _ = norm_inputs(shape, dtype, weight_dtype, rms)
     dy = values(*shape, dy_dtype, seed=3)
-    mean = x.new_empty(0, dtype=FP32) if rms else x.float().mean(1)
-    rstd = torch.rsqrt((x.float() - (0.0 if rms else mean[:, None])).square().mean(1) + 1e-5)
-    arguments = dy, x, weight, mean, rstd
-    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), rms, zero_centered, not rms)
-    expected = reference.norm_backward(*arguments, rms, zero_centered, not rms)
+    mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
+    rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
+    arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
+    how = norm_to(rms, 0.0, zero_centered), not rms
+    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), *how)
+    expected = reference.norm_backward(*arguments, *how)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
         assert_close(a, b, name)
 

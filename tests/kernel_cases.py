@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import cuda, reference
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.how import how_to
+from lightning_fp8.scaled import Cast, Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -85,9 +87,9 @@ def check_quantize(
         torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
     )
     on_device = x if x.device.type == device else _moved(x, device)
-    how = dtype, layout.value, power_2, epsilon, rowwise, columnwise
-    actual = cuda.quantize(on_device, *how, counts)
-    expected = reference.quantize(x, *how, expected_counts)
+    how = how_to(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
+    actual = cuda.quantize(on_device, how, counts=counts)
+    expected = reference.quantize(x, how, counts=expected_counts)
     for name, a, b in zip(RESULTS, actual, expected):
         assert_same(a, b, name)
     assert_padded_with_zeros(actual[0])
@@ -109,14 +111,13 @@ def check_quantize_with_scale(
 ) -> None:
     """A tensor with a given scale (0: its own) is what the reference gives, amax and counts included."""
     results = []
-    for quantize, on in ((cuda.quantize_with_scale, device), (reference.quantize_with_scale, "cpu")):
+    how = how_to(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
+    for quantize, on in ((cuda.quantize, device), (reference.quantize, "cpu")):
         scale_tensor = torch.tensor(scale, device=on)
         collected = torch.tensor(seen, device=on) if seen is not None else None
         counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
         where = _moved(x, on)
-        results.append(
-            (*quantize(where, scale_tensor, collected, dtype, rowwise, columnwise, counts), collected, counts)
-        )
+        results.append((*quantize(where, how, scale_tensor, collected, counts), collected, counts))
     for name, a, b in zip((*RESULTS, "seen", "counts"), *results):
         if b is not None:
             assert_same(a, b, name)

@@ -110,7 +110,7 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize_with_scale", torch.float8_e4m3fn, lambda x: {"x": x, "scale": "no tensor"})
+    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "how": "no cast"})
     absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
     path = tmp_path / "out.json"
@@ -157,8 +157,8 @@ def outcome_bytes(name: str, shape: tuple[int, int]) -> int:
 def test_bytes_that_must_move() -> None:
     # x and scale are read, codes and scale_inv written
     assert outcome_bytes("cast", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
-    # ... and seen is both; the second copy has its scale_inv
-    assert outcome_bytes("cast + transposed + amax", (128, 256)) == 128 * 256 * 2 + 4 + 4 + 2 * (128 * 256 + 4) + 4
+    # ... and seen is both; the second copy has the same scale
+    assert outcome_bytes("cast + transposed + amax", (128, 256)) == 128 * 256 * 2 + 4 + 4 + 2 * 128 * 256 + 4 + 4
     assert outcome_bytes("transposed only", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
     assert outcome_bytes("current scaling", (128, 256)) == 128 * 256 * 2 + 128 * 256 + 4
     # ragged: 200 columns are seven blocks of 32 or two of 128; 100 rows are four or one

@@ -16,6 +16,7 @@ from lightning_fp8.ops import cuda as plain
 from lightning_fp8.ops import fused
 from lightning_fp8.ops.fused import cuda, reference
 from lightning_fp8.ops.fused.schema import is_gated
+from lightning_fp8.ops.how import how_to, parsed
 from lightning_fp8.ops.operands import Operands
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.emulated import Emulator, executing, needs_compilers
@@ -70,14 +71,16 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
     x, weight, bias = norm_inputs(shape, dtype, FP32, rms)
     how = Cast(E4M3, layout, layout in POWER_2)
     options = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered}
-    (row, column), mean, rstd = fused.norm_quantize(x, weight, bias, how, columnwise=True, **options)
+    (row, column), statistics = fused.norm_quantize(x, weight, bias, how, columnwise=True, **options)
     doubles = x.double(), weight.double(), None if bias is None else bias.double()
     y = exact_norm(*doubles, rms, zero_centered)
     check_operand(row, y, layout)
     check_operand(column, y.t(), layout)
     moment = x.double().square().mean(1) if rms else x.double().var(1, correction=0)
-    torch.testing.assert_close(rstd.double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(mean.double(), x.double().mean(1)[: 0 if rms else None], rtol=1e-6, atol=1e-6)
+    assert statistics.shape == (1 if rms else 2, shape[0])
+    torch.testing.assert_close(statistics[-1].double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
+    if not rms:
+        torch.testing.assert_close(statistics[0].double(), x.double().mean(1), rtol=1e-6, atol=1e-6)
     only = fused.norm_quantize(x, weight, bias, how, rowwise=False, columnwise=True, **options).operands
     assert only.rowwise is None
     check_operand(only.columnwise, y.t(), layout)
@@ -86,7 +89,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
 def test_variance_of_a_distant_mean() -> None:
     """E[x²] - E[x]² would lose every digit of it."""
     x = torch.randn(5, 1000) + 3000
-    rstd = fused.norm_quantize(x, torch.ones(1000), None, Cast(E4M3, Layout.TENSOR), eps=0.0).rstd
+    rstd = fused.norm_quantize(x, torch.ones(1000), None, Cast(E4M3, Layout.TENSOR), eps=0.0).statistics[1]
     torch.testing.assert_close(rstd.double(), x.double().var(1, correction=0).rsqrt(), rtol=1e-5, atol=0.0)
 
 
@@ -119,9 +122,9 @@ def test_given_scale(float8: object, scale: float) -> None:
 def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -> None:
     x, weight, bias = norm_inputs(shape, FP32, FP32, rms)
     dy = values(*shape, FP32, seed=5)
-    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms)
+    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms).statistics
     dx, dweight, dbias = fused.norm_backward(
-        dy, x, weight, statistics.mean, statistics.rstd, rms=rms, zero_centered=zero_centered, bias=not rms
+        dy, x, weight, statistics, rms=rms, zero_centered=zero_centered, bias=not rms
     )
     leaves = [tensor.double().requires_grad_() for tensor in (x, weight, *([] if rms else [bias]))]
     exact_norm(*leaves, *([None] if rms else []), rms, zero_centered).backward(dy.double())
@@ -134,8 +137,8 @@ def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -
 
 def test_gradients_have_their_tensors_dtypes() -> None:
     x, weight, bias = norm_inputs((9, 16), FP16, BF16, False)
-    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5)
-    gradients = fused.norm_backward(x.float(), x, weight, *statistics[1:], bias=True)
+    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5).statistics
+    gradients = fused.norm_backward(x.float(), x, weight, statistics, bias=True)
     assert [gradient.dtype for gradient in gradients if gradient is not None] == [FP16, BF16, BF16]
     for dtype in (BF16, FP32):
         assert fused.activation_backward_quantize(
@@ -184,42 +187,41 @@ def test_limits(name: str) -> None:
 def test_registration(layout: Layout) -> None:
     """Schemas, what is written to, shapes and strides on fake tensors."""
     x, weight, bias = norm_inputs((35, 48), BF16, FP32, False)
-    recipe = E4M3.dtype, layout.value, False, 0.0
     given: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
     if layout is Layout.TENSOR:
         given.append((torch.tensor(2.0), torch.tensor(0.0)))
     for scale, seen in given:
         for usage in ((True, False), (False, True), (True, True)):
-            how = scale, seen, *recipe, *usage, torch.zeros(2, dtype=torch.int64), True
-            torch.library.opcheck(library.norm_quantize, (x, weight, bias, False, 1e-5, True, *how))
-            torch.library.opcheck(library.norm_quantize, (x, weight, None, True, 1e-5, False, *how))
+            how = how_to(Cast(E4M3, layout), *usage), scale, seen, torch.zeros(2, dtype=torch.int64)
+            torch.library.opcheck(library.norm_quantize, (x, weight, bias, "layer eps=1e-5 zero_centered", *how))
+            torch.library.opcheck(library.norm_quantize, (x, weight, None, "rms eps=1e-5", *how))
             torch.library.opcheck(library.activation_quantize, (x, "swiglu", *how))
             torch.library.opcheck(library.activation_backward_quantize, (x, x, "gelu", BF16, *how))
             torch.library.opcheck(library.activation_backward_quantize, (x[:, :24], x, "reglu", None, *how))
-    statistics = x.float().mean(1), torch.ones(35)
-    torch.library.opcheck(library.norm_backward, (x.float(), x, weight, *statistics, False, True, True))
-    torch.library.opcheck(library.norm_backward, (x, x, weight, torch.empty(0), statistics[1], True, False, False))
+    statistics = torch.stack((x.float().mean(1), torch.ones(35)))
+    torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, "layer zero_centered", True))
+    torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], "rms", False))
 
 
 def arguments(op: str, x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
     """What ``op`` takes for a tensor, besides how it casts."""
     if op == "norm_quantize":
-        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), False, 1e-5, False, *how
+        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), "layer eps=1e-5", *how
     return (x, "gelu", *how) if op == "activation_quantize" else (x, x, "gelu", FP32, *how)
 
 
-CAST_OPS = (("norm_quantize", 9), ("activation_quantize", 5), ("activation_backward_quantize", 7))
+CAST_OPS = (("norm_quantize", 4), ("activation_quantize", 2), ("activation_backward_quantize", 4))
 
 
 @LAYOUTS
-@pytest.mark.parametrize(("op", "layout_at"), CAST_OPS)
-def test_without_kernels(op: str, layout_at: int, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("op", "how_at"), CAST_OPS)
+def test_without_kernels(op: str, how_at: int, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
     monkeypatch.setattr(plain, "_without_kernels", {torch.device("cpu")})
     x = values(35, 49, BF16)
-    how = None, None, E4M3.dtype, layout.value, False, 0.0, True, True, None, True
-    results = plain.falls_back(getattr(cuda, op), getattr(reference, op), layout_at)(*arguments(op, x, how))
-    like = Operands(x.device, layout, E4M3.dtype, 35, 49, True, True).allocate()
+    how = (how_to(Cast(E4M3, layout), columnwise=True),)
+    results = plain.falls_back(getattr(cuda, op), getattr(reference, op), how_at)(*arguments(op, x, how))
+    like = Operands(x.device, parsed(how[0]), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
     for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, how))):
         assert_same(actual, right, op)
@@ -229,7 +231,7 @@ def test_without_kernels(op: str, layout_at: int, layout: Layout, monkeypatch: p
 @pytest.mark.parametrize("shape", [(0, 0), (0, 8), (7, 0)])
 def test_nothing(op: str, shape: tuple[int, int]) -> None:
     """An empty tensor has empty operands and sums of nothing."""
-    how = None, None, E4M3.dtype, "tensor", False, 0.0, True, True, None, True
+    how = ("e4m3 tensor rowwise columnwise",)
     data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), how))
     assert data.shape == shape
     assert data_t.shape == shape[::-1]
@@ -277,7 +279,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
     """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
-    how = torch.tensor(1.0), torch.tensor(0.0), E5M2.dtype, "tensor", False, 0.0, True, False, None, False
+    how = "e5m2 tensor rowwise nonzero", torch.tensor(1.0), torch.tensor(0.0)
     return cuda.activation_backward_quantize(dy, x, name, FP32, *how)[-1]
 
 
@@ -311,9 +313,7 @@ def test_special_values(name: str, emulator: Emulator) -> None:
     x, gate, dy = (grid.reshape(1, -1) for grid in torch.meshgrid(special, special, special, indexing="ij"))
     row = torch.cat([x, gate], 1)
     actual = gradient_sums(name, dy, row)
-    right = reference.activation_backward_quantize(
-        dy, row, name, FP32, None, None, E5M2.dtype, "tensor", False, 0.0, True, False, None, True
-    )[-1]
+    right = reference.activation_backward_quantize(dy, row, name, FP32, "e5m2 tensor rowwise")[-1]
     torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
@@ -326,11 +326,11 @@ def test_the_order_of_threads_changes_nothing(schedule: str, emulator: Emulator)
 
     def results() -> list[Tensor]:
         given = torch.tensor(0.0), torch.tensor(0.0)
-        how = *given, E4M3.dtype, "tensor", False, 0.0, True, False, None, True
-        *operands, mean, rstd = cuda.norm_quantize(x, weight, bias, False, 1e-5, False, *how)
-        gradients = cuda.norm_backward(dy, x, weight, mean, rstd, False, False, True)
+        how = "e4m3 tensor rowwise", *given
+        *operands, statistics = cuda.norm_quantize(x, weight, bias, "layer eps=1e-5", *how)
+        gradients = cuda.norm_backward(dy, x, weight, statistics, "layer", True)
         sums = gradient_sums("geglu", g[:, :264].float(), g.float())
-        return [*operands[:2], given[1], mean, rstd, *gradients, sums]
+        return [*operands[:2], given[1], statistics, *gradients, sums]
 
     before = results()
     emulator.schedule = schedule  # type: ignore[assignment]

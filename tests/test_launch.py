@@ -20,7 +20,7 @@ import torch
 
 from cuda_kernels import cache, launch
 from cuda_kernels.amax import amax_kernel
-from cuda_kernels.launch import KernelError
+from cuda_kernels.launch import KernelError, Launch
 from cuda_kernels.quantize import quantize_tensor_kernel
 from cuda_kernels.scaling import update_scales_kernel
 from cuda_kernels.tile import tensor_source
@@ -137,6 +137,8 @@ def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> 
 class Card:
     """A driver that notes launches and reads their parameters."""
 
+    device = torch.device("cuda", 0)
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.values: list[tuple[Any, ...]] = []
@@ -149,7 +151,6 @@ class Card:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
         monkeypatch.setattr(launch, "_driver", lambda: driver)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
         launch.architecture.cache_clear()
 
@@ -162,28 +163,15 @@ class Card:
         return (0,)
 
 
-class Elsewhere:
-    """What a launch asks of a tensor on a card."""
-
-    is_cuda = True
-
-    def get_device(self) -> int:
-        return 0
-
-    def data_ptr(self) -> int:
-        return 0x7F00_0000_1000
+ADDRESS = 0x7F00_0000_1000
 
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel, tensor = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True), Elsewhere()
-    values = (264, 0, tensor, 140, 264)
-    kernel.launch(6, (tensor, *values))  # type: ignore[arg-type]
-    assert card.values == [(tensor.data_ptr(), 264, 0, tensor.data_ptr(), 140, 264)]
-    assert card.launches == [(4711, 6, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)]
-    ready = launch.Launch(kernel, 7, (140, 264))
+    card, kernel = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True)
+    start = Launch(kernel, 7, (140, 264), card.device)
     for pitch in (264, 272):
-        ready(tensor, pitch, 0, tensor)  # type: ignore[arg-type]
-        assert card.values[-1] == (tensor.data_ptr(), pitch, 0, tensor.data_ptr(), 140, 264)
+        start(ADDRESS, pitch, 0, ADDRESS + 64)
+        assert card.values[-1] == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
         assert card.launches[-1] == (4711, 7, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)
 
 
@@ -191,10 +179,9 @@ THROUGH_THE_BINDINGS = """
 import ctypes, sys
 import torch
 from cuda_kernels import launch
-from tests.test_launch import Elsewhere, amax_kernel, tensor_source
+from tests.test_launch import ADDRESS, Card, amax_kernel, tensor_source
 
 torch.cuda.get_device_capability = lambda index: (9, 0)
-torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda index: 99
 
 class Noted(ctypes.Structure):
@@ -206,17 +193,24 @@ class Noted(ctypes.Structure):
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_driver_noted.restype = ctypes.POINTER(Noted)
 noted = driver.fake_driver_noted().contents
-kernel, x = amax_kernel(tensor_source("bfloat16", True), True), Elsewhere()
-ready = launch.Launch(kernel, 7, (140, 264))
-for blocks, start in ((6, lambda: kernel.launch(6, (x, 264, 0, x, 140, 264))), (7, lambda: ready(x, 264, 0, x))):
+kernel = amax_kernel(tensor_source("bfloat16", True), True)
+start = launch.Launch(kernel, 7, (140, 264), Card.device)
+for pitch in (264, 272):
     noted.size = 0
-    start()
+    start(ADDRESS, pitch, 0, ADDRESS + 64)
     assert bytes(noted.code) == bytes([0x7F]) + b"ELF"
     assert b"amax" in noted.name
     assert (noted.kernel, noted.stream, noted.shared) == (0x4711, 99, kernel.shared_bytes)
-    assert (*noted.grid, *noted.block) == (blocks, 1, 1, kernel.threads, 1, 1)
+    assert (*noted.grid, *noted.block) == (7, 1, 1, kernel.threads, 1, 1)
     values = kernel.layout.unpack(bytes(noted.parameters)[: noted.size])
-    assert values == (x.data_ptr(), 264, 0, x.data_ptr(), 140, 264)
+    assert values == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
+
+class OnCard:  # as far as zero() asks
+    device = Card.device
+    get_device, data_ptr, numel = lambda self: 0, lambda self: ADDRESS, lambda self: 77
+
+launch.zero(OnCard())
+assert (noted.kernel, noted.grid[0], noted.stream) == (ADDRESS, 77, 99)
 print("started")
 """
 
@@ -232,28 +226,24 @@ def test_launches_through_nvidias_bindings(tmp_path: Path) -> None:
     assert done.stdout == "started\n", done.stderr
 
 
-def test_parameters_of_a_module_are_tensors_too() -> None:
-    ready, weight = launch.Launch(KERNEL, 1, (2, 3)), torch.nn.Parameter(torch.ones(2, 3))
-    extra = (ctypes.c_void_p * 5).from_address(ready.packed((weight, 3, 0, weight)))
-    values = KERNEL.layout.unpack(ctypes.string_at(extra[1], KERNEL.layout.size))
-    assert values == (weight.data_ptr(), 3, 0, weight.data_ptr(), 2, 3)
-
-
-def test_threads_do_not_share_their_parameters() -> None:
+def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward runs in threads of its own, beside the forward pass."""
-    ready, x = launch.Launch(KERNEL, 1, (2, 3)), torch.ones(2, 3)
-    addresses = {ready.packed((x, 3, 0, x)), ready.packed((x, 3, 0, x))}
-    assert len(addresses) == 1
-    thread = threading.Thread(target=lambda: addresses.add(ready.packed((x, 3, 0, x))))
+    card, buffers = Card(monkeypatch), set()
+    start = Launch(KERNEL, 1, (2, 3), card.device)
+    monkeypatch.setattr(launch._driver(), "cuLaunchKernel", lambda *args: (buffers.add(args[-1]), (0,))[1])
+    start(ADDRESS, 3, 0, ADDRESS)
+    start(ADDRESS, 3, 0, ADDRESS)
+    assert len(buffers) == 1
+    thread = threading.Thread(target=start, args=(ADDRESS, 3, 0, ADDRESS))
     thread.start()
     thread.join()
-    assert len(addresses) == 2
+    assert len(buffers) == 2
 
 
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Card(monkeypatch, capability=(8, 0))
+    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_source("float16", False), True)
     with pytest.raises(KernelError, match=r"A Card has compute capability 8\.0; .* 8\.9"):
-        amax_kernel(tensor_source("float16", False), True).launch(1, (Elsewhere(), 1, 0, 0, 1, 1))  # type: ignore[arg-type]
+        Launch(kernel, 1, (1, 1), card.device)(ADDRESS, 1, 0, 0)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")])
@@ -270,26 +260,28 @@ def refuse(*launch: object) -> None:
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, op = sample(131, 203, BF16), cuda.falls_back(cuda.quantize)
+    x, op = sample(131, 203, BF16), cuda.falls_back(cuda.quantize, reference.quantize, 1)
+    how = f"e4m3 {layout.value} rowwise columnwise"
     cuda._without_kernels.clear()
     with executing(refuse), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            actual = op(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+            actual = op(x, how)
     cuda._without_kernels.clear()
     assert [str(w.message) for w in caught if "numba-cuda is not installed" in str(w.message)] != []
     assert len(caught) == 1
-    expected = reference.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
         *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
     )
-    for a, b, c in zip(actual, expected, promised):
+    for a, b, c in zip(actual, reference.quantize(x, how), promised):
         assert_same(a, b, layout.value)
-        assert a.stride() == c.stride()
+        assert not a.numel() or a.stride() == c.stride()
 
 
 def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
-    op = cuda.falls_back(cuda.quantize)
+    op = cuda.falls_back(cuda.quantize, reference.quantize, 1)
     with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
-        op(sample(4, 4, BF16), E4M3.dtype, "2x2", False, 0.0, True, True)
+        op(sample(4, 4, BF16), "e4m3 2x2 rowwise")
+    with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):
+        op(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops.how import how_to, parsed
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
 
@@ -158,13 +159,28 @@ def test_a_scale_of_zero_takes_the_tensors_own_and_seen_is_a_maximum() -> None:
     assert seen.item() == 7.0
 
 
+def test_how_in_words() -> None:
+    cast = Cast(E4M3, Layout.BLOCK_1X128, True, 0.5)
+    assert how_to(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
+    assert parsed(how_to(cast, columnwise=True)) == (E4M3, Layout.BLOCK_1X128, True, 0.5, True, True, False)
+    assert parsed("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
+    for wrong, message in {
+        "": "names the format ''; use one of e4m3, e5m2",
+        "e4m3": "'' is not a valid Layout",
+        "e4m3 row rowwise colwise": "says colwise; known are power_2, epsilon, rowwise",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parsed(wrong)
+
+
 def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
         for usage in [(True, True), (True, False), (False, True)]:
-            torch.library.opcheck(library.quantize, (x, E4M3.dtype, layout.value, True, 0.0, *usage))
+            how = how_to(Cast(E4M3, layout, True, 0.5), *usage)
+            torch.library.opcheck(library.quantize, (x, how))
     scale, seen = torch.tensor(2.0), torch.tensor(0.0)
-    torch.library.opcheck(library.quantize_with_scale, (x, scale, seen, E5M2.dtype, True, True))
+    torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, seen))
     torch.library.opcheck(library.observe, (x, seen))
     a, s = torch.randn(5, 8).to(E4M3.dtype), torch.tensor(1.0)
     b = torch.randn(6, 8).to(E4M3.dtype)

@@ -5,6 +5,7 @@ They allocate and dispatch by device; they know no gradients and no modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_fp8.ops import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops import schema as _schema  # noqa: F401  (defines the ops)
+from lightning_fp8.ops.how import how_to
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.scaling import AmaxAlgorithm
 
@@ -63,20 +65,25 @@ def quantize(
         raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
     if seen is not None and scale is None:
         raise ValueError("seen is collected for a given scale; pass scale too (0 takes x's own)")
-    # Where the transposed operand has the same codes, the reference's GEMM reads them in either order; a card's cannot.
-    view_transposed = columnwise and cast.layout.transposes and not x.is_cuda
-    usage = rowwise or view_transposed, columnwise and not view_transposed
-    if scale is not None:
-        quantized = _ops.quantize_with_scale.default(x, scale, seen, cast.float8.dtype, *usage, counts, may_be_0)
-    else:
-        quantized = _ops.quantize.default(
-            x, cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon, *usage, counts
-        )
-    data, scale_inv, data_t, scale_inv_t = quantized
-    row = ScaledTensor(data, scale_inv, cast.layout) if rowwise or view_transposed else None
-    if view_transposed and row is not None:
+    view = gives_a_view(x, cast, columnwise)
+    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
+    return quantized(_ops.quantize.default(x, how, scale, seen, counts), cast, rowwise, columnwise, view)
+
+
+def gives_a_view(x: Tensor, cast: Cast, columnwise: bool) -> bool:
+    """Whether xᵀ is given as a view: the reference's GEMM reads codes in either order, a card's does not."""
+    return columnwise and cast.layout.transposes and not x.is_cuda
+
+
+def quantized(results: Sequence[Tensor], cast: Cast, rowwise: bool, columnwise: bool, view: bool) -> Quantized:
+    """The operands that an op gave."""
+    data, scale_inv, data_t, scale_inv_t = results
+    row = ScaledTensor(data, scale_inv, cast.layout) if rowwise or view else None
+    if view and row is not None:
         return Quantized(row if rowwise else None, row.t())
-    return Quantized(row, ScaledTensor(data_t, scale_inv_t, cast.layout) if columnwise else None)
+    if not columnwise:
+        return Quantized(row, None)
+    return Quantized(row, ScaledTensor(data_t, scale_inv if cast.layout is Layout.TENSOR else scale_inv_t, cast.layout))
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
@@ -133,7 +140,6 @@ def update_scales(
     """The delayed-scaling update of all rows: push ``seen`` into ``window``, compute ``scale``, zero ``seen``.
 
     Args:
-        may_be_0: False where ``scale`` is known not to be 0, which saves asking.
         seen: float32 ``[n]``.
         window: float32 ``[len, n]``, oldest first; its first row is 0 between updates, as Transformer Engine's is.
         scale: float32 ``[n]``.

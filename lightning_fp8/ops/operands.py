@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.how import How
 from lightning_fp8.ops.schema import Placed, operand_layout, scale_dtype
 from lightning_fp8.scaled import Layout
 
@@ -18,24 +19,18 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """``data``, ``scale_inv``, and the same of the transposed copy; what was not asked for is empty."""
 
 
-def _plain_allocators() -> dict[bool, Callable[..., Tensor]]:
-    return {
-        is_cuda: lambda shape, strides, dtype, on="cuda" if is_cuda else "cpu": torch.empty_strided(
-            shape, strides, dtype=dtype, device=on
-        )
-        for is_cuda in (False, True)
-    }
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""Of an uninitialized tensor, by shape, strides and dtype."""
 
 
-try:  # Inductor's way to allocate passes the dispatcher by
-    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
-        _empty_strided_cpu,
-        _empty_strided_cuda,
-    )
+def allocator(device: torch.device) -> Allocator:
+    """Allocates where ``device`` is; on a card, on the current one."""
+    try:  # Inductor's way passes the dispatcher by
+        from torch._C._dynamo import guards
 
-    allocate = {False: _empty_strided_cpu, True: _empty_strided_cuda}
-except ImportError:
-    allocate = _plain_allocators()
+        return getattr(guards, f"_empty_strided_{device.type}")
+    except (ImportError, AttributeError):
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device.type)
 
 
 def comes_in_vectors(columns: int, pitch: int, address: int, item: int, elements: int, size: int | None = None) -> bool:
@@ -51,45 +46,38 @@ class Operands:
     """The results of a cast of ``[rows, columns]``: described once, allocated at each call.
 
     Attributes:
-        pitches: of codes and scales, of the rowwise and of the transposed copy; a kernel's last parameters.
+        pitches: of codes and scales, of the rowwise and of the transposed copy.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        layout: Layout,
-        dtype: torch.dtype,
-        rows: int,
-        columns: int,
-        rowwise: bool,
-        columnwise: bool,
-    ) -> None:
-        self._allocate = allocate[device.type == "cuda"]
-        self._nothing = _nothing(device, layout, dtype)
+    def __init__(self, device: torch.device, how: How, rows: int, columns: int) -> None:
+        layout, dtype = how.layout, how.float8.dtype
         by_columns = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
-        self.specs: list[tuple[Placed, Placed] | None] = []
+        empty, no_scale = partial(nothing, device, dtype), partial(nothing, device, scale_dtype(layout))
+        self._makers: list[Callable[[], Tensor]] = []
         self.pitches: list[int] = []
-        for wanted, r, k in ((rowwise, rows, columns), (columnwise, columns, rows)):
+        for wanted, r, k in ((how.rowwise, rows, columns), (how.columnwise, columns, rows)):
             data, scales = operand_layout(layout, dtype, r, k)
-            self.specs.append((data, scales) if wanted else None)
+            self._makers += (_maker(device, data), _maker(device, scales)) if wanted else (empty, no_scale)
             strides = scales.strides
             scale_pitch = strides[1 if by_columns else 0] if len(strides) == 2 else 0
             self.pitches += (data.strides[0], scale_pitch) if wanted else (0, 0)
+        if layout is Layout.TENSOR:  # which has one scale for both
+            self._makers[1::2] = _maker(device, operand_layout(layout, dtype, rows, columns)[1]), no_scale
 
     def allocate(self) -> Outputs:
         """The four tensors, on the current device."""
-        results: list[Tensor] = []
-        for spec in self.specs:
-            if spec is None:
-                results += self._nothing
-                continue
-            (_, shape, strides, dtype, columns), (_, scale_shape, scale_strides, scale_dtype, _) = spec
-            data = self._allocate(shape, strides, dtype)
-            results.append(data if columns is None else data[:, :columns])
-            results.append(self._allocate(scale_shape, scale_strides, scale_dtype))
-        return tuple(results)  # type: ignore[return-value]
+        data, scale_inv, data_t, scale_inv_t = self._makers
+        return data(), scale_inv(), data_t(), scale_inv_t()
+
+
+def _maker(device: torch.device, placed: Placed) -> Callable[[], Tensor]:
+    """Allocates a tensor that lies so."""
+    _, allocated, strides, dtype, columns = placed
+    new = partial(allocator(device), allocated, strides, dtype)
+    return new if columns is None else lambda: new()[:, :columns]
 
 
 @lru_cache(None)
-def _nothing(device: torch.device, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=scale_dtype(layout), device=device)
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The empty tensor that stands for what was not asked for."""
+    return torch.empty(0, dtype=dtype, device=device)

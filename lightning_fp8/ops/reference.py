@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import scaling
-from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
+from lightning_fp8.ops.how import parsed
 from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
 from lightning_fp8.scaled import Layout, block_shape
 
@@ -47,17 +48,23 @@ def observe(x: Tensor, seen: Tensor) -> None:
 
 
 def quantize(
-    x: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None = None,
+    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each tensor, row or block scaled from itself; see :func:`lightning_fp8.ops.quantize`."""
-    kind, float8, x = Layout(layout), float8_of(dtype), x.contiguous()
+    """One given scale, or x's own where that is 0; else each tensor, row or block scaled from itself.
+
+    See :func:`lightning_fp8.ops.quantize`.
+    """
+    (float8, kind, power_2, epsilon, rowwise, columnwise, nonzero), x = parsed(how), x.contiguous()
+    if scale is not None:
+        parsed(how).refuse_scale()
+        may_be_0 = not nonzero and (x.is_cuda or not scale.item())  # asking a card would wait for it
+        if may_be_0 or seen is not None:
+            amax = tensor_amax(x)
+            if seen is not None:
+                torch.maximum(seen, amax, out=seen)
+            if may_be_0:
+                scale = torch.where(scale == 0, scaling.current_scale(amax, float8.max), scale)
+        return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
     if kind is Layout.TENSOR:
         scale = scaling.current_scale(tensor_amax(x), float8.max, power_2, epsilon)
         return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
@@ -70,28 +77,6 @@ def quantize(
         data, scale_inv = _quantize_blocks(x, block_columns, block_rows, kind, float8, power_2, epsilon, counted)
         column = data.t(), scale_inv.t().contiguous()
     return (*row, *column)
-
-
-def quantize_with_scale(
-    x: Tensor,
-    scale: Tensor,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None = None,
-    may_be_0: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One given scale, or x's own where that is 0; see :func:`lightning_fp8.ops.quantize`."""
-    float8, x = float8_of(dtype), x.contiguous()
-    may_be_0 = may_be_0 and (x.is_cuda or not scale.item())  # asking a card would wait for it
-    if may_be_0 or seen is not None:
-        amax = tensor_amax(x)
-        if seen is not None:
-            torch.maximum(seen, amax, out=seen)
-        if may_be_0:
-            scale = torch.where(scale == 0, scaling.current_scale(amax, float8.max), scale)
-    return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
 
 
 def _nothing(x: Tensor, float8: Float8, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -110,12 +95,9 @@ def _quantize_tensor(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     data, scale_inv = saturating_cast(x.to(torch.float32, copy=True), scale, float8), 1.0 / scale
     _count(counts, x.float(), scale, data, float8)
-    row = column = _nothing(x, float8, Layout.TENSOR)
-    if rowwise:
-        row = data, scale_inv
-    if columnwise:  # each output of an op has its own memory
-        column = (data.clone() if rowwise else data).t(), scale_inv.clone()
-    return (*row, *column)
+    nothing, no_scale = _nothing(x, float8, Layout.TENSOR)
+    data_t = (data.clone() if rowwise else data).t() if columnwise else nothing  # each output has its own memory
+    return data if rowwise else nothing, scale_inv, data_t, no_scale
 
 
 def _quantize_blocks(
@@ -277,6 +259,6 @@ def update_scales(
     seen.zero_()
 
 
-for _op in (observe, quantize, quantize_with_scale, scaled_mm, scaled_mm_accumulate, update_scales):
+for _op in (observe, quantize, scaled_mm, scaled_mm_accumulate, update_scales):
     on = ("cpu", "cuda") if _op in (scaled_mm, scaled_mm_accumulate) else "cpu"
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", on, _op)

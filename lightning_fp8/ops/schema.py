@@ -1,9 +1,12 @@
 """The schemas of ``torch.ops.lightning_fp8`` and their shapes on fake and meta tensors.
 
-Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where asked, the operand of x (``rowwise``) and the
-operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked for comes back empty. ``counts``, int64
-``[2]``, grows by how many values were saturated and how many were flushed to zero, in the operand of x if it was asked
-for.
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``how`` asks (see :mod:`lightning_fp8.ops.how`),
+the operand of x (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked
+for comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
+
+``scale``, float32 ``[]``, is taken instead of the tensor's own, unless it is 0, and ``seen``, float32 ``[]``, is
+raised to the amax. ``counts``, int64 ``[2]``, grows by how many values were saturated and how many were flushed to
+zero, in the operand of x if it was asked for.
 """
 
 from __future__ import annotations
@@ -14,22 +17,17 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.ops.how import How, parsed
 from lightning_fp8.scaled import Layout, block_shape
 
 NAMESPACE = "lightning_fp8"
 
-torch.library.define(
-    f"{NAMESPACE}::quantize",
-    "(Tensor x, ScalarType dtype, str layout, bool power_2, float epsilon, bool rowwise, bool columnwise,"
-    " Tensor(a!)? counts=None)"
-    " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
-)
-torch.library.define(
-    f"{NAMESPACE}::quantize_with_scale",
-    "(Tensor x, Tensor scale, Tensor(a!)? seen, ScalarType dtype, bool rowwise, bool columnwise,"
-    " Tensor(b!)? counts=None, bool may_be_0=True)"
-    " -> (Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t)",
-)
+CAST = "str how, Tensor? scale=None, Tensor(a!)? seen=None, Tensor(b!)? counts=None"
+"""The last arguments of every op that casts."""
+
+OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
+
+torch.library.define(f"{NAMESPACE}::quantize", f"(Tensor x, {CAST}) -> ({OPERANDS})")
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
@@ -102,41 +100,29 @@ def empty_operand(
 
 @torch.library.register_fake(f"{NAMESPACE}::quantize")
 def _quantize(
-    x: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None = None,
+    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kind, (rows, columns) = Layout(layout), x.shape
+    return fake_operands(x, x.shape[0], x.shape[1], parsed(how))
 
-    def operand(wanted: bool, r: int, k: int, transposed: bool) -> tuple[Tensor, Tensor]:
+
+def fake_operands(x: Tensor, rows: int, columns: int, how: How) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a cast of ``[rows, columns]`` gives where ``x`` is."""
+    layout, dtype = how.layout, how.float8.dtype
+    results: list[Tensor] = []
+    for transposed, wanted in enumerate((how.rowwise, how.columnwise)):
+        r, k = (columns, rows) if transposed else (rows, columns)
         if not wanted:
-            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=scale_dtype(kind))
-        if x.device.type == "cuda":
-            return empty_operand(x.device, kind, dtype, r, k)
-        # The reference quantizes in x's order: its transposed operand is a view.
-        data = x.new_empty(k, r, dtype=dtype).t() if transposed else x.new_empty(r, k, dtype=dtype)
-        return data, x.new_empty(scale_shape(kind, r, k), dtype=scale_dtype(kind))
-
-    return (*operand(rowwise, rows, columns, False), *operand(columnwise, columns, rows, True))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::quantize_with_scale")
-def _quantize_with_scale(
-    x: Tensor,
-    scale: Tensor,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None = None,
-    may_be_0: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _quantize(x, dtype, Layout.TENSOR.value, False, 0.0, rowwise, columnwise)
+            results += x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=scale_dtype(layout))
+        elif x.device.type == "cuda":
+            results += empty_operand(x.device, layout, dtype, r, k)
+        else:
+            # The reference quantizes in x's order: its transposed operand is a view.
+            data = x.new_empty(k, r, dtype=dtype).t() if transposed else x.new_empty(r, k, dtype=dtype)
+            results += data, x.new_empty(scale_shape(layout, r, k), dtype=scale_dtype(layout))
+    data, scale_inv, data_t, scale_inv_t = results
+    if layout is Layout.TENSOR:
+        scale_inv, scale_inv_t = x.new_empty((), dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
+    return data, scale_inv, data_t, scale_inv_t
 
 
 @torch.library.register_fake(f"{NAMESPACE}::observe")

@@ -71,17 +71,15 @@ def test_more_than_2_31_elements(layout: Layout) -> None:
     x = torch.randn(36_000, 64_000, device="cuda", dtype=BF16)
     assert x.numel() > 2**31
     x[-1, -1] = 300.0  # the largest by far, at the very end
-    data, scale_inv, data_t, _ = ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+    data, scale_inv, data_t, _ = ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
     rows = slice(35_968, 36_000)
     last = x[rows].cpu()
     if layout is Layout.TENSOR:
         assert scale_inv.item() == pytest.approx(300.0 / 448.0, rel=1e-6)
-        expected = reference.quantize_with_scale(
-            last, torch.tensor(1.0) / scale_inv.cpu(), None, E4M3.dtype, True, False
-        )
+        expected = reference.quantize(last, "e4m3 tensor rowwise", torch.tensor(1.0) / scale_inv.cpu())
         assert (data[rows].cpu().float() - expected[0].float()).abs().max() <= 32  # 1 / scale_inv may round the scale
     elif layout is not Layout.BLOCK_128X128:
-        expected = reference.quantize(last, E4M3.dtype, layout.value, False, 0.0, True, False)
+        expected = reference.quantize(last, f"e4m3 {layout.value} rowwise")
         assert_same(data[rows], expected[0], "data")
         assert_same(scale_inv[rows], expected[1], "scale_inv")
     if layout.transposes:
@@ -102,8 +100,8 @@ def test_nothing_waits_for_the_device() -> None:
     for _ in range(2):  # the first call compiles and loads
         with nothing_waits():
             for layout in Layout:
-                ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
-            ops.quantize_with_scale(x, scale, seen, E4M3.dtype, True, True)
+                ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
+            ops.quantize(x, "e4m3 tensor rowwise columnwise", scale, seen)
             ops.observe(x, seen)
             ops.update_scales(torch.ones(8, device="cuda"), window, scales, largest, 0.0, "max", True)
 
@@ -116,7 +114,7 @@ def test_kernels_run_on_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         x.fill_(3.0)
-        data, scale_inv, *_ = ops.quantize(x, E4M3.dtype, "tensor", False, 0.0, True, False)
+        data, scale_inv, *_ = ops.quantize(x, "e4m3 tensor rowwise")
     stream.synchronize()
     assert torch.equal(data.float() * scale_inv, torch.full_like(x, 3.0, dtype=torch.float32))
 
@@ -126,7 +124,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
     x = torch.randn(500, 768, device="cuda", dtype=BF16)
 
     def cast() -> tuple[Tensor, ...]:
-        return ops.quantize(x, E4M3.dtype, layout.value, False, 0.0, True, True)
+        return ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
 
     cast()
     torch.cuda.synchronize()
@@ -138,9 +136,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
         x.copy_(values)
         graph.replay()
         torch.cuda.synchronize()
-        for name, a, b in zip(
-            RESULTS, results, reference.quantize(values, E4M3.dtype, layout.value, False, 0.0, True, True)
-        ):
+        for name, a, b in zip(RESULTS, results, reference.quantize(values, f"e4m3 {layout.value} rowwise columnwise")):
             assert_same(a, b, name)
 
 
@@ -151,7 +147,7 @@ def test_a_delayed_step_in_a_graph() -> None:
                         "largest": torch.full((1,), 448.0, device=on)} for on in ("cuda", "cpu"))  # fmt: skip
 
     def step(s: dict[str, Tensor]) -> Tensor:
-        data = ops.quantize_with_scale(s["x"], s["scale"][0], s["seen"][0], E4M3.dtype, True, False)[0]
+        data = ops.quantize(s["x"], "e4m3 tensor rowwise", s["scale"][0], s["seen"][0])[0]
         ops.update_scales(s["seen"], s["window"], s["scale"], s["largest"], 0.0, "max", True)
         return data
 
@@ -174,9 +170,9 @@ def test_a_delayed_step_in_a_graph() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 def test_the_tensors_device_is_used() -> None:
     x = sample(200, 300, BF16)
-    data = ops.quantize(x.to("cuda:1"), E4M3.dtype, "tensor", False, 0.0, True, True)[0]
+    data = ops.quantize(x.to("cuda:1"), "e4m3 tensor rowwise columnwise")[0]
     assert data.device.index == 1
-    assert_same(data, reference.quantize(x, E4M3.dtype, "tensor", False, 0.0, True, True)[0], "data")
+    assert_same(data, reference.quantize(x, "e4m3 tensor rowwise columnwise")[0], "data")
 
 
 SANITIZED = """

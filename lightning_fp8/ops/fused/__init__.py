@@ -5,16 +5,18 @@ What they cast are the float32 values, not rounded to x's dtype before. They kno
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import HIGH_PRECISION, Quantized
+from lightning_fp8.ops import HIGH_PRECISION, Quantized, gives_a_view, quantized
 from lightning_fp8.ops.fused import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.fused import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.fused import schema as _schema  # (defines the ops)
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.ops.fused.schema import norm_to
+from lightning_fp8.ops.how import how_to
+from lightning_fp8.scaled import Cast, Layout
 
 _ops = torch.ops.lightning_fp8
 
@@ -23,11 +25,10 @@ ACTIVATIONS = tuple(_reference.ACTIVATIONS)
 
 
 class Normalized(NamedTuple):
-    """``y`` as GEMM operands, and the statistics its gradient needs: float32 ``[R]``; RMSNorm's mean is empty."""
+    """``y`` as GEMM operands, and what its gradient needs: float32 ``[2, R]``, mean and rstd; RMSNorm's only rstd."""
 
     operands: Quantized
-    mean: Tensor
-    rstd: Tensor
+    statistics: Tensor
 
 
 def norm_quantize(
@@ -72,17 +73,18 @@ def norm_quantize(
         _check_parameter("bias", bias, x)
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
-    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
-    *operands, mean, rstd = _ops.norm_quantize(x, weight, bias, rms, eps, zero_centered, *how)
-    return Normalized(_quantized(operands, cast, rowwise, columnwise, view), mean, rstd)
+    view = gives_a_view(x, cast, columnwise)
+    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
+    norm = norm_to(rms, eps, zero_centered)
+    *operands, statistics = _ops.norm_quantize.default(x, weight, bias, norm, how, scale, seen, counts)
+    return Normalized(quantized(operands, cast, rowwise, columnwise, view), statistics)
 
 
 def norm_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     *,
     rms: bool = False,
     zero_centered: bool = False,
@@ -96,10 +98,11 @@ def norm_backward(
     Args:
         dy: ``[R, K]``, one of the three dtypes.
         x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
-        mean, rstd: what it gave.
+        statistics: what it gave.
         bias: whether to give its gradient.
     """
-    dx, dweight, dbias = _ops.norm_backward(dy, x, weight, mean, rstd, rms, zero_centered, bias)
+    norm = norm_to(rms, 0.0, zero_centered)
+    dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm, bias)
     return dx, dweight, dbias if bias else None
 
 
@@ -129,8 +132,10 @@ def activation_quantize(
     """
     _check(x, cast, scale, seen)
     _check_activation(activation, x)
-    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
-    return _quantized(_ops.activation_quantize(x, activation, *how), cast, rowwise, columnwise, view)
+    view = gives_a_view(x, cast, columnwise)
+    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
+    operands = _ops.activation_quantize.default(x, activation, how, scale, seen, counts)
+    return quantized(operands, cast, rowwise, columnwise, view)
 
 
 def activation_backward_quantize(
@@ -164,9 +169,12 @@ def activation_backward_quantize(
     gated = _schema.is_gated(activation)
     if dy.shape != (x.shape[0], x.shape[1] // 2 if gated else x.shape[1]):
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
-    view, how = _how(x, cast, scale, seen, may_be_0, rowwise, columnwise, counts)
-    *operands, dbias = _ops.activation_backward_quantize(dy, x, activation, bias_dtype, *how)
-    return _quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
+    view = gives_a_view(x, cast, columnwise)
+    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
+    *operands, dbias = _ops.activation_backward_quantize.default(
+        dy, x, activation, bias_dtype, how, scale, seen, counts
+    )
+    return quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
 
 
 def _check(x: Tensor, cast: Cast, scale: Tensor | None, seen: Tensor | None) -> None:
@@ -190,29 +198,3 @@ def _check_activation(activation: str, x: Tensor) -> None:
         raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     if _schema.is_gated(activation) and x.shape[1] % 2:
         raise ValueError(f"{activation} splits x in two halves, which {x.shape[1]} columns do not have")
-
-
-def _how(
-    x: Tensor,
-    cast: Cast,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    may_be_0: bool,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-) -> tuple[bool, tuple[Any, ...]]:
-    """Whether the transposed operand is to be a view of the other, as on the CPU, and the ops' last arguments."""
-    view = columnwise and cast.layout.transposes and not x.is_cuda
-    usage = rowwise or view, columnwise and not view
-    recipe = cast.float8.dtype, cast.layout.value, cast.power_2_scale, cast.amax_epsilon
-    return view, (scale, seen, *recipe, *usage, counts, may_be_0)
-
-
-def _quantized(operands: Any, cast: Cast, rowwise: bool, columnwise: bool, view: bool) -> Quantized:
-    data, scale_inv, data_t, scale_inv_t = operands
-    row = ScaledTensor(data, scale_inv, cast.layout)
-    if view:
-        return Quantized(row if rowwise else None, row.t())
-    column = ScaledTensor(data_t, scale_inv_t, cast.layout) if columnwise else None
-    return Quantized(row if rowwise else None, column)

@@ -1,277 +1,454 @@
-"""The fused ops on CUDA tensors: checks, allocates, and starts the kernels of :mod:`cuda_kernels`.
+"""The fused ops on CUDA tensors: planned, allocated and started as in :mod:`lightning_fp8.ops.cuda`.
 
 Nothing here waits for the device: whether a given scale is 0 is asked by the kernels. Where none run, the reference
-serves, as in :mod:`lightning_fp8.ops.cuda`.
+serves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.cuda import How as Casting
-from lightning_fp8.ops.cuda import Place, Plan, cast, falls_back, place_of, plan_of, reading_of, scratch
+from lightning_fp8.ops.cuda import KEPT_PLANS, CastPlan, Task, falls_back, plan_of, refuse_empty
 from lightning_fp8.ops.fused import reference
-from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocate, comes_in_vectors
+from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_norm
+from lightning_fp8.ops.how import parsed
+from lightning_fp8.ops.operands import NAMES, Operands, allocator, comes_in_vectors, nothing
 from lightning_fp8.ops.schema import NAMESPACE
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument, Launch
-    from cuda_kernels.tile import Source
+    from cuda_kernels.launch import Argument
+    from cuda_kernels.norm import Norm
+    from cuda_kernels.rows import Spread
+
+Results = tuple[Tensor, ...]
 
 
-class How(NamedTuple):
-    """How to cast: the last arguments of every op here."""
+class Place(NamedTuple):
+    """How a tensor lies: ``address`` modulo 16, ``pitch`` in elements from row to row; 0 of a vector."""
 
-    scale: Tensor | None
-    seen: Tensor | None
     dtype: torch.dtype
-    layout: str
-    power_2: bool
-    epsilon: float
-    rowwise: bool
-    columnwise: bool
-    counts: Tensor | None
-    may_be_0: bool
-
-    @property
-    def from_itself(self) -> bool:
-        """Whether the tensor's own amax may be needed."""
-        return self.scale is None or self.may_be_0
-
-    @property
-    def casting(self) -> Casting:
-        """How to scale a tensor from itself; in place of a given scale of 0 without a recipe's options."""
-        options = (self.power_2, self.epsilon) if self.scale is None else (False, 0.0)
-        usage = self.rowwise, self.columnwise
-        return Casting(self.dtype, self.layout, *options, *usage, self.seen is not None, self.counts is not None)
-
-
-class Values(NamedTuple):
-    """What to cast: a source of tiles, and what kernels take for it, a tensor first."""
-
-    source: Source
-    words: tuple[Argument, ...]
-
-
-def cast_values(values: Values, rows: int, columns: int, how: How, storing: Values | None = None) -> Outputs:
-    """Cast computed values ``[rows, columns]``; ``storing``: the same, read by the kernel that casts."""
-    x = values.words[0]
-    assert isinstance(x, Tensor)
-    plan = plan_of(x.device, values.source, rows, columns, how.casting, storing.source if storing else None)
-    stored = storing.words if storing else None
-    return cast(plan, x, values.words, how.scale, how.seen, how.counts, how.from_itself, stored)
-
-
-class NormPlan(NamedTuple):
-    """What norms and casts of tensors that lie alike have in common: one read of x where that is possible, else two.
-
-    Attributes:
-        pitch, rows: of x.
-        normalize: statistics and the cast with a given scale; leaves amaxes where the scale is 0.
-        again: the cast with the scale that those amaxes give; returns at once where a scale is given.
-        operands: the results of these two.
-        statistics: mean and rstd alone.
-        plan: the cast that follows them.
-    """
-
+    columns: int
     pitch: int
-    rows: int
-    normalize: Launch | None
-    again: Launch | None
-    operands: Operands | None
-    statistics: Launch | None
-    plan: Plan | None
+    address: int
+
+    def comes_in(self, elements: int, size: int | None = None) -> bool:
+        """Whether its rows are whole vectors; see :func:`comes_in_vectors`."""
+        return comes_in_vectors(self.columns, self.pitch, self.address, self.dtype.itemsize, elements, size)
 
 
-@lru_cache(maxsize=4096)
-def _norm_plan(
-    place: Place,
-    parameters: tuple[torch.dtype, int],
-    bias: tuple[torch.dtype, int] | None,
-    rms: bool,
-    eps: float,
-    zero_centered: bool,
-    how: Casting,
-) -> NormPlan | None:
-    """``parameters``, ``bias``: dtype of weight and bias, and their address modulo 16; None as ``reading_of``."""
-    from cuda_kernels import launch, norm_cast
-    from cuda_kernels import norm as kernels
-    from cuda_kernels.rows import THREADS, cast_spread
-
-    reading = reading_of(place)
-    if reading is None:
+def place_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int) -> Place | None:
+    """Where a tensor of one or two dimensions lies; None if the elements of a row are not side by side."""
+    refuse_empty(shape)
+    if strides[-1] != 1 and shape[-1] != 1:
         return None
-    device, dtype, *_, address = place
-    pitch, rows, columns = reading.words
-    norm = kernels.Norm(NAMES[dtype], NAMES[parameters[0]], not rms, bias is not None)
-    addresses = [(dtype.itemsize, pitch, address), *((p[0].itemsize, 0, p[1]) for p in (parameters, bias) if p)]
+    return Place(dtype, shape[-1], strides[0] if len(shape) == 2 else 0, address % 16)
 
-    def come_in(elements: int, size: int | None = None) -> bool:
-        """Whether all rows are made of vectors of so many elements, at multiples of their size."""
-        return all(comes_in_vectors(columns, step, at, item, elements, size) for item, step, at in addresses)
 
-    spread = cast_spread(norm.dtype, columns) if come_in(8, 16) else None
-    only_rows = how.layout == "tensor" and how.rowwise and not how.columnwise and not how.count_losses
-    if spread and only_rows:
-        fp8, offset = float8_of(how.dtype).name.lower(), float(zero_centered)
-        operands = Operands(device, Layout.TENSOR, how.dtype, rows, columns, True, False)
-        kernel = norm_cast.normalize_kernel(norm, fp8, spread, how.observe_amax)
-        groups = -(-rows * spread.threads // THREADS)
-        blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
-        normalize = launch.Launch(kernel, blocks, (rows, columns, offset, eps, operands.pitches[0]))
-        own = blocks, int(how.power_2), how.epsilon
-        again = launch.Launch(
-            norm_cast.cast_normalized_kernel(norm, fp8, spread),
-            blocks,
-            (rows, columns, offset, *own, operands.pitches[0]),
-        )
-        return NormPlan(pitch, rows, normalize, again, operands, None, None)
-    if spread:
-        kernel, blocks = (
-            kernels.statistics_of_rows_kernel(norm.dtype, norm.mean, spread),
-            -(-rows * spread.threads // THREADS),
-        )
-    else:
-        kernel, blocks = kernels.statistics_of_long_rows_kernel(norm.dtype, norm.mean, reading.quads), rows
-    statistics = launch.Launch(kernel, blocks, (rows, columns, eps))
-    plan = plan_of(device, kernels.normalized_source(norm, come_in(4)), rows, columns, how)
-    return NormPlan(pitch, rows, None, None, None, statistics, plan)
+# --- Normalization ----------------------------------------------------------------------------------------------------
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float, zero_centered: bool, *recipe: object
-) -> tuple[Tensor, ...]:
-    how = How(*recipe)  # type: ignore[arg-type]
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
-    of_weight = weight.dtype, weight.data_ptr() % 16
-    planned = _norm_plan(place_of(x), of_weight, of_bias, rms, eps, zero_centered, how.casting)
-    if planned is None:
-        return norm_quantize(x.contiguous(), weight, bias, rms, eps, zero_centered, *recipe)
-    pitch, rows, normalize, again, operands, statistics, plan = planned
-    mean, rstd = _float32(x, 0 if rms else rows), _float32(x, rows)
-    if normalize and again and operands:
-        outputs = operands.allocate()
-        given, own = _or_0(how.scale), scratch(x, normalize.blocks)
-        head = x, pitch, weight, _or_0(bias), mean, rstd, given, own
-        normalize(*head, _or_0(how.seen), *outputs[:2])
-        if how.from_itself:
-            again(*head, *outputs[:2])
-        return *outputs, mean, rstd
-    assert statistics
-    assert plan
-    statistics(x, pitch, mean, rstd)
-    words = x, pitch, weight, _or_0(bias), mean, rstd, int(zero_centered)
-    return *cast(plan, x, words, how.scale, how.seen, how.counts, how.from_itself), mean, rstd
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
+    of_bias = None if bias is None else bias.data_ptr() % 16
+    plan = _norm_plan(
+        x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16, weight.dtype, weight.data_ptr() % 16, of_bias,
+        norm, how, scale is not None, seen is not None, counts is not None,
+    )  # fmt: skip
+    if plan is None or not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        bias = None if bias is None else bias.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
+        return norm_quantize(x, weight, bias, norm, how, scale, seen, counts)
+    return plan(x, weight, bias, scale, seen, counts)
 
 
-def _float32(x: Tensor, size: int) -> Tensor:
-    return allocate[x.is_cuda]((size,), (1,), torch.float32)
+class _NormalizeFirst:
+    """Statistics and the cast from one read of x: one scale, which is given, and no transposed operand.
+
+    Where the scale may be 0 a second kernel follows, which returns at once unless it is.
+    """
+
+    def __init__(
+        self, device: torch.device, norm: Norm, spread: Spread, place: Place, rows: int, kind: NormKind, task: Task
+    ) -> None:  # fmt: skip
+        from cuda_kernels import launch, norm_cast
+        from cuda_kernels.rows import THREADS
+
+        how, fp8 = task.how, task.how.float8.name.lower()
+        self._at, self._allocate, self._operands = (
+            launch.address_on(device), allocator(device), Operands(device, how, rows, place.columns)
+        )  # fmt: skip
+        self._pitch, self._statistics = place.pitch, _Statistics(kind, rows, device)
+        kernel = norm_cast.normalize_kernel(norm, fp8, spread, task.observes)
+        groups = -(-rows * spread.threads // THREADS)
+        blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
+        shape, pitch = (rows, place.columns, float(kind.zero_centered)), self._operands.pitches[0]
+        self._normalize = launch.Launch(kernel, blocks, (*shape, kind.eps, pitch), device)
+        self._again = None
+        if not (task.given and how.nonzero):
+            scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
+            kernel = norm_cast.cast_normalized_kernel(norm, fp8, spread)
+            self._again = launch.Launch(kernel, blocks, (*shape, blocks, *scaling, pitch), device)
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, seen: Tensor | None, counts: None
+    ) -> Results:
+        at, again = self._at, self._again
+        outputs = data, scale_inv, _, _ = self._operands.allocate()
+        statistics, mean, rstd = self._statistics.new()
+        own: Argument = 0
+        if again is not None:
+            amaxes = self._allocate((again.blocks,), (1,), torch.float32)
+            own = at(amaxes)
+        head = (
+            at(x), self._pitch, at(weight), 0 if bias is None else at(bias), mean, rstd,
+            0 if scale is None else at(scale), own,
+        )  # fmt: skip
+        results = at(data), at(scale_inv)
+        self._normalize(*head, 0 if seen is None else at(seen), *results)
+        if again is not None:
+            again(*head, *results)
+        return *outputs, statistics
+
+
+class _StatisticsFirst:
+    """Statistics, and then any cast, which reads x again."""
+
+    def __init__(
+        self, device: torch.device, norm: Norm, spread: Spread | None, quads: bool, place: Place, rows: int,
+        kind: NormKind, cast: CastPlan,
+    ) -> None:  # fmt: skip
+        from cuda_kernels import launch
+        from cuda_kernels import norm as kernels
+        from cuda_kernels.rows import THREADS
+
+        self._cast, self._statistics = cast, _Statistics(kind, rows, device)
+        self._pitch, self._offset = place.pitch, int(kind.zero_centered)
+        if spread:
+            kernel = kernels.statistics_of_rows_kernel(norm.dtype, norm.mean, spread)
+            blocks = -(-rows * spread.threads // THREADS)
+        else:
+            kernel, blocks = kernels.statistics_of_long_rows_kernel(norm.dtype, norm.mean, quads), rows
+        self._start = launch.Launch(kernel, blocks, (rows, place.columns, kind.eps), device)
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, seen: Tensor | None,
+        counts: Tensor | None,
+    ) -> Results:  # fmt: skip
+        at, (statistics, *of_rows) = self._cast.at, self._statistics.new()
+        lies = at(x), self._pitch
+        self._start(*lies, *of_rows)
+        words = *lies, at(weight), 0 if bias is None else at(bias), *of_rows, self._offset
+        return *self._cast(words, scale, seen, counts), statistics
+
+
+class _Statistics:
+    """Of rows, in one tensor: the mean, if there is one, and 1 / the deviation."""
+
+    def __init__(self, kind: NormKind, rows: int, device: torch.device) -> None:
+        from cuda_kernels import launch
+
+        self._at, self._allocate = launch.address_on(device), allocator(device)
+        self._shape, self._strides, self._rstd = (kind.statistics, rows), (rows, 1), 4 * rows * (kind.statistics - 1)
+
+    def new(self) -> tuple[Tensor, Argument, int]:
+        """The tensor, and the addresses of means and deviations; one and the same where there are no means."""
+        statistics = self._allocate(self._shape, self._strides, torch.float32)
+        return statistics, self._at(statistics), statistics.data_ptr() + self._rstd
+
+
+@lru_cache(KEPT_PLANS)
+def _norm_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    address: int,
+    weight_dtype: torch.dtype,
+    weight_address: int,
+    bias_address: int | None,
+    norm: str,
+    how: str,
+    given: bool,
+    observes: bool,
+    counts: bool,
+) -> Callable[..., Results] | None:
+    """The plan; None if x has to be made contiguous first."""
+    from cuda_kernels import norm as kernels
+    from cuda_kernels.rows import cast_spread
+
+    place, task = place_of(dtype, shape, strides, address), Task(parsed(how), given, observes, counts)
+    if place is None:
+        return None
+    rows, columns = shape
+    parameters = [Place(weight_dtype, columns, 0, at) for at in (weight_address, bias_address) if at is not None]
+    kind = parsed_norm(norm)
+    of = kernels.Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, bias_address is not None)
+
+    def come_in(elements: int, size: int | None = None) -> bool:
+        return all(each.comes_in(elements, size) for each in (place, *parameters))
+
+    spread = cast_spread(of.dtype, columns) if come_in(8, 16) else None
+    only_rows = task.how.layout is Layout.TENSOR and task.how.rowwise and not task.how.columnwise and not counts
+    if spread and only_rows:
+        return _NormalizeFirst(device, of, spread, place, rows, kind, task)
+    cast = plan_of(device, kernels.normalized_source(of, come_in(4)), rows, columns, task)
+    return _StatisticsFirst(device, of, spread, place.comes_in(4), place, rows, kind, cast)
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, zero_centered: bool, bias: bool
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from cuda_kernels import launch
-    from cuda_kernels import norm_backward as kernels
+    plan = _norm_backward_plan(
+        x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16, dy.dtype, dy.stride(), dy.data_ptr() % 16,
+        weight.dtype, weight.data_ptr() % 16, norm, bias,
+    )  # fmt: skip
+    if plan is None or not weight.is_contiguous():
+        dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+        return norm_backward(dy, x, weight, statistics, norm, bias)
+    return plan(dy, x, weight, statistics)
+
+
+class _NormBackward:
+    """dx, and partial sums over rows, which a second kernel adds up."""
+
+    def __init__(
+        self, device: torch.device, norm: Norm, rows: int, weight: Place, x: Place, dy: Place, offset: float
+    ) -> None:
+        from cuda_kernels import launch
+        from cuda_kernels import norm_backward as kernels
+
+        inputs, columns, dy_dtype = (x, dy, weight), x.columns, NAMES[dy.dtype]
+        spread = None
+        if all(each.comes_in(8, 16) for each in inputs):
+            spread = kernels.backward_spread((norm.dtype, dy_dtype), columns)
+        if spread:
+            kernel = kernels.norm_backward_kernel(norm, dy_dtype, spread)
+        else:
+            aligned = all(each.comes_in(4) for each in inputs)
+            kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
+        blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
+        self._at, self._allocate = launch.address_on(device), allocator(device)
+        self._shape, self._dtypes, self._pitches = (rows, columns), (x.dtype, weight.dtype), (x.pitch, dy.pitch)
+        self._rstd = 4 * rows if norm.mean else 0
+        self._no_bias = None if norm.bias else nothing(device, weight.dtype)
+        self._start = launch.Launch(kernel, blocks, (rows, columns, offset), device)
+        self._sums = _ColumnSums(device, blocks, columns, weight.dtype, 1 + norm.bias)
+
+    def __call__(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        at, new, (rows, columns), (dtype, of_weight) = self._at, self._allocate, self._shape, self._dtypes
+        x_pitch, dy_pitch = self._pitches
+        dx, dweight, dbias = new((rows, columns), (columns, 1), dtype), new((columns,), (1,), of_weight), self._no_bias
+        if dbias is None:
+            dbias = new((columns,), (1,), of_weight)
+        partials = self._sums.partials()
+        self._start(
+            at(x),
+            x_pitch,
+            at(dy),
+            dy_pitch,
+            at(weight),
+            at(statistics),
+            statistics.data_ptr() + self._rstd,
+            at(dx),
+            at(partials),
+            self._sums.pitch,
+        )
+        self._sums(partials, dweight, dbias)
+        return dx, dweight, dbias
+
+
+@lru_cache(KEPT_PLANS)
+def _norm_backward_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    address: int,
+    dy_dtype: torch.dtype,
+    dy_strides: Sequence[int],
+    dy_address: int,
+    weight_dtype: torch.dtype,
+    weight_address: int,
+    norm: str,
+    bias: bool,
+) -> _NormBackward | None:
+    """The plan; None if x or dy have to be made contiguous first."""
     from cuda_kernels.norm import Norm
 
-    dy, x, weight = _rows(dy), _rows(x), weight.contiguous()
-    rows, columns = x.shape
-    norm, dy_dtype = Norm(NAMES[x.dtype], NAMES[weight.dtype], not rms, bias), NAMES[dy.dtype]
-    spread = None
-    if _vectors(x) and _vectors(dy) and _vectors(weight):
-        spread = kernels.backward_spread((norm.dtype, dy_dtype), columns)
-    if spread:
-        kernel = kernels.norm_backward_kernel(norm, dy_dtype, spread)
-    else:
-        aligned = _quads(x) and _quads(dy) and _quads(weight)
-        kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
-    blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(x.device))
-    pitch = _padded(columns)
-    partials = x.new_empty(1 + bias, blocks, pitch, dtype=torch.float32)
-    dx = x.new_empty(rows, columns)
-    head = x, x.stride(0), dy, dy.stride(0), rows, columns
-    kernel.launch(blocks, (*head, weight, float(zero_centered), mean, rstd, dx, partials, pitch))
-    dweight = _column_sums(partials[0], columns, weight.dtype)
-    return dx, dweight, _column_sums(partials[1], columns, weight.dtype) if bias else weight.new_empty(0)
+    x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, shape, dy_strides, dy_address)
+    if x is None or dy is None:
+        return None
+    kind, weight = parsed_norm(norm), Place(weight_dtype, shape[1], 0, weight_address)
+    of = Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, bias)
+    return _NormBackward(device, of, shape[0], weight, x, dy, float(kind.zero_centered))
 
 
-def activation_quantize(x: Tensor, activation: str, *recipe: object) -> tuple[Tensor, ...]:
+class _ColumnSums:
+    """Adds up ``of`` sets of partial sums, float32 ``[of, n, pitch]``.
+
+    Attributes:
+        pitch: from row to row of partial sums, in elements.
+    """
+
+    def __init__(self, device: torch.device, n: int, columns: int, dtype: torch.dtype, of: int) -> None:
+        from cuda_kernels import column_sums, launch
+
+        self.pitch = -(-columns // 4) * 4
+        self._at, self._allocate, self._count = launch.address_on(device), allocator(device), of * n * self.pitch
+        blocks = of * -(-columns // column_sums.COLUMNS)
+        self._start = launch.Launch(column_sums.column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device)
+
+    def partials(self) -> Tensor:
+        """Memory for the partial sums."""
+        return self._allocate((self._count,), (1,), torch.float32)
+
+    def __call__(self, partials: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+        at = self._at
+        self._start(at(partials), at(out), 0 if other is None else at(other), self.pitch)
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
+
+
+def activation_quantize(
+    x: Tensor,
+    activation: str,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
+    address, given, observes, counted = x.data_ptr() % 16, scale is not None, seen is not None, counts is not None
+    planned = _activation_plan(
+        x.device, x.dtype, x.shape, x.stride(), address, activation, how, given, observes, counted
+    )
+    if planned is None:
+        return activation_quantize(x.contiguous(), activation, how, scale, seen, counts)
+    plan, pitch = planned
+    return plan((plan.at(x), pitch), scale, seen, counts)
+
+
+@lru_cache(KEPT_PLANS)
+def _activation_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    address: int,
+    activation: str,
+    how: str,
+    given: bool,
+    observes: bool,
+    counts: bool,
+) -> tuple[CastPlan, int] | None:
+    """The plan, and the pitch of x; None if x has to be made contiguous first."""
     from cuda_kernels.activation import activation_source
 
-    how, x = How(*recipe), _rows(x)  # type: ignore[arg-type]
-    rows, columns = x.shape[0], x.shape[1] // 2 if is_gated(activation) else x.shape[1]
-    source = activation_source(activation, NAMES[x.dtype], _quads(x) and columns % 4 == 0)
-    return cast_values(Values(source, (x, x.stride(0))), rows, columns, how)
+    x = place_of(dtype, shape, strides, address)
+    if x is None:
+        return None
+    rows, columns = shape[0], shape[1] // 2 if is_gated(activation) else shape[1]
+    source = activation_source(activation, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
+    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)), x.pitch
 
 
 def activation_backward_quantize(
-    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, *recipe: object
-) -> tuple[Tensor, ...]:
-    from cuda_kernels.activation import activation_backward_source
-    from cuda_kernels.column_sums import summed_source
-
-    how, dy, x = How(*recipe), _rows(dy), _rows(x)  # type: ignore[arg-type]
-    rows, columns = x.shape
-    aligned = _quads(x) and _quads(dy)
-    source = activation_backward_source(activation, NAMES[x.dtype], NAMES[dy.dtype], aligned)
-    values = Values(source, (x, x.stride(0), dy, dy.stride(0)))
-    if not bias_dtype:
-        return *cast_values(values, rows, columns, how), x.new_empty(0, dtype=torch.float32)
-    partials = x.new_empty(-(-rows // 16), _padded(columns), dtype=torch.float32)
-    summed = Values(summed_source(source), (*values.words, partials))
-    return *cast_values(values, rows, columns, how, summed), _column_sums(partials, columns, bias_dtype)
-
-
-def _column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    from cuda_kernels import column_sums
-
-    out = partials.new_empty(columns, dtype=dtype)
-    kernel = column_sums.column_sums_kernel(NAMES[dtype])
-    kernel.launch(-(-columns // column_sums.COLUMNS), (partials, *partials.shape, columns, out))
-    return out
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    bias_dtype: torch.dtype | None,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
+    plan = _activation_backward_plan(
+        x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+        dy.dtype, dy.shape, dy.stride(), dy.data_ptr() % 16,
+        activation, bias_dtype, how, scale is not None, seen is not None, counts is not None,
+    )  # fmt: skip
+    if plan is None:
+        dy, x = dy.contiguous(), x.contiguous()
+        return activation_backward_quantize(dy, x, activation, bias_dtype, how, scale, seen, counts)
+    return plan(dy, x, scale, seen, counts)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """``x`` with the elements of a row side by side."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+class _ActivationBackward:
+    """The gradient, cast; and, where a dtype for it is given, its sum over rows."""
+
+    def __init__(
+        self, device: torch.device, activation: str, shape: Sequence[int], x: Place, dy: Place, task: Task,
+        bias_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        from cuda_kernels.activation import activation_backward_source
+        from cuda_kernels.column_sums import summed_source
+
+        rows, columns = shape
+        aligned = x.comes_in(4) and dy.comes_in(4)
+        source = activation_backward_source(activation, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        self._sums = _ColumnSums(device, -(-rows // 16), columns, bias_dtype, 1) if bias_dtype else None
+        self._cast = plan_of(device, source, rows, columns, task, summed_source(source) if bias_dtype else None)
+        self._allocate, self._columns, self._bias_dtype = allocator(device), columns, bias_dtype
+        self._pitches = x.pitch, dy.pitch
+
+    def __call__(
+        self, dy: Tensor, x: Tensor, scale: Tensor | None, seen: Tensor | None, counts: Tensor | None
+    ) -> Results:
+        cast, sums, (x_pitch, dy_pitch) = self._cast, self._sums, self._pitches
+        words = cast.at(x), x_pitch, cast.at(dy), dy_pitch
+        if sums is None or self._bias_dtype is None:
+            return *cast(words, scale, seen, counts), nothing(x.device, torch.float32)
+        dbias, partials = self._allocate((self._columns,), (1,), self._bias_dtype), sums.partials()
+        outputs = cast(words, scale, seen, counts, (*words, cast.at(partials)))
+        sums(partials, dbias)
+        return *outputs, dbias
 
 
-def _padded(columns: int) -> int:
-    return -(-columns // 4) * 4
+@lru_cache(KEPT_PLANS)
+def _activation_backward_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    address: int,
+    dy_dtype: torch.dtype,
+    dy_shape: Sequence[int],
+    dy_strides: Sequence[int],
+    dy_address: int,
+    activation: str,
+    bias_dtype: torch.dtype | None,
+    how: str,
+    given: bool,
+    observes: bool,
+    counts: bool,
+) -> _ActivationBackward | None:
+    """The plan; None if x or dy have to be made contiguous first."""
+    x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, dy_shape, dy_strides, dy_address)
+    if x is None or dy is None:
+        return None
+    task = Task(parsed(how), given, observes, counts)
+    return _ActivationBackward(device, activation, shape, x, dy, task, bias_dtype)
 
 
-def _aligned(x: Tensor, elements: int, size: int) -> bool:
-    """Whether rows are made of whole vectors of ``elements``, which begin at multiples of ``size`` bytes."""
-    pitch = x.stride(0) if x.dim() == 2 else 0
-    return comes_in_vectors(x.shape[-1], pitch, x.data_ptr(), x.element_size(), elements, size)
-
-
-def _vectors(x: Tensor) -> bool:
-    return _aligned(x, 8, 16)
-
-
-def _quads(x: Tensor) -> bool:
-    return _aligned(x, 4, 4 * x.element_size())
-
-
-def _or_0(tensor: Tensor | None) -> Tensor | int:
-    return 0 if tensor is None else tensor
-
-
-for _op, _layout_at in (
-    (norm_quantize, 9),
+for _op, _how_at in (
+    (norm_quantize, 4),
     (norm_backward, None),
-    (activation_quantize, 5),
-    (activation_backward_quantize, 7),
+    (activation_quantize, 2),
+    (activation_backward_quantize, 4),
 ):
-    _registered = falls_back(_op, getattr(reference, _op.__name__), _layout_at)
+    _registered = falls_back(_op, getattr(reference, _op.__name__), _how_at)  # type: ignore[arg-type]
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _registered)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.fused.schema import is_gated
+from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_norm
+from lightning_fp8.ops.reference import quantize
 from lightning_fp8.ops.schema import NAMESPACE
 
 # --- Normalization ----------------------------------------------------------------------------------------------------
@@ -20,47 +20,39 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rms: bool,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    may_be_0: bool,
+    norm: str,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.norm_quantize`."""
-    x = x.float()
-    mean = x.new_empty(0) if rms else x.mean(1)
-    centered = x if rms else x - mean[:, None]
-    rstd = torch.rsqrt(centered.square().mean(1) + eps)
-    y = centered * rstd[:, None] * _gamma(weight, zero_centered)
+    kind, x = parsed_norm(norm), x.float()
+    means = [] if kind.rms else [x.mean(1)]
+    centered = x if kind.rms else x - means[0][:, None]
+    rstd = torch.rsqrt(centered.square().mean(1) + kind.eps)
+    y = centered * rstd[:, None] * _gamma(weight, kind)
     if bias is not None:
         y = y + bias.float()
-    return *_cast(y, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0), mean, rstd
+    return *quantize(y, how, scale, seen, counts), torch.stack((*means, rstd))
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, zero_centered: bool, bias: bool
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.fused.norm_backward`."""
-    dy = dy.float()
-    normalized = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
-    g = dy * _gamma(weight, zero_centered)
+    kind, dy, rstd = parsed_norm(norm), dy.float(), statistics[-1]
+    normalized = (x.float() if kind.rms else x.float() - statistics[0][:, None]) * rstd[:, None]
+    g = dy * _gamma(weight, kind)
     dx = g - normalized * (g * normalized).mean(1, keepdim=True)
-    if not rms:
+    if not kind.rms:
         dx = dx - g.mean(1, keepdim=True)
     dweight = (dy * normalized).sum(0).to(weight.dtype)
     return (dx * rstd[:, None]).to(x.dtype), dweight, dy.sum(0).to(weight.dtype) if bias else weight.new_empty(0)
 
 
-def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
-    return weight.float() + (1.0 if zero_centered else 0.0)
+def _gamma(weight: Tensor, kind: NormKind) -> Tensor:
+    return weight.float() + (1.0 if kind.zero_centered else 0.0)
 
 
 # --- Activations ------------------------------------------------------------------------------------------------------
@@ -131,16 +123,10 @@ ACTIVATIONS = {
 def activation_quantize(
     x: Tensor,
     activation: str,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    may_be_0: bool,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_quantize`."""
     value, _ = ACTIVATIONS[activation]
@@ -149,7 +135,7 @@ def activation_quantize(
         y = value(x) * gate
     else:
         y = value(x.float())
-    return _cast(y, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0)
+    return quantize(y, how, scale, seen, counts)
 
 
 def activation_backward_quantize(
@@ -157,16 +143,10 @@ def activation_backward_quantize(
     x: Tensor,
     activation: str,
     bias_dtype: torch.dtype | None,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    may_be_0: bool,
+    how: str,
+    scale: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_backward_quantize`."""
     value, backward = ACTIVATIONS[activation]
@@ -177,25 +157,7 @@ def activation_backward_quantize(
     else:
         dx = backward(dy, x)
     dbias = dx.sum(0).to(bias_dtype) if bias_dtype else dx.new_empty(0)
-    return *_cast(dx, scale, seen, dtype, layout, power_2, epsilon, rowwise, columnwise, counts, may_be_0), dbias
-
-
-def _cast(
-    y: Tensor,
-    scale: Tensor | None,
-    seen: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    power_2: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    may_be_0: bool,
-) -> tuple[Tensor, ...]:
-    if scale is None:
-        return reference.quantize(y, dtype, layout, power_2, epsilon, rowwise, columnwise, counts)
-    return reference.quantize_with_scale(y, scale, seen, dtype, rowwise, columnwise, counts, may_be_0)
+    return *quantize(dx, how, scale, seen, counts), dbias
 
 
 for _op in (norm_quantize, norm_backward, activation_quantize, activation_backward_quantize):
