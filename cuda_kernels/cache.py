@@ -37,10 +37,10 @@ def _sources(module: str) -> set[Path]:
     found: set[Path] = set()
     todo = [module]
     while todo:
-        path = Path(__file__).parent / f"{todo.pop().rpartition('.')[2]}.py"
+        path = Path(__file__).parent.parent.joinpath(*todo.pop().split(".")).with_suffix(".py")
         if path not in found and path.exists():
             found.add(path)
-            todo += re.findall(r"^(?:from|import) (cuda_kernels\.\w+)", path.read_text(), re.MULTILINE)
+            todo += re.findall(r"^(?:from|import) (cuda_kernels[.\w]+)", path.read_text(), re.MULTILINE)
     return found
 
 

@@ -1,7 +1,7 @@
 """From a kernel's source to its launch: compiled for the device, kept on disk, started on torch's current stream.
 
-Kernels take addresses, integers and floats, never arrays; what differs from start to start comes first, as int64. A
-launch writes those into a buffer that holds the others already, and the driver copies it.
+Kernels take tensor maps, addresses, integers and floats, never arrays; what differs from start to start comes first:
+maps, and int64. A launch writes those into a buffer that holds the others already, and the driver copies it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,34 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from typing import Any
+from functools import cache, cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.cache import cached, toolchain
 
-_FORMATS = {"int64": "q", "int32": "i", "float32": "f"}
+_FORMATS = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
-Argument = Tensor | int
-Executor = Callable[["Kernel", int, Sequence[Tensor | int | float]], None]
+
+class Box(NamedTuple):
+    """What one copy takes of a matrix: rows and columns; ``swizzle``: of rows of 128 bytes, in shared memory."""
+
+    rows: int
+    columns: int
+    swizzle: bool = True
+
+
+class Map(NamedTuple):
+    """A tensor map as it stands for itself where no card is: of ``tensor``, two-dimensional with rows side by side."""
+
+    tensor: Tensor
+    box: Box
+
+
+Argument = Tensor | Map | bytes | int
+Executor = Callable[["Kernel", int, Sequence["Argument | float"]], None]
 
 
 class KernelError(RuntimeError):
@@ -38,11 +54,13 @@ class Kernel:
     Attributes:
         name: tells it from every other variant, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: the Python source, for Numba.
-        parameters: a Numba type for each parameter: int64 for an address, int32, int64 or float32, or a tuple of
-            one of them.
+        parameters: a Numba type for each parameter: int64 for an address, int32, int64 or float32, a tuple of
+            one of them, or a tensor map.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         blocks_per_multiprocessor: how many shall fit side by side on Hopper; limits the registers of a thread.
+        cluster: how many run as one cluster; the kernel's code says so too.
+        architectures: which it is for.
     """
 
     name: str
@@ -51,6 +69,8 @@ class Kernel:
     threads: int
     shared_bytes: int = 0
     blocks_per_multiprocessor: int = 1
+    cluster: int = 1
+    architectures: tuple[str, ...] = ("90a", "89", "120")
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
 
     def blocks_side_by_side(self, arch: str) -> int:
@@ -96,8 +116,12 @@ class Kernel:
     @cached_property
     def layout(self) -> struct.Struct:
         """How the parameters lie in memory: C's alignment, which is the driver's."""
+        return struct.Struct("@" + "".join(self._formats))
+
+    @cached_property
+    def _formats(self) -> list[str]:
         flat = (str(kind) for parameter in self.parameters for kind in getattr(parameter, "types", (parameter,)))
-        return struct.Struct("@" + "".join(_FORMATS[kind] for kind in flat))
+        return [_FORMATS[kind] for kind in flat]
 
 
 class Launch:
@@ -106,7 +130,7 @@ class Launch:
     Attributes:
         kernel: what to start.
         blocks: how many.
-        numbers: its last parameters; those before are int64.
+        numbers: its last parameters; those before are tensor maps and int64.
         device: where, the current one when it starts.
     """
 
@@ -116,7 +140,7 @@ class Launch:
         self._kept = threading.local()
 
     def __call__(self, *addresses: Argument) -> None:
-        """Start it on the current stream; ``addresses`` are as :func:`address_on` gives them.
+        """Start it on the current stream; ``addresses`` are as :func:`address_on` and :func:`map_on` give them.
 
         Raises:
             KernelError: the kernel cannot be compiled or started.
@@ -142,13 +166,15 @@ class Launch:
         Each thread has its own, since backward runs in threads beside the forward pass.
         """
         kernel, block = self.kernel, _ParameterBlock(self.kernel.layout)
-        kernel.layout.pack_into(block.buffer, 0, *[0] * addresses, *self.numbers)
+        formats = kernel._formats[:addresses]
+        nothing = [b"" if each == "128s" else 0 for each in formats]
+        kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
         handle = kernel._loaded.get(index)
         if handle is None:
             handle = kernel._loaded[index] = _load(kernel, index)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
         start = partial(_driver().cuLaunchKernel, handle, *shape, kernel.shared_bytes)
-        write = partial(struct.Struct(f"{addresses}q").pack_into, block.buffer, 0)
+        write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
         self._kept.block = block  # which owns the memory
         return write, start, torch._C._cuda_getCurrentRawStream, block.extra
 
@@ -212,6 +238,43 @@ def is_card(device: torch.device) -> bool:
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
     """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
     return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
+
+
+def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
+    """What a launch there takes for the tensor map of a matrix whose rows lie side by side, copied in boxes."""
+    if not is_card(device):
+        return lambda tensor: Map(tensor, box)
+
+    def encoded(tensor: Tensor) -> bytes:
+        rows, columns = tensor.shape
+        pitch = tensor.stride(0) * tensor.element_size()
+        return _encoded(tensor.data_ptr(), tensor.dtype, rows, columns, pitch, box)
+
+    return encoded
+
+
+@lru_cache(4096)
+def _encoded(address: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: Box) -> bytes:
+    """A ``CUtensorMap``; ``pitch`` in bytes. It keeps no tensor alive, and memory that is used again has it already."""
+    driver = _driver()
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        4: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[dtype.itemsize]
+    long, word, swizzle = driver.cuuint64_t, driver.cuuint32_t, driver.CUtensorMapSwizzle
+    result = _checked(
+        driver.cuTensorMapEncodeTiled(
+            kind, 2, address, [long(columns), long(rows)], [long(pitch)],
+            [word(box.columns), word(box.rows)], [word(1), word(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle.CU_TENSOR_MAP_SWIZZLE_128B if box.swizzle else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )  # fmt: skip
+    return ctypes.string_at(result.getPtr(), 128)
 
 
 @cache

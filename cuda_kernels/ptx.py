@@ -1,7 +1,8 @@
 """PTX instructions as functions that a Numba-CUDA kernel may call, documented by their names in the PTX ISA.
 
 ``asm(template, result, *operands)`` makes one: ``$0 $1 ...`` in the template name first the results, then the operands.
-An operand is a Numba type (a register) or :data:`const` (an immediate, known when the kernel is compiled).
+An operand is a Numba type (a register), a tuple of them, or :data:`const` (an immediate, known when the kernel is
+compiled). A tuple that has the result's type is read and written in the same registers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.cuda import types
-from numba.cuda.cgutils import pack_array
+from numba.cuda.cgutils import pack_array, unpack_tuple
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
@@ -27,7 +28,7 @@ def words(count: int) -> Any:
     return types.UniTuple(u32, count)
 
 
-def _function(name: str, arity: int, typing: Any) -> Any:
+def intrinsic_of(name: str, arity: int, typing: Any) -> Any:
     """An intrinsic of ``arity`` operands; Numba reads their number from the signature."""
     operands = [Parameter(f"x{index}", Parameter.POSITIONAL_OR_KEYWORD) for index in range(arity)]
     typing.__signature__ = Signature([Parameter("context", Parameter.POSITIONAL_OR_KEYWORD), *operands])
@@ -41,18 +42,23 @@ def asm(template: str, result: Any = void, *operands: Any, pure: bool = False) -
     Args:
         template: PTX with ``$0 $1 ...`` for results and operands.
         result: the type of the result, a ``UniTuple`` for several, ``void`` for none.
-        operands: a Numba type for each operand, or :data:`const`.
+        operands: a Numba type for each operand, a ``UniTuple`` for several registers, or :data:`const`.
         pure: whether it may be moved, merged or dropped: it reads and writes registers only.
     """
     results = [] if result is void else list(result) if isinstance(result, types.BaseTuple) else [result]
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         constraints = ["=" + _REGISTER[str(context.get_value_type(kind))] for kind in results]
-        inputs = []
+        inputs: list[Any] = []
         for operand, kind, value in zip(operands, sig.args, values):
-            immediate = operand is const
-            constraints.append("n" if immediate else _REGISTER[str(value.type)])
-            inputs.append(ir.IntType(32)(kind.literal_value) if immediate else value)
+            if operand is const:
+                constraints.append("n")
+                inputs.append(ir.IntType(32)(kind.literal_value))
+                continue
+            parts = unpack_tuple(builder, value) if isinstance(operand, types.BaseTuple) else [value]
+            tied = isinstance(operand, types.BaseTuple) and operand == result
+            constraints += [str(index) if tied else _REGISTER[str(part.type)] for index, part in enumerate(parts)]
+            inputs += parts
         registers = [context.get_value_type(kind) for kind in results]
         returned = (
             ir.VoidType() if not registers else registers[0] if len(registers) == 1 else ir.LiteralStructType(registers)
@@ -76,7 +82,7 @@ def asm(template: str, result: Any = void, *operands: Any, pure: bool = False) -
             return signature(result, *(arg if op is const else op for op, arg in zip(operands, args))), lower
         return None
 
-    return _function(template.strip("{ ").split()[0], len(operands), typing)
+    return intrinsic_of(template.strip("{ ").split()[0], len(operands), typing)
 
 
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
@@ -131,11 +137,12 @@ def _shared(context: Any) -> Any:
     return signature(i32), lower
 
 
-dynamic_shared = _function("dynamic_shared", 0, _shared)
+dynamic_shared = intrinsic_of("dynamic_shared", 0, _shared)
 
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
 shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", words(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)
+shared_store_8 = asm("st.shared.v2.b32 [$0], {$1, $2};", void, i32, u32, u32)
 shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
 
 # --- Warps ------------------------------------------------------------------------------------------------------------
@@ -153,6 +160,7 @@ unsigned_max = asm("max.u32 $0, $1, $2;", u32, u32, u32, pure=True)
 """Numba's own ``max`` compares unsigned numbers as 64-bit ones."""
 quotient = asm("div.s32 $0, $1, $2;", i32, i32, i32, pure=True)
 """Numba's own ``//`` turns into a 64-bit division with a call."""
+remainder = asm("rem.s32 $0, $1, $2;", i32, i32, i32, pure=True)
 divide = asm("div.rn.f32 $0, $1, $2;", f32, f32, f32, pure=True)
 permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
 

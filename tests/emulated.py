@@ -14,16 +14,15 @@ import torch
 import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
-from cuda_kernels.launch import Executor, Kernel
-from tests.ptx_on_cpu import Program
+from cuda_kernels.launch import Argument, Executor, Kernel, Map
+from tests.ptx_on_cpu import Program, TensorMap
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
-
-ARCH = "90a"
 
 
 @cache
-def ptx_of(kernel: Kernel, arch: str = ARCH) -> str:
-    """The kernel's PTX, from disk where another process or an earlier run compiled it."""
+def ptx_of(kernel: Kernel) -> str:
+    """The kernel's PTX for the first of its architectures, from disk where it was compiled before."""
+    arch = kernel.architectures[0]
     return cached(kernel.key("ptx", arch), lambda: kernel.ptx(arch).encode()).decode()
 
 
@@ -50,17 +49,26 @@ class Emulator:
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
-    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[torch.Tensor | int | float]) -> None:
+    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
         self.launched.append(kernel)
         program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
             (blocks, 1, 1),
             (kernel.threads, 1, 1),
-            [0 if isinstance(arg, torch.Tensor) and not arg.numel() else arg for arg in args],
+            [passed(arg) for arg in args],
+            cluster=(kernel.cluster, 1, 1),
             dynamic_shared=kernel.shared_bytes,
             races=self.races,
             schedule=self.schedule,
             seed=self.seed,
         )
+
+
+def passed(arg: Argument | float) -> torch.Tensor | TensorMap | int | float:
+    """What the emulator takes for what a launch takes."""
+    if isinstance(arg, Map):
+        return TensorMap(arg.tensor, arg.box[:2], 128 if arg.box.swizzle else 0)
+    assert not isinstance(arg, bytes)
+    return 0 if isinstance(arg, torch.Tensor) and not arg.numel() else arg
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from cuda_kernels.launch import Kernel
 from tests import fused_cases, kernel_cases
 from tests.emulated import builders, kernels_of
 
-ARCHITECTURES = ["89", "90a", "120"]
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 SHARED_BYTES = 99 * 1024
@@ -59,11 +58,11 @@ def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
 
 
 def variants() -> Iterator[Any]:
-    """Every variant for Hopper, and two of each kernel for the other architectures."""
+    """Every variant for Hopper, if it is for it, and two of each kernel for the other architectures."""
     seen: Counter[str] = Counter()
     for kernel in KERNELS.values():
         name = kernel.function.__name__
-        for arch in ARCHITECTURES if seen[name] < 2 else ["90a"]:
+        for arch in kernel.architectures if seen[name] < 2 else kernel.architectures[:1]:
             yield pytest.param(kernel, arch, id=f"{kernel.name}-{arch}")
         seen[name] += 1
 

@@ -1,0 +1,136 @@
+"""What happens to a tile when its products are summed up: scaled, biased, rounded, and stored."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import cuda
+
+from cuda_kernels.codec import device
+from cuda_kernels.gemm.product import Product, Scaling, Tile, places
+from cuda_kernels.hopper import (
+    named_barrier,
+    shared_fence,
+    store_commit,
+    store_matrices,
+    store_wait,
+    tensor_add,
+    tensor_store,
+)
+from cuda_kernels.ptx import from_bits, i64, load_4_if, shared_store_8, u32
+from cuda_kernels.registers import (
+    add_columns,
+    floats_into,
+    pairs_into,
+    scale_all,
+    scale_columns,
+    scale_rows,
+    slice_of,
+    store_all,
+)
+
+_CHUNK_BYTES = 64 * 128
+"""64 rows of what a copy takes at a time."""
+
+
+@cache
+def finisher(product: Product, count: int, even: bool) -> Any:
+    """A device function ``(acc, factors, row, m, column, n) -> acc``: scaled, and with its bias.
+
+    ``factors``: the product of two scales of tensors, and the addresses of both scales and bias. ``row``, ``column``:
+    of the thread's first register in the result.
+    """
+    by_row, whole = product.scaling is Scaling.ROW, product.scaling is Scaling.TENSOR
+    has_bias = product.bias is not None
+    times, times_rows, times_columns = scale_all(count), scale_rows(count), scale_columns(count, even)
+    plus_bias = add_columns(count, product.bias or "float32", even)
+
+    @device
+    def finish(acc, factors, row, m, column, n):
+        scale, scale_a, scale_b, bias = factors
+        if by_row:
+            s = from_bits(load_4_if(scale_a + i64(row) * 4, row < m))
+            u = from_bits(load_4_if(scale_a + i64(row + 8) * 4, row + 8 < m))
+            acc = times_columns(times_rows(acc, s, u), scale_b, column, n)
+        elif whole:
+            acc = times(acc, scale)
+        if has_bias:
+            acc = plus_bias(acc, bias, column, n)
+        return acc
+
+    return finish
+
+
+@cache
+def leaver(product: Product, tile: Tile) -> Any:
+    """A device function ``(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)``.
+
+    It stores the 64 rows of a warpgroup; ``row``, ``column``: the first of them.
+    """
+    if tile.staged:
+        return _chunks_from(0, product, tile)
+    count = tile.columns // 2
+    finish, store = finisher(product, count, tile.even), store_all(count, product.out, tile.even, product.accumulate)
+
+    @device
+    def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
+        lane = thread & 31
+        first, pair = row + (thread >> 5) * 16 + (lane >> 2), column + 2 * (lane & 3)
+        store(finish(acc, factors, first, m, pair, n), out, out_pitch, first, m, pair, n)
+
+    return leave
+
+
+def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
+    """:func:`leaver` through shared memory: rows of 128 bytes, so many columns at a time, from ``chunk`` on."""
+    wide = product.out == "float32"
+    columns = 32 if wide else 64
+    count, buffers, is_last = columns // 2, tile.buffers, (chunk + 1) * columns == tile.columns
+    free, mine = buffers - 1, chunk % buffers
+    part = slice_of(tile.columns // 2, chunk * count, count)
+    finish, into_words = finisher(product, count, tile.even), floats_into if wide else pairs_into
+    convert, held = into_words(count, product.out), count if wide else count // 2
+    at, start = places(tile, product.scaling)["out"], chunk * columns
+    copy = tensor_add if product.accumulate else tensor_store
+
+    @device
+    def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
+        lane, warp = thread & 31, thread >> 5
+        first, pair = row + warp * 16 + (lane >> 2), column + (start + 2 * (lane & 3))
+        words = cuda.local.array(held, u32)
+        buffer = smem + at + (group * buffers + mine) * _CHUNK_BYTES
+        if thread == 0:
+            store_wait(free)
+        named_barrier(1 + group, 128)
+        # Not before: what is loaded for all chunks together would not fit into registers.
+        convert(finish(part(acc), factors, first, m, pair, n), words)
+        if wide:
+            line, neighbour = warp * 16 + (lane >> 2), lane & 3
+            for c in range(4):
+                place = (2 * c + (neighbour >> 1)) ^ (line & 7)  # eight rows below it is the same
+                address = buffer + line * 128 + place * 16 + (neighbour & 1) * 8
+                shared_store_8(address, words[4 * c], words[4 * c + 1])
+                shared_store_8(address + 8 * 128, words[4 * c + 2], words[4 * c + 3])
+        else:
+            line = warp * 16 + (lane & 15)  # the row whose address this lane gives
+            for c in range(4):
+                place = (2 * c + (lane >> 4)) ^ (line & 7)
+                address = buffer + line * 128 + place * 16
+                store_matrices(address, words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3])
+        shared_fence()
+        named_barrier(1 + group, 128)
+        if thread == 0:
+            copy(map_out, buffer, column + start, row)
+            store_commit()
+
+    if is_last:
+        return leave
+    others = _chunks_from(chunk + 1, product, tile)
+
+    @device
+    def leave_all(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
+        leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)
+        others(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)
+
+    return leave_all

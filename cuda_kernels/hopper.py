@@ -1,0 +1,156 @@
+"""PTX of Hopper: barriers that count bytes, the tensor memory accelerator, clusters, and warpgroup products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.cgutils import get_or_insert_named_metadata
+from numba.cuda.extending import core_models, register_model
+from numba.cuda.typing import signature
+
+from cuda_kernels.ptx import asm, const, i32, i64, intrinsic_of, u32, void
+from cuda_kernels.registers import registers
+
+# --- Barriers ---------------------------------------------------------------------------------------------------------
+
+barrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
+barrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
+barrier_arrive_at = asm(
+    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }",
+    void, i32, i32,
+)  # fmt: skip
+"""At the barrier in the same place of the cluster's block of that rank."""
+barrier_expect = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
+barrier_wait = asm(
+    "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }", void, i32, i32
+)
+barrier_init_fence = asm("fence.mbarrier_init.release.cluster;")
+named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
+
+# --- Warps and clusters -----------------------------------------------------------------------------------------------
+
+elect = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
+broadcast = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
+"""The first lane's value: the compiler then knows that a branch on it is the whole warp's."""
+warp_sync = asm("bar.warp.sync 0xffffffff;")
+more_registers = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
+fewer_registers = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
+cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
+
+
+def _annotate(builder: Any, name: str, value: Any) -> None:
+    module, function = builder.module, builder.function
+    node = module.add_metadata([function, ir.MetaDataString(module, name), value])
+    get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
+
+
+@cache
+def in_clusters_of(blocks: int) -> Any:
+    """A function whose call in a kernel makes it run in clusters of so many blocks."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
+            _annotate(builder, name, ir.IntType(32)(size))
+        return context.get_dummy_value()
+
+    return intrinsic_of("in_clusters", 0, lambda context: (signature(void), lower))
+
+
+# --- Tensor maps and copies -------------------------------------------------------------------------------------------
+
+
+class _TensorMap(types.Type):  # type: ignore[misc]
+    """A ``CUtensorMap`` that is passed to a kernel by value."""
+
+
+tensor_map = _TensorMap("tensor_map")
+_BYTES = ir.ArrayType(ir.IntType(64), 16)
+
+
+@register_model(_TensorMap)
+class _TensorMapModel(core_models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _BYTES.as_pointer())
+
+
+def _maps_by_value(context: Any) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        maps = [index for index, arg in enumerate(builder.function.args) if arg.type == _BYTES.as_pointer()]
+        for index in maps:
+            attributes = builder.function.args[index].attributes
+            set.add(attributes, "byval ")  # NVVM's dialect spells it without a type
+            attributes.align = 64
+        _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
+        return context.get_dummy_value()
+
+    return signature(void), lower
+
+
+maps_by_value = intrinsic_of("maps_by_value", 0, _maps_by_value)
+"""Called in a kernel that has tensor maps: they lie in its parameters."""
+
+
+def _address_of(context: Any, x: Any) -> Any:
+    return signature(i64, x), lambda context, builder, sig, values: builder.ptrtoint(values[0], ir.IntType(64))
+
+
+address_of = intrinsic_of("address_of", 1, _address_of)
+"""Of a tensor map, for the copies."""
+
+_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+tensor_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
+"""``(shared, map, barrier, column, row)``."""
+tensor_load_to_all = asm(
+    f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, types.int16
+)
+"""The same to those blocks of the cluster whose bits are set in the last operand."""
+tensor_store = asm(
+    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32
+)
+"""``(map, shared, column, row)``."""
+tensor_add = asm(
+    "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$2, $3}], [$1];",
+    void, i64, i32, i32, i32,
+)  # fmt: skip
+"""The same, added to what is there."""
+store_commit = asm("cp.async.bulk.commit_group;")
+store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
+"""Until all but so many groups of stores have read shared memory."""
+shared_fence = asm("fence.proxy.async.shared::cta;")
+"""Before a copy of what this thread wrote to shared memory."""
+store_matrices = asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+K_MAJOR_128 = (1 << 62) | (64 << 32)
+"""A matrix descriptor without address: rows of 128 bytes, swizzled over 8 rows, 1024 bytes from 8 rows to the next."""
+
+
+@cache
+def wgmma(n: int, a: str, b: str) -> Any:
+    """``(acc, x, y, keep) -> acc``: ``A [64, 32] Bᵀ [32, n]`` of FP8 formats ``a`` and ``b``, plus acc if ``keep``.
+
+    ``x``, ``y``: matrix descriptors.
+    """
+    count = n // 2
+    acc = ", ".join(f"${index}" for index in range(count))
+    return asm(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 2}, 0;"
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}",
+        registers(count), registers(count), i64, i64, i32,
+    )  # fmt: skip
+
+
+wgmma_fence = asm("wgmma.fence.sync.aligned;")
+wgmma_commit = asm("wgmma.commit_group.sync.aligned;")
+
+
+@cache
+def wgmma_wait(count: int, pending: int) -> Any:
+    """``acc -> acc`` once all but so many groups of products are done."""
+    return asm(f"wgmma.wait_group.sync.aligned {pending};", registers(count), registers(count))
