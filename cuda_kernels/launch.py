@@ -277,6 +277,17 @@ def _encoded(address: int, dtype: torch.dtype, rows: int, columns: int, pitch: i
     return ctypes.string_at(result.getPtr(), 128)
 
 
+def architecture_of(device: torch.device) -> str:
+    """As :func:`architecture`; where kernels are emulated, Hopper's."""
+    return architecture(device.index or 0) if device.type == "cuda" else "90a"
+
+
+@cache
+def name_of(device: torch.device) -> str:
+    """The card's name; that of the device's type where there is none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many blocks run side by side, at one per multiprocessor."""

@@ -111,3 +111,27 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
     ):
         starts[name], at = at, at + size
     return {**starts, "end": at}
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """How blocks of the kernel with ``mma.sync`` share the work.
+
+    Attributes:
+        rows, columns: of the result.
+        stages: places for operands in shared memory.
+        even: as in :class:`Tile`.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    even: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns} stages={self.stages} {'even' if self.even else 'single'}"
+
+
+def mma_bytes(tile: MmaTile) -> int:
+    """Shared memory of a block: 128 bytes of each row of both operands in each place."""
+    return tile.stages * (tile.rows + tile.columns) * 128

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops import gemm as _gemm  # noqa: F401  (registers the products)
 from lightning_fp8.ops import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.how import how_to

@@ -260,5 +260,4 @@ def update_scales(
 
 
 for _op in (observe, quantize, scaled_mm, scaled_mm_accumulate, update_scales):
-    on = ("cpu", "cuda") if _op in (scaled_mm, scaled_mm_accumulate) else "cpu"
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", on, _op)
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)

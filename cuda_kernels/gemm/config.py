@@ -1,0 +1,171 @@
+"""Which kernel for which product: legal plans of a problem, and the choice among them. Pure functions of numbers.
+
+A choice is one that was measured on a card (see :mod:`cuda_kernels.gemm.tuning`), or the least of an estimate that
+knows tensor cores, the memory behind them, and how many tiles fill the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+
+from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile, mma_bytes, places
+
+SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
+"""The most that a block may have, by architecture: those that kernels are for."""
+
+ACCUMULATORS = 192
+"""The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
+
+
+class Library(Enum):
+    """What else multiplies."""
+
+    CUBLASLT = "cublaslt"
+    """``torch._scaled_mm``."""
+    BF16 = "bf16"
+    """Codes, or codes times scales that are powers of two, are BF16 values: their products are exact."""
+
+
+Plan = Tile | MmaTile | Library
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product of a size on a card.
+
+    Attributes:
+        m, n, k: ``[m, k]`` times ``[n, k]`` transposed; at least 1.
+        architecture: ``"90a"``, ``"89"``, ...
+        multiprocessors: of the card.
+        aligned: rows of the result begin at multiples of 16 bytes.
+        even: its columns come in pairs, and so do those of bias and scales.
+    """
+
+    m: int
+    n: int
+    k: int
+    product: Product
+    architecture: str
+    multiprocessors: int
+    aligned: bool
+    even: bool
+
+
+def plans(problem: Problem) -> list[Plan]:
+    """All that compute the problem; the last always does."""
+    found: list[Plan] = []
+    if problem.architecture == "90a":
+        found += _hopper_tiles(problem)
+    elif problem.architecture in SHARED_BYTES:
+        found += _mma_tiles(problem)
+    if cublaslt_takes(problem):
+        found.append(Library.CUBLASLT)
+    return [*found, Library.BF16]
+
+
+def cublaslt_takes(problem: Problem) -> bool:
+    """Whether ``torch._scaled_mm`` computes the problem on every card that knows FP8.
+
+    It wants n and k in multiples of 16, and scales of rows only for E4M3 and results in bfloat16.
+    """
+    product = problem.product
+    if problem.n % 16 or problem.k % 16 or product.a == product.b == "e5m2":
+        return False
+    if product.bias is not None and product.bias != product.out:
+        return False
+    if product.scaling is Scaling.ROW:
+        return product.a == product.b == "e4m3" and product.out == "bfloat16"
+    return product.scaling is Scaling.TENSOR
+
+
+# --- Hopper -----------------------------------------------------------------------------------------------------------
+
+_SHAPES = ((2, 1, 256), (2, 2, 128), (2, 1, 128), (1, 1, 256), (1, 1, 128), (2, 1, 64), (1, 1, 64))
+"""Warpgroups, times 64 rows of each, columns."""
+
+
+def _hopper_tiles(problem: Problem) -> Iterator[Tile]:
+    for groups, waves, columns in _SHAPES:
+        tile = Tile(groups, waves, columns, stages=4, staged=problem.aligned, even=problem.even)
+        for clustered in (tile, replace(tile, cluster=2, shares_a=tile.rows > columns)):
+            fitted = _fitted(clustered, problem.product)
+            if fitted:
+                yield fitted
+
+
+def _fitted(tile: Tile, product: Product) -> Tile | None:
+    """``tile`` with as many stages and buffers as fit; None if it is not legal."""
+    for stages, buffers in ((8, 2), (4, 2), (4, 1)):
+        fitted = replace(tile, stages=stages, buffers=min(buffers, chunks_of(tile, product)))
+        if is_legal(fitted, product):
+            return fitted
+    return None
+
+
+def chunks_of(tile: Tile, product: Product) -> int:
+    """How many copies of 128 bytes a row of the tile leaves in."""
+    return tile.columns // (32 if product.out == "float32" else 64)
+
+
+def is_legal(tile: Tile, product: Product) -> bool:
+    """Whether the kernel computes ``product`` in such tiles, without spilling registers."""
+    promote = product.promote or product.scaling.along_k
+    sums = tile.columns // 2 * (tile.waves + promote)
+    return (
+        places(tile, product.scaling)["end"] <= SHARED_BYTES["90a"]
+        and sums <= ACCUMULATORS
+        # The other 64 rows of a warpgroup have accumulators of their own only where parts are added to them.
+        and (tile.waves == 1 or (promote and tile.staged))
+        and chunks_of(tile, product) % tile.buffers == 0
+        # One scale for the tile.
+        and not (product.scaling is Scaling.BLOCK and tile.columns > 128)
+        and (tile.staged or tile.columns <= 128)
+    )
+
+
+# --- mma.sync ---------------------------------------------------------------------------------------------------------
+
+
+def _mma_tiles(problem: Problem) -> Iterator[MmaTile]:
+    for rows, columns in ((128, 128), (64, 64)):
+        for stages in (4, 3):
+            tile = MmaTile(rows, columns, stages, problem.even)
+            if mma_bytes(tile) <= SHARED_BYTES[problem.architecture]:
+                yield tile
+                break
+
+
+# --- The choice -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(4096)
+def estimated(problem: Problem) -> Plan:
+    """The plan of least estimated time; a library only where there is no other.
+
+    Counts clocks: a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one and loads about 28 bytes.
+    """
+    tiles = [plan for plan in plans(problem) if not isinstance(plan, Library)]
+    if not tiles:
+        return plans(problem)[0]
+    return min(tiles, key=lambda tile: _clocks(tile, problem))
+
+
+def _clocks(tile: Tile | MmaTile, problem: Problem) -> float:
+    rows, columns = tile.rows, tile.columns
+    cluster, loaded = 1, float(rows + columns)
+    if isinstance(tile, Tile):
+        cluster = tile.cluster
+        if cluster > 1:
+            loaded -= (rows if tile.shares_a else columns) / 2
+    down, across = -(-problem.m // rows), -(-problem.n // columns)
+    if isinstance(tile, Tile) and tile.shares_a:
+        across = -(-across // cluster) * cluster
+    else:
+        down = -(-down // cluster) * cluster
+    rounds = -(-down * across // (problem.multiprocessors // cluster * cluster))
+    step = max(rows * columns * 128 / 4096, loaded * 128 / 28)
+    promoting = problem.product.promote or problem.product.scaling.along_k
+    return rounds * (-(-problem.k // 128) * step * (1.1 if promoting else 1.0) + 1500 + rows * columns / 16)

@@ -1,0 +1,128 @@
+"""Plans that were measured: read from a file for the card, written to one, and chosen from.
+
+A file holds, for one card, entries of a product, its sizes, and the plan that took least time. The user's lies beside
+the compiled kernels; one for cards that we measured comes with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cuda_kernels.cache import cache_folder
+from cuda_kernels.gemm.config import Library, Plan, Problem, cublaslt_takes, estimated, plans
+from cuda_kernels.gemm.product import MmaTile, Tile
+
+CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
+"""Environment variable: ``numba`` or ``cublaslt`` takes that wherever it can; else what was measured decides."""
+
+_NEAR = 2.0
+"""A measurement counts for a problem whose sizes differ by less than this factor."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was fastest."""
+
+    product: str
+    sizes: tuple[int, int, int]
+    plan: Plan
+
+
+def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | None = None) -> Plan:
+    """The plan to take: one of :func:`plans`.
+
+    Args:
+        measured: on this card.
+        wish: ``numba``, ``cublaslt`` or None.
+
+    Raises:
+        ValueError: another wish.
+    """
+    if wish not in (None, "numba", "cublaslt"):
+        raise ValueError(
+            f"{CHOICE_VARIABLE}={wish!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
+        )
+    legal = plans(problem)
+    if wish == "cublaslt" and cublaslt_takes(problem):
+        return Library.CUBLASLT
+    alike = [each for each in measured if each.product == str(problem.product) and each.plan in legal]
+    if wish == "numba":
+        alike = [each for each in alike if not isinstance(each.plan, Library)]
+    sizes = problem.m, problem.n, problem.k
+    near = [(_apart(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    if near and min(near)[0] < math.log(_NEAR):
+        return alike[min(near)[1]].plan
+    # Nothing measured: what runs everywhere comes before what never ran on this card.
+    if wish is None and cublaslt_takes(problem):
+        return Library.CUBLASLT
+    return estimated(problem)
+
+
+def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """How far apart sizes are: the largest of the logarithms of their ratios."""
+    return max(abs(math.log(x / y)) for x, y in zip(a, b))
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def user_file(card: str) -> Path:
+    """Where measurements on the user's card of that name are kept."""
+    return cache_folder() / f"gemm-{_slug(card)}.json"
+
+
+def _shipped_file(card: str) -> Path:
+    return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
+
+
+def _slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+@cache
+def measured_on(card: str) -> tuple[Measured, ...]:
+    """What was measured on cards of that name: by the user, then by us; a damaged file counts as none."""
+    found: list[Measured] = []
+    for path in (user_file(card), _shipped_file(card)):
+        try:
+            found += map(_from_json, json.loads(path.read_text())["measured"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return tuple(found)
+
+
+def keep(card: str, measured: Iterable[Measured]) -> Path:
+    """Add measurements to the user's file, in place of older ones of the same problem."""
+    path = user_file(card)
+    kept = {(each.product, each.sizes): each for each in measured_on(card)} | {
+        (each.product, each.sizes): each for each in measured
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+        json.dump({"card": card, "measured": [_to_json(each) for each in kept.values()]}, file, indent=1)
+    os.replace(file.name, path)
+    measured_on.cache_clear()
+    return path
+
+
+def _to_json(measured: Measured) -> dict[str, Any]:
+    plan: Any = measured.plan
+    described = plan.value if isinstance(plan, Library) else {"kind": type(plan).__name__, **asdict(plan)}
+    return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
+
+
+def _from_json(entry: dict[str, Any]) -> Measured:
+    plan = dict(entry["plan"]) if isinstance(entry["plan"], dict) else entry["plan"]
+    kinds = {"Tile": Tile, "MmaTile": MmaTile}
+    described: Plan = Library(plan) if isinstance(plan, str) else kinds[plan.pop("kind")](**plan)
+    m, n, k = (int(size) for size in entry["sizes"])
+    return Measured(str(entry["product"]), (m, n, k), described)

@@ -1,0 +1,288 @@
+"""The matrix products on CUDA tensors: planned once for operands that lie alike; see :mod:`cuda_kernels.gemm`.
+
+What no kernel computes, ``torch._scaled_mm`` does, and what that does not, the reference: exact, and slower.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.cuda import KEPT_PLANS, falls_back, refuse_empty
+from lightning_fp8.ops.operands import NAMES, allocator
+from lightning_fp8.ops.schema import NAMESPACE, empty_operand
+from lightning_fp8.scaled import Layout
+
+if TYPE_CHECKING:
+    from cuda_kernels.gemm.product import MmaTile, Product, Tile
+
+_SCALINGS = {
+    ("tensor", "tensor"): "TENSOR",
+    ("row", "row"): "ROW",
+    ("1x128", "128x128"): "BLOCK",
+    ("1x128", "1x128"): "BLOCKS",
+}
+"""Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.product.Scaling`."""
+
+
+class Operand(NamedTuple):
+    """How a K-major operand ``[rows, k]`` and its scales lie."""
+
+    dtype: torch.dtype
+    layout: str
+    rows: int
+    k: int
+    pitch: int
+    address: int
+    scale_strides: tuple[int, ...]
+    scale_address: int
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+"""``(a, scale_a, b, scale_b, bias, out) -> out``; ``out`` is what to add to, or None."""
+
+
+def operand_of(data: Tensor, scale: Tensor, layout: str) -> Operand:
+    strides, (rows, k) = data.stride(), data.shape
+    pitch = strides[0] if strides[1] == 1 or k == 1 else -1
+    return Operand(data.dtype, layout, rows, k, pitch, data.data_ptr() % 16, scale.stride(), scale.data_ptr() % 16)
+
+
+def laid_out(data: Tensor, scale: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The operand where kernels read it: itself, or a copy."""
+    if _lies_well(operand_of(data, scale, layout)):
+        return data, scale
+    promised = empty_operand(data.device, Layout(layout), data.dtype, *data.shape)
+    for tensor, empty in zip((data, scale), promised):
+        kind = torch.uint8 if tensor.element_size() == 1 else tensor.dtype
+        empty.view(kind).copy_(tensor.view(kind))
+    return promised
+
+
+def _lies_well(operand: Operand) -> bool:
+    """Whether copies of tensors and of scales can begin at each row."""
+    if operand.pitch <= 0 or operand.pitch % 16 or operand.address:
+        return False
+    strides = operand.scale_strides
+    if operand.layout == "1x128":
+        return strides[0] == 1 and strides[1] % 4 == 0 and not operand.scale_address
+    return operand.layout != "128x128" or strides[1] == 1
+
+
+# --- Ops --------------------------------------------------------------------------------------------------------------
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    layout_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    layout_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return _multiply(a, scale_a, layout_a, b, scale_b, layout_b, bias, out_dtype, fast_accum, None)
+
+
+def scaled_mm_accumulate(
+    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
+) -> None:
+    operands = a, scale_a, layout_a, b, scale_b, layout_b
+    if out.dtype == torch.float32 and out.stride(1) == 1:
+        _multiply(*operands, None, torch.float32, False, out)
+    else:
+        out += _multiply(*operands, None, torch.float32, False, None)
+
+
+def _multiply(
+    a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str,
+    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
+    of_out = None if out is None else (out.stride(0), out.data_ptr() % 16)
+    left, right = operand_of(a, scale_a, layout_a), operand_of(b, scale_b, layout_b)
+    multiply = _plan(a.device, left, right, of_bias, out_dtype, fast_accum, of_out)
+    if multiply is None:
+        a, scale_a = laid_out(a, scale_a, layout_a)
+        b, scale_b = laid_out(b, scale_b, layout_b)
+        return _multiply(a, scale_a, layout_a, b, scale_b, layout_b, bias, out_dtype, fast_accum, out)
+    return multiply(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), out)
+
+
+@lru_cache(KEPT_PLANS)
+def _plan(
+    device: torch.device,
+    a: Operand,
+    b: Operand,
+    bias: tuple[torch.dtype, int] | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    out: tuple[int, int] | None,
+) -> Multiply | None:
+    """What multiplies; None if operands have to be laid out first. ``out``: pitch and address of what to add to."""
+    from cuda_kernels import launch
+    from cuda_kernels.gemm import config, tuning
+    from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile
+
+    refuse_empty((a.rows, b.rows, a.k))
+    scaling = _SCALINGS.get((a.layout, b.layout))
+    if scaling is None:
+        return _Reference(a.layout, b.layout, out_dtype)
+    if not (_lies_well(a) and _lies_well(b)):
+        return None
+    format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
+    of_bias = None if bias is None else NAMES[bias[0]]
+    product = Product(format_a, format_b, Scaling[scaling], NAMES[out_dtype], of_bias, out is not None, not fast_accum)
+    item = out_dtype.itemsize
+    pitch, address = out or (b.rows, 0)
+    aligned = pitch * item % 16 == 0 and address == 0
+    even = pitch % 2 == b.rows % 2 == 0 and address % (2 * item) == 0 and (bias is None or bias[1] % 8 == 0)
+    even = even and b.scale_address % 8 == 0
+    problem = config.Problem(
+        a.rows, b.rows, a.k, product, launch.architecture_of(device), launch.multiprocessors(device), aligned, even
+    )
+    wish = os.environ.get(tuning.CHOICE_VARIABLE) or None
+    plan = tuning.plan_for(problem, tuning.measured_on(launch.name_of(device)), wish)
+    if isinstance(plan, Tile):
+        return _Hopper(device, problem, plan, b, pitch)
+    if isinstance(plan, MmaTile):
+        return _Mma(device, problem, plan, a, b, pitch)
+    exact = _Reference(a.layout, b.layout, out_dtype)
+    return _ScaledMm(out_dtype, fast_accum, exact) if plan is config.Library.CUBLASLT else exact
+
+
+# --- What multiplies --------------------------------------------------------------------------------------------------
+
+
+class _Kernel:
+    """One of our kernels, started with operands that lie as planned."""
+
+    def __init__(self, device: torch.device, problem: Any) -> None:
+        from cuda_kernels import launch
+
+        self._at, self._allocate = launch.address_on(device), allocator(device)
+        self._shape, self._strides = (problem.m, problem.n), (problem.n, 1)
+        self._dtype = {name: dtype for dtype, name in NAMES.items()}[problem.product.out]
+
+    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        raise NotImplementedError
+
+    def __call__(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if out is None:
+            out = self._allocate(self._shape, self._strides, self._dtype)
+        self._start(a, scale_a, b, scale_b, bias, out)
+        return out
+
+
+class _Hopper(_Kernel):
+    def __init__(self, device: torch.device, problem: Any, tile: Tile, b: Operand, pitch: int) -> None:
+        from cuda_kernels import launch
+        from cuda_kernels.gemm import hopper
+        from cuda_kernels.gemm.product import Scaling
+
+        super().__init__(device, problem)
+        product: Product = problem.product
+        self._along_k, self._both = product.scaling.along_k, product.scaling is Scaling.BLOCKS
+        shared = tile.cluster if tile.cluster > 1 else 1
+        rows, columns = tile.rows // (shared if tile.shares_a else 1), tile.columns // (1 if tile.shares_a else shared)
+        box = launch.Box
+        self._map_a, self._map_b = launch.map_on(device, box(rows, 128)), launch.map_on(device, box(columns, 128))
+        chunk = 32 if product.out == "float32" else 64
+        self._map_out = launch.map_on(device, box(64, chunk)) if tile.staged else None
+        self._map_scale_a = launch.map_on(device, box(1, tile.rows, False))
+        self._map_scale_b = launch.map_on(device, box(1, tile.columns, False))
+        self._pitches = pitch, b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
+        down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
+        units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
+        blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
+        kernel = hopper.gemm_kernel(product, tile)
+        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device)
+
+    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
+        maps = [of_a, of_b, of_a if self._map_out is None else self._map_out(out)]
+        if self._along_k:
+            maps += self._map_scale_a(scale_a.t()), self._map_scale_b(scale_b.t()) if self._both else of_a
+        self._launch(*maps, at(scale_a), at(scale_b), 0 if bias is None else at(bias), at(out), *self._pitches)
+
+
+class _Mma(_Kernel):
+    def __init__(self, device: torch.device, problem: Any, tile: MmaTile, a: Operand, b: Operand, pitch: int) -> None:
+        from cuda_kernels import launch
+        from cuda_kernels.gemm import mma
+
+        super().__init__(device, problem)
+
+        def scale_pitch(operand: Operand) -> int:
+            return {"1x128": operand.scale_strides[-1:], "128x128": operand.scale_strides[:1]}.get(
+                operand.layout, (0,)
+            )[0]
+
+        self._pitches = a.pitch, b.pitch, scale_pitch(a), scale_pitch(b), pitch
+        blocks = -(-problem.m // tile.rows) * -(-problem.n // tile.columns)
+        kernel = mma.mma_kernel(problem.product, tile)
+        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device)
+
+    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        at, (pitch_a, pitch_b, pitch_scale_a, pitch_scale_b, pitch) = self._at, self._pitches
+        self._launch(
+            at(a), pitch_a, at(b), pitch_b, at(scale_a), pitch_scale_a, at(scale_b), pitch_scale_b,
+            0 if bias is None else at(bias), at(out), pitch,
+        )  # fmt: skip
+
+
+class _Reference:
+    """Exact products in BF16 or float32."""
+
+    def __init__(self, layout_a: str, layout_b: str, dtype: torch.dtype) -> None:
+        self._layouts, self._dtype = (layout_a, layout_b), dtype
+
+    def __call__(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        layout_a, layout_b = self._layouts
+        result = reference.scaled_mm(a, scale_a, layout_a, b, scale_b, layout_b, bias, self._dtype, False)
+        return result if out is None else out.add_(result)
+
+
+class _ScaledMm:
+    """``torch._scaled_mm``; where it refuses, from then on ``instead``, with one warning."""
+
+    def __init__(self, dtype: torch.dtype, fast_accum: bool, instead: Multiply) -> None:
+        self._dtype, self._fast, self._instead, self._refuses = dtype, fast_accum, instead, False
+
+    def __call__(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if not self._refuses:
+            try:
+                result = torch._scaled_mm(
+                    a, b.t(), scale_a=scale_a, scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
+                    bias=bias, out_dtype=self._dtype, use_fast_accum=self._fast,
+                )  # fmt: skip
+                return result if out is None else out.add_(result)
+            except (RuntimeError, ValueError) as error:
+                self._refuses = True
+                warnings.warn(
+                    f"torch._scaled_mm refuses {tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}: {error}. "
+                    "Products run exactly in BF16, slower.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self._instead(a, scale_a, b, scale_b, bias, out)
+
+
+for _op in (scaled_mm, scaled_mm_accumulate):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", falls_back(_op, getattr(reference, _op.__name__)))  # type: ignore[operator]
