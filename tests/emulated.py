@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Literal
 
 import torch
@@ -94,5 +94,5 @@ def kernels_of(check: Callable[[str], object]) -> list[Kernel]:
 
 def builders() -> set[str]:
     """The names of all kernels: functions of :mod:`cuda_kernels` that give a :class:`Kernel`."""
-    modules = [import_module(f"cuda_kernels.{module.name}") for module in iter_modules(cuda_kernels.__path__)]
+    modules = [import_module(module.name) for module in walk_packages(cuda_kernels.__path__, "cuda_kernels.")]
     return {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -16,15 +16,15 @@ import pytest
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
 from cuda_kernels.launch import Kernel
-from tests import fused_cases, kernel_cases
+from tests import fused_cases, gemm_cases, kernel_cases
 from tests.emulated import builders, kernels_of
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
-SHARED_BYTES = 99 * 1024
-"""The most a block may have on the smallest of the architectures."""
+SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "120": 99 * 1024}
+"""The most a block may have."""
 
-CASES = [*kernel_cases.CASES, *fused_cases.CASES]
+CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 
 
@@ -76,7 +76,7 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
         ("0",) * 3
     ]
     assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
-    assert kernel.shared_bytes <= SHARED_BYTES
+    assert kernel.shared_bytes <= min(SHARED_BYTES[arch] for arch in kernel.architectures)
 
     found = instructions(code)
     assert sum(found.values()) > 50
@@ -90,6 +90,17 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
         assert starting_with(found, "STG.E.128"), "columns leave 16 bytes at a time"
         assert starting_with(found, "LDS.128")
         assert starting_with(found, "STS.128")
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS.values() if "gemm" in kernel.name], ids=str)
+def test_products_use_tensor_cores(kernel: Kernel) -> None:
+    hopper = kernel.architectures == ("90a",)
+    for arch in kernel.architectures:
+        found = instructions(compiled(kernel, arch)[1])
+        wanted = ("QGMMA", "UTMALDG", "USETMAXREG", "SYNCS") if hopper else ("QMMA", "LDSM", "LDGSTS")
+        assert all(starting_with(found, name) for name in wanted)
+        stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "staged" in kernel.name else "STG"
+        assert starting_with(found, stored)
 
 
 def test_every_kernel_is_compiled() -> None:

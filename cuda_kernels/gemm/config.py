@@ -90,7 +90,8 @@ _SHAPES = ((2, 1, 256), (2, 2, 128), (2, 1, 128), (1, 1, 256), (1, 1, 128), (2, 
 def _hopper_tiles(problem: Problem) -> Iterator[Tile]:
     for groups, waves, columns in _SHAPES:
         tile = Tile(groups, waves, columns, stages=4, staged=problem.aligned, even=problem.even)
-        for clustered in (tile, replace(tile, cluster=2, shares_a=tile.rows > columns)):
+        shared = replace(tile, cluster=2, shares_a=tile.rows > columns)
+        for clustered in (tile, shared)[: problem.multiprocessors]:
             fitted = _fitted(clustered, problem.product)
             if fitted:
                 yield fitted

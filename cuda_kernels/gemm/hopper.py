@@ -9,7 +9,6 @@ memory; the other warpgroups multiply them. Two barriers guard each place: ``ful
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -263,29 +262,33 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         if cluster > 1:
             cluster_sync()  # another block may still write to this one's shared memory
 
-    def gemm(map_a, map_b, map_out, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k):
-        maps_by_value()
-        if cluster > 1:
-            in_clusters()
-        none = i64(0)
-        maps = address_of(map_a), address_of(map_b), address_of(map_out), none, none
-        run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+    if along_k:
 
-    def gemm_of_blocks(
-        map_a, map_b, map_out, map_scale_a, map_scale_b,
-        scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k,
-    ):  # fmt: skip
-        maps_by_value()
-        if cluster > 1:
-            in_clusters()
-        of_scales = address_of(map_scale_a), address_of(map_scale_b)
-        maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
-        run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+        def gemm(
+            map_a, map_b, map_out, map_scale_a, map_scale_b,
+            scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k,
+        ):  # fmt: skip
+            maps_by_value()
+            if cluster > 1:
+                in_clusters()
+            of_scales = address_of(map_scale_a), address_of(map_scale_b)
+            maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
+            run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+    else:
 
-    function: Any = gemm_of_blocks if along_k else gemm
+        def gemm(  # type: ignore[misc]
+            map_a, map_b, map_out, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k
+        ):
+            maps_by_value()
+            if cluster > 1:
+                in_clusters()
+            none = i64(0)
+            maps = address_of(map_a), address_of(map_b), address_of(map_out), none, none
+            run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+
     return Kernel(
         f"gemm({product}, {tile})",
-        function,
+        gemm,
         (*[tensor_map] * (5 if along_k else 3), *[i64] * 6, i32, i32, i32),
         tile.threads,
         shared_bytes=at["end"],

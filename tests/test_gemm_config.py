@@ -1,0 +1,167 @@
+"""Plans of products: every one is legal, every problem has one, and what was measured is taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuda_kernels import cache
+from cuda_kernels.gemm import config, tuning
+from cuda_kernels.gemm.config import Library, Plan, Problem, estimated, plans
+from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile
+from cuda_kernels.gemm.tuning import Measured, keep, measured_on, plan_for
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import gemm, reference
+
+SIZES = st.integers(1, 200_000)
+PRODUCTS = st.builds(
+    lambda formats, scaling, out, bias, accumulate, promote: Product(
+        *formats, scaling, "float32" if accumulate else out, None if accumulate else bias, accumulate, promote
+    ),
+    st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]),
+    st.sampled_from(Scaling),
+    st.sampled_from(["bfloat16", "float16", "float32"]),
+    st.sampled_from([None, "bfloat16", "float32"]),
+    st.booleans(),
+    st.booleans(),
+)
+PROBLEMS = st.builds(
+    Problem, SIZES, SIZES, SIZES, PRODUCTS, st.sampled_from(["89", "90a", "100", "120"]), st.integers(1, 200),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+
+
+def shared_bytes(tile: Tile, product: Product) -> int:
+    """By the sizes of what lies there: operands, results on their way, scales, and barriers."""
+    operands = tile.stages * 128 * (tile.rows + tile.columns)
+    leaving = tile.buffers * 64 * 128 * tile.groups if tile.staged else 0
+    scales = 4 * tile.stages * (
+        (tile.rows if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
+        + (tile.columns if product.scaling is Scaling.BLOCKS else 0)
+    )  # fmt: skip
+    return operands + leaving + scales + 16 * tile.stages
+
+
+@given(problem=PROBLEMS)
+def test_every_plan_is_legal(problem: Problem) -> None:
+    """Within what the architectures have: shared memory, registers, instruction shapes and alignment."""
+    found, product = plans(problem), problem.product
+    assert found[-1] is Library.BF16
+    assert len(set(found)) == len(found)
+    for plan in found:
+        if isinstance(plan, Tile):
+            assert problem.architecture == "90a"
+            assert shared_bytes(plan, product) <= 227 * 1024
+            assert plan.stages & (plan.stages - 1) == 0
+            assert plan.stages >= 4
+            # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'.
+            assert 128 * (224 * plan.groups + 56) <= 65536
+            part = plan.columns // 2 if product.promote or product.scaling.along_k else 0
+            assert plan.waves * plan.columns // 2 + part <= 192
+            assert plan.columns % 8 == 0 and plan.columns <= 256  # noqa: PT018  (wgmma's n)
+            # Copies: boxes of at most 256 rows, and what a block of a cluster loads for both is whole groups of 8 rows.
+            assert max(plan.rows, plan.columns) <= 256
+            assert (plan.rows if plan.shares_a else plan.columns) // plan.cluster % 8 == 0
+            assert problem.aligned or not plan.staged
+            assert problem.even or not plan.even
+            assert plan.columns <= 128 or product.scaling is not Scaling.BLOCK
+            assert plan.cluster <= problem.multiprocessors
+        elif isinstance(plan, MmaTile):
+            assert problem.architecture in ("89", "120")
+            assert plan.stages * (plan.rows + plan.columns) * 128 <= 99 * 1024
+            assert problem.even or not plan.even
+        elif plan is Library.CUBLASLT:
+            assert problem.n % 16 == problem.k % 16 == 0
+            assert product.scaling in (Scaling.TENSOR, Scaling.ROW)
+
+
+@given(problem=PROBLEMS, wish=st.sampled_from([None, "numba", "cublaslt"]))
+def test_every_problem_has_a_plan(problem: Problem, wish: str | None) -> None:
+    plan = plan_for(problem, wish=wish)
+    assert plan in plans(problem)
+    if problem.architecture in ("89", "90a", "120") and wish == "numba":
+        assert not isinstance(plan, Library)
+    if wish == "cublaslt" and config.cublaslt_takes(problem):
+        assert plan is Library.CUBLASLT
+
+
+LLAMA = Problem(
+    8192, 4096, 4096, Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False), "90a", 132, True, True
+)
+
+
+def test_estimates() -> None:
+    """Large products take the largest tiles, with shared loads; few rows take few."""
+    large = estimated(LLAMA)
+    assert isinstance(large, Tile)
+    assert (large.rows * large.columns, large.cluster) == (128 * 256, 2)
+    promoted = estimated(replace(LLAMA, product=replace(LLAMA.product, promote=True)))
+    assert isinstance(promoted, Tile)
+    assert promoted.rows * promoted.columns == 256 * 128
+    few = estimated(replace(LLAMA, m=8))
+    assert isinstance(few, Tile)
+    assert few.rows == 64
+
+
+def test_unknown_wish() -> None:
+    with pytest.raises(ValueError, match=r"LIGHTNING_FP8_GEMM='cutlass' is neither numba nor cublaslt"):
+        plan_for(LLAMA, wish="cutlass")
+
+
+def test_what_was_measured_is_taken() -> None:
+    """For the same product and sizes that are near; libraries only where nobody wishes otherwise."""
+    tile, other, *_ = (
+        plan for plan in plans(LLAMA) if isinstance(plan, Tile) and plan.columns == 128 and plan.waves == 1
+    )
+    name = str(LLAMA.product)
+    near, far = Measured(name, (6000, 4096, 4096), tile), Measured(name, (64, 4096, 4096), other)
+    assert plan_for(LLAMA, [far, near]) == tile
+    assert plan_for(LLAMA, [far]) is Library.CUBLASLT  # what nobody measured on this card does not replace it
+    library = Measured(name, (8192, 4096, 4096), Library.CUBLASLT)
+    assert plan_for(LLAMA, [near, library]) is Library.CUBLASLT
+    assert plan_for(LLAMA, [near, library], "numba") == tile
+    illegal = Measured(name, (8192, 4096, 4096), replace(tile, stages=2))
+    assert plan_for(LLAMA, [illegal]) is Library.CUBLASLT
+
+
+def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
+    measured_on.cache_clear()
+    kept: list[Measured] = [
+        Measured("one", (1, 2, 3), plan) for plan in (Tile(2, 1, 128, 4), MmaTile(128, 128, 3), Library.CUBLASLT)
+    ]
+    for each in kept:  # the newest of a problem counts
+        path = keep("A Card (80 GB)", [each, Measured("two", (4, 5, 6), Library.BF16)])
+        assert measured_on("A Card (80 GB)") == (each, Measured("two", (4, 5, 6), Library.BF16))
+    assert path == tmp_path / "gemm-a-card-80-gb.json"
+    assert json.loads(path.read_text())["card"] == "A Card (80 GB)"
+    path.write_text(path.read_text()[:-20])
+    measured_on.cache_clear()
+    assert measured_on("A Card (80 GB)") == ()
+    measured_on.cache_clear()
+
+
+def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op takes the plan that the user wishes."""
+    taken: list[Plan] = []
+    chosen = tuning.plan_for
+
+    def noted(*args: object) -> Plan:
+        taken.append(chosen(*args))  # type: ignore[arg-type]
+        return Library.BF16
+
+    monkeypatch.setattr(tuning, "plan_for", noted)
+    data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
+    for wish, kind in (("numba", Tile), ("cublaslt", Library)):
+        monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
+        gemm._plan.cache_clear()
+        gemm.scaled_mm(data, scale, "tensor", data, scale, "tensor", None, torch.bfloat16, False)
+        assert isinstance(taken[-1], kind)
+    gemm._plan.cache_clear()
+    assert data.dtype == E4M3.dtype

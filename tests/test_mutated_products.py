@@ -1,0 +1,77 @@
+"""The emulated tests of the products would notice a broken synchronisation.
+
+The compiler repeats statements: what a statement of the source became is removed together, where it can be told apart
+by its text and by whether producer or consumers run it; other barriers and fences one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from cuda_kernels.launch import Kernel
+from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
+from tests.gemm_cases import CASES
+from tests.kernel_cases import Case
+from tests.ptx_on_cpu import EmulatorError
+
+pytestmark = needs_compilers
+
+ONE_BY_ONE = re.compile(
+    r"^\s*(?:barrier\.cluster\.arrive[^;]*;\s*barrier\.cluster\.wait"
+    r"|bar\.sync|bar\.warp\.sync|fence\.proxy|cp\.async\.bulk\.wait_group)[^;]*;",
+    re.MULTILINE,
+)
+TOGETHER = (
+    r"mbarrier\.init[^;]*;",
+    r"mbarrier\.arrive\.shared[^;]*;",
+    r"mbarrier\.arrive\.expect_tx[^;]*;",
+    r"\{[^{}]*mbarrier\.try_wait[^{}]*\}",
+    r"\{[^{}]*mapa[^{}]*\}",
+)
+ROLES = re.compile(r"setmaxnreg[^;]*;")
+
+MUTATED = ("product-tensor-300x264x700-1/1/256/2-fast", "product-blocks-300x264x700-2/1/128/2")
+OF = [case for case in CASES if case.name.startswith(MUTATED)]
+
+
+def mutants(ptx: str) -> Iterator[tuple[str, str]]:
+    """What was removed, and the kernel without it."""
+    for found in ONE_BY_ONE.finditer(ptx):
+        line = ptx.count("\n", 0, found.end()) + 1
+        yield f"{found[0].strip()} in line {line}", ptx[: found.start()] + ptx[found.end() :]
+    starts = [0, *(found.end() for found in ROLES.finditer(ptx)), len(ptx)]
+    for pattern in TOGETHER:
+        for begin, end in zip(starts, starts[1:]):
+            part, count = re.subn(pattern, "", ptx[begin:end])
+            if count:
+                yield f"{count} times {pattern} from {begin} on", ptx[:begin] + part + ptx[end:]
+
+
+def is_noticed(case: Case, kernel: Kernel, mutant: str) -> bool:
+    for schedule in ("forward", "reverse"):
+        emulator = Emulator(
+            schedule=schedule,  # type: ignore[arg-type]
+            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
+        )
+        try:
+            with executing(emulator):
+                case.run("cpu")
+        except (EmulatorError, AssertionError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("case", OF, ids=lambda case: case.name)
+def test_every_synchronisation_is_needed(case: Case) -> None:
+    (kernel,) = kernels_of(case.run)
+    assert not is_noticed(case, kernel, ptx_of(kernel))
+    found = list(mutants(ptx_of(kernel)))
+    assert len(found) > 15
+    assert not [what for what, mutant in found if not is_noticed(case, kernel, mutant)]
+
+
+def test_what_is_mutated() -> None:
+    assert len(OF) == len(MUTATED)
