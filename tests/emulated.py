@@ -45,7 +45,9 @@ class Emulator:
         schedule: Literal["forward", "reverse", "random"] = "forward",
         seed: int = 0,
         rewrite: Callable[[Kernel, str], str] = lambda kernel, ptx: ptx,
+        accumulation: Literal["float32", "hopper"] = "float32",
     ) -> None:
+        self.accumulation = accumulation
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
@@ -60,6 +62,7 @@ class Emulator:
             races=self.races,
             schedule=self.schedule,
             seed=self.seed,
+            accumulation=self.accumulation,
         )
 
 

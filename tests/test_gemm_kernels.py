@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from cuda_kernels.gemm import tuning
+from lightning_fp8.ops import cuda, gemm, reference
+from lightning_fp8.ops.how import how_to
+from lightning_fp8.recipes import RECIPES, Float8BlockScaling, MXFP8BlockScaling
+from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, needs_compilers
-from tests.gemm_cases import CASES
-from tests.kernel_cases import Case
+from tests.gemm_cases import CASES, multiplying, operand
+from tests.kernel_cases import E4M3, Case
 
 pytestmark = needs_compilers
 
@@ -24,3 +30,70 @@ def emulator() -> Iterator[Emulator]:
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert [kernel.function.__name__ for kernel in emulator.launched if "gemm" in kernel.name]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [*((recipe, (96, 160, 208)) for recipe in RECIPES.values()), (Float8BlockScaling, (37, 50, 70))],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_three_products_of_a_layer(
+    recipe: type, shape: tuple[int, int, int], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels cast, kernels multiply: fprop, dgrad and wgrad are the reference's, and no operand is copied between."""
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    gemm._plan.cache_clear()
+    tokens, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(rows, columns, generator=generator).bfloat16()
+        for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    bias = torch.randn(outputs, generator=generator).bfloat16()
+    roles = {Role.INPUT: x, Role.WEIGHT: w, Role.GRAD_OUTPUT: dy}
+    results = []
+    for module, products in ((cuda, gemm), (reference, reference)):
+        row, column = {}, {}
+        for role, tensor in roles.items():
+            cast = recipe().cast(role)
+            data, scale, data_t, scale_t = module.quantize(tensor, how_to(cast, True, True))
+            row[role] = data, scale, cast.layout.value
+            column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout.value
+        if module is cuda and recipe is not MXFP8BlockScaling:
+            assert all(gemm._lies_well(gemm.operand_of(*operand)) for operand in (*row.values(), *column.values()))
+        main_grad = torch.ones(outputs, inputs)
+        wgrad = *column[Role.GRAD_OUTPUT], *column[Role.INPUT]
+        products.scaled_mm_accumulate(main_grad, *wgrad)
+        results.append(
+            (
+                products.scaled_mm(*row[Role.INPUT], *row[Role.WEIGHT], bias, torch.bfloat16, True),
+                products.scaled_mm(*row[Role.GRAD_OUTPUT], *column[Role.WEIGHT], None, torch.bfloat16, False),
+                products.scaled_mm(*wgrad, None, torch.bfloat16, False),
+                main_grad,
+            )
+        )
+    names = [kernel.name for kernel in emulator.launched if kernel.name.startswith("gemm")]
+    assert len(names) == (0 if recipe is MXFP8BlockScaling else 4)
+    for actual, right in zip(*results):
+        tolerance = 2.0**-8 if actual.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
+    gemm._plan.cache_clear()
+
+
+def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
+    """With 13 bits behind the leading product's point in the tensor core, 4,096 products of one sign lose digits.
+
+    Summed up 128 at a time they keep them.
+    """
+    emulator.accumulation, emulator.races = "hopper", False
+    errors = []
+    x = torch.rand(16, 4096, generator=torch.Generator().manual_seed(0))
+    for fast in (True, False):
+        a = operand(x, E4M3, "tensor", True)
+        right = a.dequantize().double() @ a.dequantize().double().t()
+        with multiplying("90a", 1, 1, 64, 1):
+            data, scale = gemm.laid_out(a.data, a.scale_inv, "tensor")
+            actual = gemm.scaled_mm(data, scale, "tensor", data, scale, "tensor", None, torch.float32, fast)
+        errors.append(float(((actual - right) / right).abs().max()))
+    fast_error, promoted_error = errors
+    assert promoted_error < 1e-3 < fast_error

@@ -1,0 +1,142 @@
+"""The matrix products on hardware: what the emulator ran, random shapes against float64, and layers that train."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from cuda_kernels import launch
+from cuda_kernels.gemm import config, tuning
+from cuda_kernels.gemm.config import Library
+from lightning_fp8 import FP8FabricPrecision
+from lightning_fp8.ops import gemm
+from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
+from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
+
+CARD = torch.device("cuda", 0)
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+
+
+def fits(case: Case) -> bool:
+    """Whether the case's tile is for this card: four numbers are Hopper's, two those of ``mma.sync``."""
+    arch = launch.architecture_of(CARD) if torch.cuda.is_available() else ""
+    return arch == "90a" if case.name.split("-")[3].count("/") == 3 else arch in ("89", "120")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    if not fits(case):
+        pytest.skip("for other cards")
+    case.run("cuda")
+
+
+@pytest.fixture(params=["numba", "cublaslt"])
+def wish(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, request.param)
+    gemm._plan.cache_clear()
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("wish")
+@pytest.mark.parametrize("scaling", PAIRS)
+def test_random_shapes(scaling: str) -> None:
+    """Against float64; small, ragged and large, with each epilogue."""
+    choose = random.Random(scaling)
+    for _ in range(12):
+        shape = tuple(choose.choice((1, 16, 33, 64, 127, 128, 250, 1000, 1536, 2049)) for _ in range(3))
+        accumulate = choose.random() < 0.3
+        check_product(
+            scaling,
+            shape,  # type: ignore[arg-type]
+            "cuda",
+            formats=choose.choice([(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]),
+            out=FP32 if accumulate else choose.choice([BF16, FP16, FP32]),
+            bias=None if accumulate else choose.choice([None, BF16]),
+            accumulate=accumulate,
+            fast=choose.random() < 0.5,
+            # With exact sums even the short accumulator is exact; other values only where sums are promoted.
+            exact=True,
+        )
+
+
+def test_every_plan_of_a_problem() -> None:
+    """All tiles that are legal give the same bits."""
+    problem = Problem(
+        1000, 1040, 1500, _product(), launch.architecture_of(CARD), launch.multiprocessors(CARD), True, True
+    )
+    for plan in config.plans(problem):
+        if not isinstance(plan, Library):
+            numbers = (plan.rows, plan.columns)
+            if problem.architecture == "90a":
+                numbers = (plan.groups, plan.waves, plan.columns, plan.cluster)
+            with multiplying(problem.architecture, *numbers):
+                check_product("tensor", (1000, 1040, 1500), "cuda")
+
+
+def _product():  # type: ignore[no-untyped-def]
+    from cuda_kernels.gemm.product import Product, Scaling
+
+    return Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
+
+
+@pytest.mark.usefixtures("wish")
+def test_more_than_2_31_elements() -> None:
+    """Rows of A and of the result that lie beyond 2**31 bytes and elements."""
+    a = torch.ones(140_000, 16_384, device="cuda", dtype=BF16).to(E4M3)
+    a[-1] = 2.0
+    b, one = torch.ones(16_384, 16_384, device="cuda", dtype=BF16).to(E4M3), torch.ones((), device="cuda")
+    out = torch.ops.lightning_fp8.scaled_mm(a, one, "tensor", b, one, "tensor", None, BF16, False)
+    assert out.numel() > 2**31
+    assert bool((out[-1] == 32_768).all())
+    assert bool((out[-2] == 16_384).all())
+    assert bool((out[0] == 16_384).all())
+
+
+@pytest.mark.usefixtures("wish")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_trains_as_on_the_cpu(recipe: str) -> None:
+    """Losses and gradients of a few steps, on the card and on the CPU."""
+    losses = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(192, 384), nn.GELU(), nn.Linear(384, 192))
+        plugin = FP8FabricPrecision(recipe=recipe, first_last_layers_bf16=False)  # type: ignore[arg-type]
+        plugin.convert_module(model)
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        x = torch.randn(160, 192, generator=torch.Generator().manual_seed(1)).to(device, BF16)
+        of_device = []
+        for _ in range(6):
+            with plugin.forward_context():
+                loss = (model(x) - x).float().square().mean()
+            loss.backward()
+            plugin.update_scales()
+            optimizer.step()
+            optimizer.zero_grad()
+            of_device.append(loss.item())
+        losses.append(of_device)
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=2e-2, atol=0.0)
+    assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.usefixtures("wish")
+def test_a_product_in_a_graph() -> None:
+    a = torch.randint(-3, 4, (300, 512), device="cuda").to(E4M3)
+    b, one = torch.randint(-3, 4, (256, 512), device="cuda").to(E4M3), torch.ones((), device="cuda")
+
+    def multiply() -> torch.Tensor:
+        return torch.ops.lightning_fp8.scaled_mm(a, one, "tensor", b, one, "tensor", None, FP32, False)
+
+    multiply()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = multiply()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        a.copy_(torch.randint(-3, 4, (300, 512), device="cuda").to(E4M3))
+        graph.replay()
+        assert torch.equal(out, (a.double() @ b.double().t()).float())
