@@ -26,7 +26,7 @@ from benchmarks import machine, report
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, write
 
-SUITES = ("casts", "host", "training")
+SUITES = ("casts", "products", "host", "training")
 
 
 def main(arguments: list[str] | None = None) -> int:

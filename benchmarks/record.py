@@ -23,12 +23,15 @@ class Result:
         dtype: of the codes that are written, or of the tensor.
         bytes: what must move through memory.
         correct: whether the outcome is the reference's; None where there is none to compare with.
-        target: limits by the name of what they limit: ``fraction_of_copy`` from below, everything else from above.
+        target: limits by the name of what they limit: times from above, everything else from below; ``over <who>``
+            limits a ratio.
         times: of the device, or of the host for what the host does.
         copy_bandwidth: of a copy of the same shape, in bytes per second.
         host_microseconds: of the host for one call.
         parts: what ``host_microseconds`` is made of.
         note: why there are no numbers.
+        flops: of one call.
+        over: by who else does the same work: how many times as fast this is.
     """
 
     name: str
@@ -43,13 +46,18 @@ class Result:
     host_microseconds: float | None = None
     parts: dict[str, float] | None = None
     note: str | None = None
+    flops: int | None = None
+    over: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         times = self.times / 1e-3 if self.times else None
         bandwidth = self.bytes / self.times.median if self.bytes and self.times else None
         fraction = bandwidth / self.copy_bandwidth if bandwidth and self.copy_bandwidth else None
+        teraflops = self.flops / self.times.median / 1e12 if self.flops and self.times else None
         limited = {
             "fraction_of_copy": fraction,
+            "teraflops": teraflops,
+            **{f"over {by}": ratio for by, ratio in self.over.items()},
             "host_microseconds": self.host_microseconds,
             "milliseconds": times.median if times else None,
         }
@@ -62,11 +70,13 @@ class Result:
             "bytes": self.bytes,
             "gigabytes_per_second": _rounded(bandwidth / 1e9) if bandwidth else None,
             "fraction_of_copy": _rounded(fraction),
+            "teraflops": _rounded(teraflops),
+            "over": {by: _rounded(ratio) for by, ratio in self.over.items()} or None,
             "host_microseconds": _rounded(self.host_microseconds),
             "parts": self.parts and {part: _rounded(value) for part, value in self.parts.items()},
             "correct": self.correct,
             "target": self.target or None,
-            "met": {key: _meets(key, limited[key], limit) for key, limit in self.target.items()} or None,
+            "met": {key: _meets(key, limited.get(key), limit) for key, limit in self.target.items()} or None,
             "note": self.note,
         }
 
@@ -74,7 +84,7 @@ class Result:
 def _meets(key: str, value: float | None, limit: float) -> bool | None:
     if value is None:
         return None
-    return value >= limit if key == "fraction_of_copy" else value <= limit
+    return value <= limit if key in ("milliseconds", "host_microseconds") else value >= limit
 
 
 def _rounded(value: float | None) -> float | None:

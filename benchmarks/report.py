@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 
 def table(document: dict[str, Any]) -> str:
     """All suites of a run."""
-    tables = {"casts": _casts, "host": _host, "training": _training}
+    tables = {"casts": _casts, "products": _products, "host": _host, "training": _training}
     parts = [_provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
     parts += [f"**{name} broke off**: {error.splitlines()[-1]}" for name, error in document["errors"].items()]
@@ -124,6 +124,7 @@ def _grouped(entries: list[Entry]) -> Iterable[tuple[Entry, list[Entry]]]:
 def _verdicts(entry: Entry) -> str:
     """``✓ of copy ≥ 0.9; ✗ host µs ≤ 8``."""
     words = {"fraction_of_copy": "of copy ≥", "host_microseconds": "host µs ≤", "milliseconds": "ms ≤"}
+    words |= {"teraflops": "TFLOP/s ≥", **{key: f"{key} ≥" for key in entry["target"] or {} if key.startswith("over ")}}
     marks = {True: "✓", False: "✗", None: "?"}
     return "; ".join(
         f"{marks[entry['met'][key]]} {words[key]} {limit:g}" for key, limit in (entry["target"] or {}).items()
@@ -162,6 +163,24 @@ def _drawn(entries: list[Entry]) -> list[Entry]:
     shape = _main_shape(entries)
     firsts = (first for first, _ in _grouped(entries))
     return [entry for entry in firsts if entry["shape"] == shape and entry["fraction_of_copy"] is not None]
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+def _products(entries: list[Entry]) -> str:
+    rows = (
+        (
+            f"{entry['name']} {'×'.join(map(str, entry['shape']))}" + ", **wrong**" * (entry["correct"] is False),
+            entry["by"],
+            entry["note"] or _quartiles(entry),
+            _number(entry["teraflops"], 0),
+            ", ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
+            _verdicts(entry),
+        )
+        for entry in entries
+    )
+    return _markdown(("product m×n×k", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "targets"), rows)
 
 
 # --- Host and training ------------------------------------------------------------------------------------------------

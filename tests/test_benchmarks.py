@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import casts, check, host, machine, operations, record, report, timing
+from benchmarks import casts, check, host, machine, operations, products, record, report, timing
 from benchmarks.__main__ import main
 from benchmarks.operations import Call, Operation
+from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
+from cuda_kernels.gemm import config
+from tests.emulated import Emulator, executing, needs_compilers
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,6 +43,12 @@ FUSED = {
     *("RMSNorm backward", "SwiGLU backward + cast + transposed"),
 }
 """Where the ops are there."""
+PRODUCTS = {
+    *(("fprop", by) for by in ("BF16", "cuBLASLt")),
+    ("fprop blockwise", "BF16"),
+    *(("Linear, forward and backward", by) for by in ("BF16", OURS, f"{OURS}, blockwise")),
+}
+"""Where no kernel multiplies."""
 RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 PEERS = {
     *(("cast", by) for by in ("torch", "torch, without a scale", "torch.compile", "triton")),
@@ -73,6 +82,10 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert all(e["milliseconds"] or e["note"].startswith("absent") for e in entries)
     assert all(e["correct"] for e in entries if e["by"] == OURS and e["milliseconds"])
     assert all(e["correct"] in (True, None) for e in entries)
+
+    assert {(e["name"], e["by"]) for e in document["suites"]["products"]} >= PRODUCTS
+    assert all(e["milliseconds"] for e in document["suites"]["products"])
+    assert all(e["correct"] in (True, None) for e in document["suites"]["products"])
 
     yardstick, *ours = document["suites"]["host"]
     assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
@@ -452,3 +465,37 @@ def test_the_picture(tmp_path: Path) -> None:
     record.write(document(), results)
     assert main(["plot", str(results), str(results), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_compilers
+def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that run, emulated: each legal plan is right, and has its ratio to what others need."""
+    monkeypatch.setattr(products, "TINY_LAYERS", ())
+    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64), (2, 1, 64)))
+    with executing(Emulator()):
+        results = list(products.run(Plan(torch.device("cpu"), dry=True)))
+    ours = [result for result in results if result.by.startswith(OURS)]
+    assert len(ours) == 8  # two products, two tiles, alone and in clusters
+    assert all(result.correct for result in ours)
+    assert [result.by for result in ours].count(OURS) == 2
+    assert all(result.over.keys() == {"BF16", "cuBLASLt"} for result in ours if result.name == "fprop")
+    document = {"suites": {"products": [result.as_json() for result in results]}}
+    assert "64x64" in report._products(document["suites"]["products"])
+
+
+def test_a_product_as_json() -> None:
+    target = {"over BF16": 1.75, "over cuBLASLt": 1.2, "teraflops": 900.0}
+    times, over = Times(1e-3, 1e-3, 1e-3, 3), {"BF16": 1.8, "cuBLASLt": 1.1}
+    entry = Result("fprop", OURS, (8, 8, 8), "float8_e4m3fn", target=target, times=times, flops=10**12, over=over)
+    written = entry.as_json()
+    assert (written["teraflops"], written["over"]) == (1000.0, over)
+    assert written["met"] == {"over BF16": True, "over cuBLASLt": False, "teraflops": True}
+
+
+def test_a_wrong_product_is_noticed() -> None:
+    left, right = (products._operand(rows, 64, "tensor", Plan(torch.device("cpu"))) for rows in (40, 30))
+    exact = products._some_rows(left, right)
+    result = left.dequantize() @ right.dequantize().t()
+    assert products._close(result.bfloat16(), exact)
+    result[-1, -1] += 0.1 * result.abs().max()
+    assert not products._close(result.bfloat16(), exact)

@@ -11,6 +11,7 @@ from torch import nn
 from cuda_kernels import launch
 from cuda_kernels.gemm import config, tuning
 from cuda_kernels.gemm.config import Library
+from cuda_kernels.gemm.product import Product, Scaling
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops import gemm
 from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
@@ -64,9 +65,9 @@ def test_random_shapes(scaling: str) -> None:
 
 def test_every_plan_of_a_problem() -> None:
     """All tiles that are legal give the same bits."""
-    problem = Problem(
-        1000, 1040, 1500, _product(), launch.architecture_of(CARD), launch.multiprocessors(CARD), True, True
-    )
+    card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
+    product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
+    problem = Problem(1000, 1040, 1500, product, *card, aligned=True, even=True)
     for plan in config.plans(problem):
         if not isinstance(plan, Library):
             numbers = (plan.rows, plan.columns)
@@ -74,12 +75,6 @@ def test_every_plan_of_a_problem() -> None:
                 numbers = (plan.groups, plan.waves, plan.columns, plan.cluster)
             with multiplying(problem.architecture, *numbers):
                 check_product("tensor", (1000, 1040, 1500), "cuda")
-
-
-def _product():  # type: ignore[no-untyped-def]
-    from cuda_kernels.gemm.product import Product, Scaling
-
-    return Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
 
 
 @pytest.mark.usefixtures("wish")
