@@ -332,6 +332,8 @@ def test_a_result_as_json() -> None:
         "bytes": 10**9,
         "gigabytes_per_second": 500.0,
         "fraction_of_copy": 0.5,
+        "teraflops": None,
+        "over": None,
         "host_microseconds": 7.123,
         "parts": None,
         "correct": True,
