@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -123,56 +122,31 @@ def _timed(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Result]:
 
 
 def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
-    from cuda_kernels.gemm import config, tuning
-    from cuda_kernels.gemm.config import Library
+    from cuda_kernels.gemm.config import Library, estimated, plans
     from cuda_kernels.launch import EXECUTORS
 
     left, right = (_operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), PAIRS[work.scaling]))
-    exact = _some_rows(left, right)
-    shape = work.m, work.n, work.k
+    exact, shape = _some_rows(left, right), (work.m, work.n, work.k)
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
     yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(lambda: a @ b.t()))
 
-    arguments = left.data, left.scale_inv, left.layout.value, right.data, right.scale_inv, right.layout.value
-    multiply = partial(gemm.scaled_mm, *arguments, None, torch.bfloat16, work.fast)
-    problems: list[config.Problem] = []
-
-    def noted(problem: config.Problem, *rest: object) -> config.Plan:
-        problems.append(problem)
-        return Library.BF16
-
-    def planned(chosen: Callable[..., config.Plan]) -> Callable[[], Tensor]:
-        """The product as ``chosen`` plans it; what it plans is kept."""
-        gemm._plan.cache_clear()
-        with patch.object(tuning, "plan_for", chosen):
-            multiply()
-        kept = gemm._plan(*_key(arguments, work.fast))
-        gemm._plan.cache_clear()
-        assert kept is not None
-        return partial(kept, left.data, left.scale_inv, right.data, right.scale_inv, None, None)
-
-    planned(noted)
-    best, tiles = config.estimated(problems[0]), [p for p in config.plans(problems[0]) if not isinstance(p, Library)]
-    for each in sorted(config.plans(problems[0]), key=lambda each: each != best):
-        if each is Library.BF16 or (plan.device.type == "cpu" and "cpu" not in EXECUTORS and each in tiles):
+    of_left, of_right = (gemm.operand_of(each.data, each.scale_inv, each.layout.value) for each in (left, right))
+    job = gemm.job_of(plan.device, of_left, of_right, fast_accum=work.fast)
+    best, runs_kernels = estimated(job.problem), plan.device.type in ("cuda", *EXECUTORS)
+    for each in sorted(plans(job.problem), key=lambda each: each != best):
+        if each is Library.BF16 or not (runs_kernels or each is Library.CUBLASLT):
             continue
         by = CUBLASLT if each is Library.CUBLASLT else OURS if each == best else f"{OURS}, {each}"
-        result = Result(
-            work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=work.target if by == OURS else {}
-        )
+        target = work.target if by == OURS else {}
+        result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target)
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, None, None
         try:
-            call = planned(lambda problem, *rest, each=each: each)  # type: ignore[misc]
+            call = partial(gemm.multiplier(job, each), *operands)
             result = replace(result, correct=_close(call(), exact))
             yield Candidate(result, Contender(call))
         except Exception as error:  # one that does not start shall not take the others' numbers along
             note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             yield Candidate(replace(result, correct=False, note=note), None)
-
-
-def _key(arguments: Sequence[object], fast: bool) -> tuple[object, ...]:
-    a, scale_a, layout_a, b, scale_b, layout_b = arguments
-    operands = gemm.operand_of(a, scale_a, layout_a), gemm.operand_of(b, scale_b, layout_b)  # type: ignore[arg-type]
-    return a.device, *operands, None, torch.bfloat16, fast, None  # type: ignore[attr-defined]
 
 
 def _operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:

@@ -1,7 +1,7 @@
 """``lightning-fp8``: LightningCLI for any LightningModule, with FP8 recipes typed in YAML.
 
 ``lightning-fp8 fit --config configs/delayed.yaml``; ``validate``, ``test`` and ``predict`` likewise.
-``lightning-fp8 checkpoint`` inspects and converts checkpoints.
+``lightning-fp8 checkpoint`` inspects and converts checkpoints, ``lightning-fp8 bench`` times matrix products.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments[:1] == ["checkpoint"]:
         checkpoint_cli.main(arguments[1:])
+        return
+    if arguments[:1] == ["bench"]:
+        from lightning_fp8 import bench
+
+        bench.main(arguments[1:])
         return
     try:
         import jsonargparse

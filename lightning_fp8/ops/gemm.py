@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.product import MmaTile, Product, Tile
+    from cuda_kernels.gemm.config import Plan, Problem
+    from cuda_kernels.gemm.product import MmaTile, Tile
 
 _SCALINGS = {
     ("tensor", "tensor"): "TENSOR",
@@ -131,34 +132,69 @@ def _plan(
 ) -> Multiply | None:
     """What multiplies; None if operands have to be laid out first. ``out``: pitch and address of what to add to."""
     from cuda_kernels import launch
-    from cuda_kernels.gemm import config, tuning
-    from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile
+    from cuda_kernels.gemm import tuning
 
     refuse_empty((a.rows, b.rows, a.k))
-    scaling = _SCALINGS.get((a.layout, b.layout))
-    if scaling is None:
+    if (a.layout, b.layout) not in _SCALINGS:
         return _Reference(a.layout, b.layout, out_dtype)
     if not (_lies_well(a) and _lies_well(b)):
         return None
+    job = job_of(device, a, b, bias, out_dtype, fast_accum, out)
+    wish = os.environ.get(tuning.CHOICE_VARIABLE) or None
+    return multiplier(job, tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish))
+
+
+class Job(NamedTuple):
+    """A product of operands that lie well; ``pitch``: of the result, in elements."""
+
+    device: torch.device
+    problem: Problem
+    a: Operand
+    b: Operand
+    pitch: int
+
+
+def job_of(
+    device: torch.device,
+    a: Operand,
+    b: Operand,
+    bias: tuple[torch.dtype, int] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+    out: tuple[int, int] | None = None,
+) -> Job:
+    """The product of these operands on ``device``; ``bias``: dtype and address, ``out``: pitch and address."""
+    from cuda_kernels import launch
+    from cuda_kernels.gemm.config import Problem
+    from cuda_kernels.gemm.product import Product, Scaling
+
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
-    of_bias = None if bias is None else NAMES[bias[0]]
-    product = Product(format_a, format_b, Scaling[scaling], NAMES[out_dtype], of_bias, out is not None, not fast_accum)
+    scaling, of_bias = Scaling[_SCALINGS[a.layout, b.layout]], None if bias is None else NAMES[bias[0]]
+    product = Product(format_a, format_b, scaling, NAMES[out_dtype], of_bias, out is not None, not fast_accum)
     item = out_dtype.itemsize
     pitch, address = out or (b.rows, 0)
     aligned = pitch * item % 16 == 0 and address == 0
     even = pitch % 2 == b.rows % 2 == 0 and address % (2 * item) == 0 and (bias is None or bias[1] % 8 == 0)
     even = even and b.scale_address % 8 == 0
-    problem = config.Problem(
-        a.rows, b.rows, a.k, product, launch.architecture_of(device), launch.multiprocessors(device), aligned, even
-    )
-    wish = os.environ.get(tuning.CHOICE_VARIABLE) or None
-    plan = tuning.plan_for(problem, tuning.measured_on(launch.name_of(device)), wish)
+    card = launch.architecture_of(device), launch.multiprocessors(device)
+    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, pitch)
+
+
+def multiplier(job: Job, plan: Plan) -> Multiply:
+    """What computes ``job`` as planned."""
+    from cuda_kernels.gemm.config import Library
+    from cuda_kernels.gemm.product import MmaTile, Tile
+
     if isinstance(plan, Tile):
-        return _Hopper(device, problem, plan, b, pitch)
+        return _Hopper(job, plan)
     if isinstance(plan, MmaTile):
-        return _Mma(device, problem, plan, a, b, pitch)
-    exact = _Reference(a.layout, b.layout, out_dtype)
-    return _ScaledMm(out_dtype, fast_accum, exact) if plan is config.Library.CUBLASLT else exact
+        return _Mma(job, plan)
+    exact = _Reference(job.a.layout, job.b.layout, _dtype_of(job))
+    return _ScaledMm(_dtype_of(job), not job.problem.product.promote, exact) if plan is Library.CUBLASLT else exact
+
+
+def _dtype_of(job: Job) -> torch.dtype:
+    return {name: dtype for dtype, name in NAMES.items()}[job.problem.product.out]
 
 
 # --- What multiplies --------------------------------------------------------------------------------------------------
@@ -167,12 +203,11 @@ def _plan(
 class _Kernel:
     """One of our kernels, started with operands that lie as planned."""
 
-    def __init__(self, device: torch.device, problem: Any) -> None:
+    def __init__(self, job: Job) -> None:
         from cuda_kernels import launch
 
-        self._at, self._allocate = launch.address_on(device), allocator(device)
-        self._shape, self._strides = (problem.m, problem.n), (problem.n, 1)
-        self._dtype = {name: dtype for dtype, name in NAMES.items()}[problem.product.out]
+        self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
+        self._shape, self._strides, self._dtype = (job.a.rows, job.b.rows), (job.b.rows, 1), _dtype_of(job)
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         raise NotImplementedError
@@ -187,13 +222,13 @@ class _Kernel:
 
 
 class _Hopper(_Kernel):
-    def __init__(self, device: torch.device, problem: Any, tile: Tile, b: Operand, pitch: int) -> None:
+    def __init__(self, job: Job, tile: Tile) -> None:
         from cuda_kernels import launch
         from cuda_kernels.gemm import hopper
         from cuda_kernels.gemm.product import Scaling
 
-        super().__init__(device, problem)
-        product: Product = problem.product
+        super().__init__(job)
+        device, problem, product = job.device, job.problem, job.problem.product
         self._along_k, self._both = product.scaling.along_k, product.scaling is Scaling.BLOCKS
         shared = tile.cluster if tile.cluster > 1 else 1
         rows, columns = tile.rows // (shared if tile.shares_a else 1), tile.columns // (1 if tile.shares_a else shared)
@@ -203,7 +238,7 @@ class _Hopper(_Kernel):
         self._map_out = launch.map_on(device, box(64, chunk)) if tile.staged else None
         self._map_scale_a = launch.map_on(device, box(1, tile.rows, False))
         self._map_scale_b = launch.map_on(device, box(1, tile.columns, False))
-        self._pitches = pitch, b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
+        self._pitches = job.pitch, job.b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
         down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
         units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
         blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
@@ -219,11 +254,12 @@ class _Hopper(_Kernel):
 
 
 class _Mma(_Kernel):
-    def __init__(self, device: torch.device, problem: Any, tile: MmaTile, a: Operand, b: Operand, pitch: int) -> None:
+    def __init__(self, job: Job, tile: MmaTile) -> None:
         from cuda_kernels import launch
         from cuda_kernels.gemm import mma
 
-        super().__init__(device, problem)
+        super().__init__(job)
+        device, problem, a, b, pitch = job
 
         def scale_pitch(operand: Operand) -> int:
             return {"1x128": operand.scale_strides[-1:], "128x128": operand.scale_strides[:1]}.get(

@@ -1,0 +1,84 @@
+"""``lightning-fp8 bench``: what it times, what it keeps, and that training takes it. The clock is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cuda_kernels.gemm import config, tuning
+from cuda_kernels.gemm.config import Library
+from cuda_kernels.gemm.product import Tile
+from lightning_fp8 import bench, cli
+from lightning_fp8.ops import gemm
+from lightning_fp8.recipes import make_recipe
+from tests.emulated import Emulator, executing, needs_compilers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64),))
+    monkeypatch.setattr(bench, "ROUNDS", 3)
+    tuning.measured_on.cache_clear()
+    gemm._plan.cache_clear()
+    yield tmp_path
+    tuning.measured_on.cache_clear()
+    gemm._plan.cache_clear()
+
+
+def test_the_products_of_a_layer() -> None:
+    forward, of_input, of_weight = bench.gemms_of(32, 48, 16)
+    assert (forward.m, forward.n, forward.k, forward.fast) == (16, 48, 32, True)
+    assert (of_input.m, of_input.n, of_input.k, of_input.fast) == (16, 32, 48, False)
+    assert (of_weight.m, of_weight.n, of_weight.k, of_weight.fast) == (48, 32, 16, False)
+
+
+@needs_compilers
+def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here the second tile is the fastest; libraries take longest."""
+    asked: list[str] = []
+
+    def clock(call: Callable[[], object]) -> float:
+        plan = str(call.func.__class__.__name__)  # type: ignore[attr-defined]
+        asked.append(plan)
+        return 1.0 if plan == "_Hopper" else 2.0
+
+    with executing(Emulator(races=False)):
+        bench.bench(bench.gemms_of(32, 48, 16), make_recipe("tensorwise"), CPU, clock, tune=True)
+        printed = capsys.readouterr().out
+        assert "32x48 weight gradient: [48, 16] x [32, 16]ᵀ" in printed
+        assert printed.count("cublaslt") == 3
+        assert f"kept 3 choices in {own_cache / 'gemm-cpu.json'}" in printed
+        job, calls = bench.candidates(bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise"), CPU)
+    assert set(calls) == {plan for plan in config.plans(job.problem) if plan is not Library.BF16}
+    assert asked.count("_Hopper") == 3 * 2 * 3  # products, tiles, rounds
+    kept = tuning.measured_on("cpu")
+    assert [each.sizes for each in kept] == [(16, 48, 32), (16, 32, 48), (48, 32, 16)]
+    assert all(isinstance(each.plan, Tile) for each in kept)
+    assert tuning.plan_for(job.problem, kept) == kept[0].plan
+    assert tuning.plan_for(job.problem) is Library.CUBLASLT
+
+
+def test_a_plan_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    times = bench.timed({Library.CUBLASLT: fails, Library.BF16: lambda: torch.ones(1)}, lambda call: 1.0)
+    assert times == {Library.BF16: 1.0}
+    assert "cublaslt does not run: no such kernel" in capsys.readouterr().out.lower().replace("library.", "")
+
+
+def test_errors(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="'mxfp8' multiplies exactly in BF16"):
+        bench.bench(bench.gemms_of(32, 48, 16), make_recipe("mxfp8"), CPU, lambda call: 1.0, tune=False)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--linear", "4096"])
+    assert "'4096' is not in x out features, as in 4096x14336" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="torch sees none here"):
+            cli.main(["bench", "--linear", "32x48"])
