@@ -142,6 +142,8 @@ def decode(data: Tensor) -> Tensor:
         shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
     else:
         shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
+    if data.is_cuda:
+        return data.to(torch.bfloat16)  # fast there, and asking for NaN would wait for the card
     bits = data.view(torch.int8)
     if data.numel() and int((bits & 0x7F).amax()) >= special:
         return data.to(torch.bfloat16)  # NaN or inf: their codes are not numbers
@@ -182,11 +184,15 @@ def _operands(
     a: Tensor, scale_a: Tensor, layout_a: Layout, b: Tensor, scale_b: Tensor, layout_b: Layout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of ``(left @ rightᵀ) * scale``: in BF16 where that is exact, else in float32."""
+    microscaled = scale_a.dtype == scale_b.dtype == E8M0_DTYPE
     scale_a, scale_b = _scale_inv(scale_a), _scale_inv(scale_b)
-    if _is_power_of_2(scale_a) and _is_power_of_2(scale_b):
+    # Asking a card's scales would wait for it.
+    if microscaled if a.is_cuda else _is_power_of_2(scale_a) and _is_power_of_2(scale_b):
         return _scaled(decode(a), scale_a, layout_a), _scaled(decode(b), scale_b, layout_b), None
     if layout_a is Layout.TENSOR and layout_b is Layout.TENSOR:
         return decode(a), decode(b), scale_a * scale_b
+    if a.is_cuda and layout_a is Layout.ROW and layout_b is Layout.ROW:
+        return decode(a), decode(b), scale_a * scale_b.t()
     return _scaled(decode(a).float(), scale_a, layout_a), _scaled(decode(b).float(), scale_b, layout_b), None
 
 
