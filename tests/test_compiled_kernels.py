@@ -26,6 +26,7 @@ SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "120": 99 * 1024}
 
 CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 
 
 def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
@@ -92,7 +93,7 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
         assert starting_with(found, "STS.128")
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS.values() if "gemm" in kernel.name], ids=str)
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: kernel.name)
 def test_products_use_tensor_cores(kernel: Kernel) -> None:
     hopper = kernel.architectures == ("90a",)
     for arch in kernel.architectures:
