@@ -20,6 +20,7 @@ from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops import gemm, reference
+from lightning_fp8.ops.how import how_to_multiply
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 SECONDS = 0.2
@@ -130,8 +131,11 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
     yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(lambda: a @ b.t()))
 
-    of_left, of_right = (gemm.operand_of(each.data, each.scale_inv, each.layout.value) for each in (left, right))
-    job = gemm.job_of(plan.device, of_left, of_right, fast_accum=work.fast)
+    of_left, of_right = (
+        gemm.Operand.at(gemm.place_of(each.data, each.scale_inv), each.layout) for each in (left, right)
+    )
+    how = how_to_multiply(left.layout, right.layout, torch.bfloat16, work.fast)
+    job = gemm.job_of(plan.device, of_left, of_right, how)
     best, runs_kernels = estimated(job.problem), plan.device.type in ("cuda", *EXECUTORS)
     for each in sorted(plans(job.problem), key=lambda each: each != best):
         if each is Library.BF16 or not (runs_kernels or each is Library.CUBLASLT):
@@ -153,7 +157,7 @@ def _operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
     how = f"e4m3 {layout} power_2 rowwise"
     data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how) if x.is_cuda else reference.quantize(x, how)
-    return ScaledTensor(*gemm.laid_out(data, scale_inv, layout), Layout(layout))
+    return ScaledTensor(*gemm.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
 
 
 def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]:

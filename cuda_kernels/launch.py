@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -241,32 +241,43 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for the tensor map of a matrix whose rows lie side by side, copied in boxes."""
+    """What a launch there takes for the tensor map of matrices that lie alike, rows side by side, copied in boxes.
+
+    On a card maps are kept by address: memory that is used again has its map already.
+    """
     if not is_card(device):
         return lambda tensor: Map(tensor, box)
+    kept: dict[int, bytes] = {}
 
     def encoded(tensor: Tensor) -> bytes:
-        rows, columns = tensor.shape
-        pitch = tensor.stride(0) * tensor.element_size()
-        return _encoded(tensor.data_ptr(), tensor.dtype, rows, columns, pitch, box)
+        address = tensor.data_ptr()
+        found = kept.get(address)
+        if found is None:
+            if len(kept) == _KEPT_MAPS:
+                kept.clear()
+            found = kept[address] = _encoded(tensor, box)
+        return found
 
     return encoded
 
 
-@lru_cache(4096)
-def _encoded(address: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: Box) -> bytes:
-    """A ``CUtensorMap``; ``pitch`` in bytes. It keeps no tensor alive, and memory that is used again has it already."""
+_KEPT_MAPS = 1024
+
+
+def _encoded(tensor: Tensor, box: Box) -> bytes:
+    """A ``CUtensorMap``; it keeps no tensor alive."""
+    (rows, columns), pitch = tensor.shape, tensor.stride(0) * tensor.element_size()
     driver = _driver()
     kinds = driver.CUtensorMapDataType
     kind = {
         1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
         4: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[dtype.itemsize]
+    }[tensor.element_size()]
     long, word, swizzle = driver.cuuint64_t, driver.cuuint32_t, driver.CUtensorMapSwizzle
     result = _checked(
         driver.cuTensorMapEncodeTiled(
-            kind, 2, address, [long(columns), long(rows)], [long(pitch)],
+            kind, 2, tensor.data_ptr(), [long(columns), long(rows)], [long(pitch)],
             [word(box.columns), word(box.rows)], [word(1), word(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle.CU_TENSOR_MAP_SWIZZLE_128B if box.swizzle else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,

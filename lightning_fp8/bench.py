@@ -21,7 +21,8 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_fp8.ops import gemm
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.gemm import Operand
+from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Layout, Role
 
@@ -67,11 +68,12 @@ def candidates(of: Gemm, recipe: Recipe, device: torch.device) -> tuple[gemm.Job
         cast = recipe.cast(role)
         x = torch.randn(rows, of.k, device=device, dtype=torch.bfloat16)
         data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how_to(cast))
-        operands.append((*gemm.laid_out(data, scale_inv, cast.layout.value), cast.layout.value))
-    a, b = operands
-    job = gemm.job_of(device, gemm.operand_of(*a), gemm.operand_of(*b), fast_accum=of.fast)
+        operands.append((*gemm.laid_out(data, scale_inv, cast.layout), cast.layout))
+    (a, scale_a, layout_a), (b, scale_b, layout_b) = operands
+    left, right = Operand.at(gemm.place_of(a, scale_a), layout_a), Operand.at(gemm.place_of(b, scale_b), layout_b)
+    job = gemm.job_of(device, left, right, how_to_multiply(layout_a, layout_b, torch.bfloat16, of.fast))
     legal = [plan for plan in plans(job.problem) if plan is not Library.BF16]
-    return job, {plan: partial(gemm.multiplier(job, plan), *a[:2], *b[:2], None, None) for plan in legal}
+    return job, {plan: partial(gemm.multiplier(job, plan), a, scale_a, b, scale_b, None, None) for plan in legal}
 
 
 def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:

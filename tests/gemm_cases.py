@@ -20,7 +20,7 @@ from cuda_kernels.gemm.config import Plan, Problem, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import gemm, reference
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.ops.operands import NAMES
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
@@ -75,13 +75,13 @@ def check_product(
     size = float(right.abs().max())
     for more in (added, before):
         right = right if more is None else right + more.double()
-    on = [gemm.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout.value) for each in (a, b)]
-    operands = *on[0], a.layout.value, *on[1], b.layout.value
+    on = [gemm.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout) for each in (a, b)]
+    operands = *on[0], *on[1], how_to_multiply(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)
         gemm.scaled_mm_accumulate(actual, *operands)
     else:
-        actual = gemm.scaled_mm(*operands, moved(added, device), out, fast)
+        actual = gemm.scaled_mm(*operands, moved(added, device))
     assert actual.dtype == out
     assert actual.is_contiguous()
     if exact:

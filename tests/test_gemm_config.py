@@ -161,7 +161,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for wish, kind in (("numba", Tile), ("cublaslt", Library)):
         monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
         gemm._plan.cache_clear()
-        gemm.scaled_mm(data, scale, "tensor", data, scale, "tensor", None, torch.bfloat16, False)
+        gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)
     gemm._plan.cache_clear()
     assert data.dtype == E4M3.dtype

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from cuda_kernels.gemm import tuning
 from lightning_fp8.ops import cuda, gemm, reference
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import RECIPES, Float8BlockScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, needs_compilers
@@ -17,6 +18,8 @@ from tests.gemm_cases import CASES, multiplying, operand
 from tests.kernel_cases import E4M3, Case
 
 pytestmark = needs_compilers
+
+Operand = tuple[torch.Tensor, torch.Tensor, Layout]
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +60,23 @@ def test_the_three_products_of_a_layer(
         for role, tensor in roles.items():
             cast = recipe().cast(role)
             data, scale, data_t, scale_t = module.quantize(tensor, how_to(cast, True, True))
-            row[role] = data, scale, cast.layout.value
-            column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout.value
+            row[role] = data, scale, cast.layout
+            column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
-            assert all(gemm._lies_well(gemm.operand_of(*operand)) for operand in (*row.values(), *column.values()))
+            for data, scale, layout in (*row.values(), *column.values()):
+                assert gemm.Operand.at(gemm.place_of(data, scale), layout).lies_well
         main_grad = torch.ones(outputs, inputs)
-        wgrad = *column[Role.GRAD_OUTPUT], *column[Role.INPUT]
-        products.scaled_mm_accumulate(main_grad, *wgrad)
+
+        def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
+            return *a[:2], *b[:2], how_to_multiply(a[2], b[2], out, fast)
+
+        of_weight = column[Role.GRAD_OUTPUT], column[Role.INPUT]
+        products.scaled_mm_accumulate(main_grad, *product(*of_weight, torch.float32))
         results.append(
             (
-                products.scaled_mm(*row[Role.INPUT], *row[Role.WEIGHT], bias, torch.bfloat16, True),
-                products.scaled_mm(*row[Role.GRAD_OUTPUT], *column[Role.WEIGHT], None, torch.bfloat16, False),
-                products.scaled_mm(*wgrad, None, torch.bfloat16, False),
+                products.scaled_mm(*product(row[Role.INPUT], row[Role.WEIGHT], fast=True), bias),
+                products.scaled_mm(*product(row[Role.GRAD_OUTPUT], column[Role.WEIGHT])),
+                products.scaled_mm(*product(*of_weight)),
                 main_grad,
             )
         )
@@ -92,8 +100,9 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         a = operand(x, E4M3, "tensor", True)
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
-            data, scale = gemm.laid_out(a.data, a.scale_inv, "tensor")
-            actual = gemm.scaled_mm(data, scale, "tensor", data, scale, "tensor", None, torch.float32, fast)
+            data, scale = gemm.laid_out(a.data, a.scale_inv, Layout.TENSOR)
+            how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
+            actual = gemm.scaled_mm(data, scale, data, scale, how)
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
     assert promoted_error < 1e-3 < fast_error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops.how import how_to, parsed
+from lightning_fp8.ops.how import how_to, how_to_multiply, parsed, parsed_product
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
 
@@ -173,6 +173,15 @@ def test_how_in_words() -> None:
             parsed(wrong)
 
 
+def test_how_to_multiply_in_words() -> None:
+    how = how_to_multiply(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    assert how == "1x128 128x128 bfloat16 fast"
+    assert parsed_product(how) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    for wrong in ("", "tensor tensor", "tensor tensor float64", "row row bfloat16 slow", "row row bfloat16 fast fast"):
+        with pytest.raises(ValueError, match="is not two layouts and one of bfloat16, float16, float32"):
+            parsed_product(wrong)
+
+
 def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
@@ -186,9 +195,9 @@ def test_ops_pass_torchs_own_checks() -> None:
     b = torch.randn(6, 8).to(E4M3.dtype)
     # The schema check multiplies its inputs by numbers, which torch cannot do with FP8.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (a, s, "tensor", b, s, "tensor")
-    torch.library.opcheck(library.scaled_mm, (*arguments, torch.randn(6), torch.bfloat16, False), test_utils=checks)
-    torch.library.opcheck(library.scaled_mm_accumulate, (torch.zeros(5, 6), *arguments), test_utils=checks)
+    torch.library.opcheck(library.scaled_mm, (a, s, b, s, "tensor tensor bfloat16", torch.randn(6)), test_utils=checks)
+    arguments = torch.zeros(5, 6), a, s, b, s, "tensor tensor float32"
+    torch.library.opcheck(library.scaled_mm_accumulate, arguments, test_utils=checks)
     rows = [torch.rand(3), torch.rand(4, 3), torch.rand(3), torch.full((3,), 448.0)]
     torch.library.opcheck(library.update_scales, (*rows, 0.0, "max", True))
 

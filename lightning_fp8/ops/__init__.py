@@ -15,7 +15,7 @@ from lightning_fp8.ops import cuda as _cuda  # noqa: F401  (registers the kernel
 from lightning_fp8.ops import gemm as _gemm  # noqa: F401  (registers the products)
 from lightning_fp8.ops import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops import schema as _schema  # noqa: F401  (defines the ops)
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.scaling import AmaxAlgorithm
 
@@ -119,14 +119,14 @@ def scaled_mm(
         raise ValueError(
             f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
         )
-    return _ops.scaled_mm.default(
-        a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value, bias, out_dtype, fast_accum
-    )
+    how = how_to_multiply(a.layout, b.layout, out_dtype, fast_accum)
+    return _ops.scaled_mm.default(a.data, a.scale_inv, b.data, b.scale_inv, how, bias)
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``)."""
-    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, a.layout.value, b.data, b.scale_inv, b.layout.value)
+    how = how_to_multiply(a.layout, b.layout, torch.float32)
+    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, b.data, b.scale_inv, how)
 
 
 def update_scales(

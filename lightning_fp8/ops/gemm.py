@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import KEPT_PLANS, falls_back, refuse_empty
+from lightning_fp8.ops.how import parsed_product
 from lightning_fp8.ops.operands import NAMES, allocator
 from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
@@ -26,19 +27,29 @@ if TYPE_CHECKING:
     from cuda_kernels.gemm.product import MmaTile, Tile
 
 _SCALINGS = {
-    ("tensor", "tensor"): "TENSOR",
-    ("row", "row"): "ROW",
-    ("1x128", "128x128"): "BLOCK",
-    ("1x128", "1x128"): "BLOCKS",
+    (Layout.TENSOR, Layout.TENSOR): "TENSOR",
+    (Layout.ROW, Layout.ROW): "ROW",
+    (Layout.BLOCK_1X128, Layout.BLOCK_128X128): "BLOCK",
+    (Layout.BLOCK_1X128, Layout.BLOCK_1X128): "BLOCKS",
 }
 """Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.product.Scaling`."""
 
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+"""``(a, scale_a, b, scale_b, bias, out) -> out``; ``out`` is what to add to, or None."""
+
+Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
+"""How an operand lies: dtype, shape, strides, its address modulo 16, and of its scales the strides and the address."""
+
+
+def place_of(data: Tensor, scale: Tensor) -> Place:
+    return data.dtype, data.shape, data.stride(), data.data_ptr() % 16, scale.stride(), scale.data_ptr() % 16
+
 
 class Operand(NamedTuple):
-    """How a K-major operand ``[rows, k]`` and its scales lie."""
+    """A K-major operand ``[rows, k]`` and its scales; ``pitch`` is 0 where a row's elements are not side by side."""
 
     dtype: torch.dtype
-    layout: str
+    layout: Layout
     rows: int
     k: int
     pitch: int
@@ -46,100 +57,86 @@ class Operand(NamedTuple):
     scale_strides: tuple[int, ...]
     scale_address: int
 
+    @classmethod
+    def at(cls, place: Place, layout: Layout) -> Operand:
+        dtype, (rows, k), strides, address, scale_strides, scale_address = place
+        pitch = strides[0] if strides[1] == 1 or k == 1 else 0
+        return cls(dtype, layout, rows, k, pitch, address, scale_strides, scale_address)
 
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
-"""``(a, scale_a, b, scale_b, bias, out) -> out``; ``out`` is what to add to, or None."""
+    @property
+    def lies_well(self) -> bool:
+        """Whether copies of tensors and of scales can begin at each row."""
+        if self.pitch <= 0 or self.pitch % 16 or self.address:
+            return False
+        strides = self.scale_strides
+        if self.layout is Layout.BLOCK_1X128:
+            return strides[0] == 1 and strides[1] % 4 == 0 and not self.scale_address
+        return self.layout is not Layout.BLOCK_128X128 or strides[1] == 1
 
 
-def operand_of(data: Tensor, scale: Tensor, layout: str) -> Operand:
-    strides, (rows, k) = data.stride(), data.shape
-    pitch = strides[0] if strides[1] == 1 or k == 1 else -1
-    return Operand(data.dtype, layout, rows, k, pitch, data.data_ptr() % 16, scale.stride(), scale.data_ptr() % 16)
-
-
-def laid_out(data: Tensor, scale: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+def laid_out(data: Tensor, scale: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The operand where kernels read it: itself, or a copy."""
-    if _lies_well(operand_of(data, scale, layout)):
+    if Operand.at(place_of(data, scale), layout).lies_well:
         return data, scale
-    promised = empty_operand(data.device, Layout(layout), data.dtype, *data.shape)
+    promised = empty_operand(data.device, layout, data.dtype, *data.shape)
     for tensor, empty in zip((data, scale), promised):
         kind = torch.uint8 if tensor.element_size() == 1 else tensor.dtype
         empty.view(kind).copy_(tensor.view(kind))
     return promised
 
 
-def _lies_well(operand: Operand) -> bool:
-    """Whether copies of tensors and of scales can begin at each row."""
-    if operand.pitch <= 0 or operand.pitch % 16 or operand.address:
-        return False
-    strides = operand.scale_strides
-    if operand.layout == "1x128":
-        return strides[0] == 1 and strides[1] % 4 == 0 and not operand.scale_address
-    return operand.layout != "128x128" or strides[1] == 1
-
-
 # --- Ops --------------------------------------------------------------------------------------------------------------
 
 
-def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    layout_a: str,
-    b: Tensor,
-    scale_b: Tensor,
-    layout_b: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return _multiply(a, scale_a, layout_a, b, scale_b, layout_b, bias, out_dtype, fast_accum, None)
+def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+    return _multiply(a, scale_a, b, scale_b, how, bias, None)
 
 
-def scaled_mm_accumulate(
-    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
-) -> None:
-    operands = a, scale_a, layout_a, b, scale_b, layout_b
+def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     if out.dtype == torch.float32 and out.stride(1) == 1:
-        _multiply(*operands, None, torch.float32, False, out)
+        _multiply(a, scale_a, b, scale_b, how, None, out)
     else:
-        out += _multiply(*operands, None, torch.float32, False, None)
+        out += _multiply(a, scale_a, b, scale_b, how, None, None)
 
 
 def _multiply(
-    a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str,
-    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, out: Tensor | None,
-) -> Tensor:  # fmt: skip
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
     of_out = None if out is None else (out.stride(0), out.data_ptr() % 16)
-    left, right = operand_of(a, scale_a, layout_a), operand_of(b, scale_b, layout_b)
-    multiply = _plan(a.device, left, right, of_bias, out_dtype, fast_accum, of_out)
+    multiply = _plan(a.device, place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out)
     if multiply is None:
+        layout_a, layout_b, *_ = parsed_product(how)
         a, scale_a = laid_out(a, scale_a, layout_a)
         b, scale_b = laid_out(b, scale_b, layout_b)
-        return _multiply(a, scale_a, layout_a, b, scale_b, layout_b, bias, out_dtype, fast_accum, out)
+        return _multiply(a, scale_a, b, scale_b, how, bias, out)
     return multiply(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), out)
 
 
 @lru_cache(KEPT_PLANS)
 def _plan(
     device: torch.device,
-    a: Operand,
-    b: Operand,
+    a: Place,
+    b: Place,
+    how: str,
     bias: tuple[torch.dtype, int] | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
     out: tuple[int, int] | None,
 ) -> Multiply | None:
-    """What multiplies; None if operands have to be laid out first. ``out``: pitch and address of what to add to."""
+    """What multiplies; None if operands have to be laid out first.
+
+    ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16.
+    """
     from cuda_kernels import launch
     from cuda_kernels.gemm import tuning
 
-    refuse_empty((a.rows, b.rows, a.k))
-    if (a.layout, b.layout) not in _SCALINGS:
-        return _Reference(a.layout, b.layout, out_dtype)
-    if not (_lies_well(a) and _lies_well(b)):
+    layout_a, layout_b, *_ = parsed_product(how)
+    left, right = Operand.at(a, layout_a), Operand.at(b, layout_b)
+    refuse_empty((left.rows, right.rows, left.k))
+    if (layout_a, layout_b) not in _SCALINGS:
+        return _Reference(how)
+    if not (left.lies_well and right.lies_well):
         return None
-    job = job_of(device, a, b, bias, out_dtype, fast_accum, out)
+    job = job_of(device, left, right, how, bias, out)
     wish = os.environ.get(tuning.CHOICE_VARIABLE) or None
     return multiplier(job, tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish))
 
@@ -151,6 +148,7 @@ class Job(NamedTuple):
     problem: Problem
     a: Operand
     b: Operand
+    how: str
     pitch: int
 
 
@@ -158,26 +156,25 @@ def job_of(
     device: torch.device,
     a: Operand,
     b: Operand,
+    how: str,
     bias: tuple[torch.dtype, int] | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
     out: tuple[int, int] | None = None,
 ) -> Job:
-    """The product of these operands on ``device``; ``bias``: dtype and address, ``out``: pitch and address."""
+    """The product of these operands on ``device``; ``bias`` and ``out`` as in :func:`_plan`."""
     from cuda_kernels import launch
     from cuda_kernels.gemm.config import Problem
     from cuda_kernels.gemm.product import Product, Scaling
 
+    _, _, dtype, fast = parsed_product(how)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
     scaling, of_bias = Scaling[_SCALINGS[a.layout, b.layout]], None if bias is None else NAMES[bias[0]]
-    product = Product(format_a, format_b, scaling, NAMES[out_dtype], of_bias, out is not None, not fast_accum)
-    item = out_dtype.itemsize
+    product = Product(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast)
     pitch, address = out or (b.rows, 0)
-    aligned = pitch * item % 16 == 0 and address == 0
-    even = pitch % 2 == b.rows % 2 == 0 and address % (2 * item) == 0 and (bias is None or bias[1] % 8 == 0)
-    even = even and b.scale_address % 8 == 0
+    aligned = pitch * dtype.itemsize % 16 == 0 and address == 0
+    even = pitch % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0
+    even = even and (bias is None or bias[1] % 8 == 0) and b.scale_address % 8 == 0
     card = launch.architecture_of(device), launch.multiprocessors(device)
-    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, pitch)
+    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, how, pitch)
 
 
 def multiplier(job: Job, plan: Plan) -> Multiply:
@@ -189,12 +186,8 @@ def multiplier(job: Job, plan: Plan) -> Multiply:
         return _Hopper(job, plan)
     if isinstance(plan, MmaTile):
         return _Mma(job, plan)
-    exact = _Reference(job.a.layout, job.b.layout, _dtype_of(job))
-    return _ScaledMm(_dtype_of(job), not job.problem.product.promote, exact) if plan is Library.CUBLASLT else exact
-
-
-def _dtype_of(job: Job) -> torch.dtype:
-    return {name: dtype for dtype, name in NAMES.items()}[job.problem.product.out]
+    exact = _Reference(job.how)
+    return _ScaledMm(job.how, exact) if plan is Library.CUBLASLT else exact
 
 
 # --- What multiplies --------------------------------------------------------------------------------------------------
@@ -207,7 +200,7 @@ class _Kernel:
         from cuda_kernels import launch
 
         self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
-        self._shape, self._strides, self._dtype = (job.a.rows, job.b.rows), (job.b.rows, 1), _dtype_of(job)
+        self._shape, self._strides, self._dtype = (job.a.rows, job.b.rows), (job.b.rows, 1), parsed_product(job.how).out
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         raise NotImplementedError
@@ -259,12 +252,11 @@ class _Mma(_Kernel):
         from cuda_kernels.gemm import mma
 
         super().__init__(job)
-        device, problem, a, b, pitch = job
+        device, problem, a, b, _, pitch = job
 
         def scale_pitch(operand: Operand) -> int:
-            return {"1x128": operand.scale_strides[-1:], "128x128": operand.scale_strides[:1]}.get(
-                operand.layout, (0,)
-            )[0]
+            along = {Layout.BLOCK_1X128: 1, Layout.BLOCK_128X128: 0}.get(operand.layout)
+            return 0 if along is None else operand.scale_strides[along]
 
         self._pitches = a.pitch, b.pitch, scale_pitch(a), scale_pitch(b), pitch
         blocks = -(-problem.m // tile.rows) * -(-problem.n // tile.columns)
@@ -282,22 +274,22 @@ class _Mma(_Kernel):
 class _Reference:
     """Exact products in BF16 or float32."""
 
-    def __init__(self, layout_a: str, layout_b: str, dtype: torch.dtype) -> None:
-        self._layouts, self._dtype = (layout_a, layout_b), dtype
+    def __init__(self, how: str) -> None:
+        self._how = how
 
     def __call__(
         self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        layout_a, layout_b = self._layouts
-        result = reference.scaled_mm(a, scale_a, layout_a, b, scale_b, layout_b, bias, self._dtype, False)
+        result = reference.scaled_mm(a, scale_a, b, scale_b, self._how, bias)
         return result if out is None else out.add_(result)
 
 
 class _ScaledMm:
     """``torch._scaled_mm``; where it refuses, from then on ``instead``, with one warning."""
 
-    def __init__(self, dtype: torch.dtype, fast_accum: bool, instead: Multiply) -> None:
-        self._dtype, self._fast, self._instead, self._refuses = dtype, fast_accum, instead, False
+    def __init__(self, how: str, instead: Multiply) -> None:
+        *_, self._dtype, self._fast = parsed_product(how)
+        self._instead, self._refuses = instead, False
 
     def __call__(
         self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None

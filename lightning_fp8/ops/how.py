@@ -1,4 +1,4 @@
-"""How an op casts, in one string: ``"e4m3 1x128 power_2 rowwise columnwise"``.
+"""How an op casts or multiplies, in one string: ``"e4m3 1x128 power_2 rowwise columnwise"``, ``"row row bfloat16"``.
 
 An argument costs the dispatcher up to 0.2 µs of every call, and a cast has seven; the string is parsed once.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
+
+import torch
 
 from lightning_fp8.formats import FORMATS, Float8
 from lightning_fp8.scaled import Cast, Layout
@@ -69,6 +71,43 @@ def parsed(text: str) -> How:
     said = options_of(words, ("power_2", "epsilon", "rowwise", "columnwise", "nonzero"))
     flags = ("rowwise" in said, "columnwise" in said, "nonzero" in said)
     return How(FORMATS[name], Layout(layout), "power_2" in said, float(said.get("epsilon", 0.0)), *flags)
+
+
+class HowToMultiply(NamedTuple):
+    """What the string of a product says.
+
+    Attributes:
+        a, b: layouts of the operands' scales.
+        out: dtype of the result.
+        fast: the tensor core's shorter accumulator will do.
+    """
+
+    a: Layout
+    b: Layout
+    out: torch.dtype
+    fast: bool
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+@lru_cache
+def how_to_multiply(a: Layout, b: Layout, out: torch.dtype, fast: bool = False) -> str:
+    """The string for a product."""
+    return f"{a.value} {b.value} {str(out).removeprefix('torch.')}" + " fast" * fast
+
+
+@lru_cache
+def parsed_product(text: str) -> HowToMultiply:
+    """What ``text`` says.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    words = text.split()
+    if len(words) not in (3, 4) or words[2] not in _DTYPES or words[3:] not in ([], ["fast"]):
+        raise ValueError(f"how={text!r} is not two layouts and one of {', '.join(_DTYPES)}, with or without fast")
+    return HowToMultiply(Layout(words[0]), Layout(words[1]), _DTYPES[words[2]], len(words) == 4)
 
 
 def options_of(words: str, known: Collection[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
-from lightning_fp8.ops.how import parsed
+from lightning_fp8.ops.how import parsed, parsed_product
 from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
 from lightning_fp8.scaled import Layout, block_shape
 
@@ -151,19 +151,10 @@ def decode(data: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 
 
-def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    layout_a: str,
-    b: Tensor,
-    scale_b: Tensor,
-    layout_b: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    """See :func:`lightning_fp8.ops.scaled_mm`. ``fast_accum`` changes nothing here: accumulation is float32."""
-    left, right, scale = _operands(a, scale_a, Layout(layout_a), b, scale_b, Layout(layout_b))
+def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+    """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
+    layout_a, layout_b, out_dtype, _ = parsed_product(how)
+    left, right, scale = _operands(a, scale_a, layout_a, b, scale_b, layout_b)
     if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
         return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
     out = _float32_product(left, right)
@@ -174,10 +165,9 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
-def scaled_mm_accumulate(
-    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
-) -> None:
-    out += scaled_mm(a, scale_a, layout_a, b, scale_b, layout_b, None, torch.float32, False)
+def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
+    """See :func:`lightning_fp8.ops.scaled_mm_accumulate`."""
+    out += scaled_mm(a, scale_a, b, scale_b, how)
 
 
 def _operands(

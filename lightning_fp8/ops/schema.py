@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.ops.how import How, parsed
+from lightning_fp8.ops.how import How, parsed, parsed_product
 from lightning_fp8.scaled import Layout, block_shape
 
 NAMESPACE = "lightning_fp8"
@@ -31,12 +31,11 @@ torch.library.define(f"{NAMESPACE}::quantize", f"(Tensor x, {CAST}) -> ({OPERAND
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
-    "(Tensor a, Tensor scale_a, str layout_a, Tensor b, Tensor scale_b, str layout_b, Tensor? bias,"
-    " ScalarType out_dtype, bool fast_accum) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None) -> Tensor",
 )
 torch.library.define(
     f"{NAMESPACE}::scaled_mm_accumulate",
-    "(Tensor(a!) out, Tensor a, Tensor scale_a, str layout_a, Tensor b, Tensor scale_b, str layout_b) -> ()",
+    "(Tensor(a!) out, Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how) -> ()",
 )
 torch.library.define(
     f"{NAMESPACE}::update_scales",
@@ -131,24 +130,12 @@ def _observe(x: Tensor, seen: Tensor) -> None:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm")
-def _scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    layout_a: str,
-    b: Tensor,
-    scale_b: Tensor,
-    layout_b: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=parsed_product(how).out)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm_accumulate")
-def _scaled_mm_accumulate(
-    out: Tensor, a: Tensor, scale_a: Tensor, layout_a: str, b: Tensor, scale_b: Tensor, layout_b: str
-) -> None:
+def _scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     return None
 
 

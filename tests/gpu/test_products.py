@@ -83,7 +83,7 @@ def test_more_than_2_31_elements() -> None:
     a = torch.ones(140_000, 16_384, device="cuda", dtype=BF16).to(E4M3)
     a[-1] = 2.0
     b, one = torch.ones(16_384, 16_384, device="cuda", dtype=BF16).to(E4M3), torch.ones((), device="cuda")
-    out = torch.ops.lightning_fp8.scaled_mm(a, one, "tensor", b, one, "tensor", None, BF16, False)
+    out = torch.ops.lightning_fp8.scaled_mm(a, one, b, one, "tensor tensor bfloat16")
     assert out.numel() > 2**31
     assert bool((out[-1] == 32_768).all())
     assert bool((out[-2] == 16_384).all())
@@ -123,7 +123,7 @@ def test_a_product_in_a_graph() -> None:
     b, one = torch.randint(-3, 4, (256, 512), device="cuda").to(E4M3), torch.ones((), device="cuda")
 
     def multiply() -> torch.Tensor:
-        return torch.ops.lightning_fp8.scaled_mm(a, one, "tensor", b, one, "tensor", None, FP32, False)
+        return torch.ops.lightning_fp8.scaled_mm(a, one, b, one, "tensor tensor float32")
 
     multiply()
     torch.cuda.synchronize()
