@@ -7,10 +7,10 @@ its cache about as fast as the CPU's does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,9 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import measure_on_host
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda
+from lightning_fp8.ops import cuda, gemm, reference
+from lightning_fp8.ops.fused import cuda as fused_cuda
+from lightning_fp8.ops.fused import reference as fused_reference
 from lightning_fp8.ops.operands import Operands
 
 NAMESPACE = "lightning_fp8_host"
@@ -43,9 +45,10 @@ def run(plan: Plan) -> Iterator[Result]:
     plan.say("host: time of an op's call without the device")
     yield _yardstick(plan)
     x, window = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
-    for operation in (*operations.casts(E4M3.dtype), operations.OBSERVE, *operations.fused(E4M3.dtype)):
-        if hasattr(torch.ops.lightning_fp8, operation.op):
-            yield _measured(plan, operation, x)
+    dtype = E4M3.dtype
+    casts = *operations.casts(dtype), operations.OBSERVE, *operations.fused(dtype)
+    for operation in (*casts, *operations.products(dtype)):
+        yield _measured(plan, operation, x)
     yield _measured(plan, operations.update_scales({}), window)
 
 
@@ -82,10 +85,10 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
 @cache
 def _implementation(op: str) -> Callable[..., Any]:
     """The CUDA side of ``op``, which is made ``torch.ops.lightning_fp8_host.<op>`` for CPU tensors."""
-    folder = "lightning_fp8.ops" if hasattr(cuda, op) else "lightning_fp8.ops.fused"
-    kernels, reference = (getattr(import_module(f"{folder}.{module}"), op) for module in ("cuda", "reference"))
+    modules = (cuda, reference), (gemm, reference), (fused_cuda, fused_reference)
+    kernels, slow = next((getattr(ours, op), getattr(slow, op)) for ours, slow in modules if op in vars(ours))
     arguments = [each.name for each in getattr(torch.ops.lightning_fp8, op).default._schema.arguments]
-    implementation = cuda.falls_back(kernels, reference, arguments.index("how") if "how" in arguments else None)
+    implementation = cuda.falls_back(kernels, slow, arguments.index("how") if "how" in arguments else None)
     schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
     torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
     torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)
@@ -96,15 +99,18 @@ def _implementation(op: str) -> Callable[..., Any]:
 def _a_card() -> Iterator[None]:
     """CPU tensors are on a card whose driver starts nothing."""
     from cuda_kernels import launch
+    from cuda_kernels.gemm import tuning
 
     driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
     replaced: dict[str, Any] = {
         "is_card": lambda device: True,
         "_driver": lambda: driver,
         "_load": lambda kernel, index: 0,
+        "_encoded": lambda tensor, box: bytes(128),
     }
     stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
-    with patch.multiple(launch, **replaced), stream:
+    wish = patch.dict(os.environ, {tuning.CHOICE_VARIABLE: "numba"})
+    with patch.multiple(launch, **replaced), stream, wish:
         yield
 
 

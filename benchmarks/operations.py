@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
+from lightning_fp8.ops import gemm, reference
 from lightning_fp8.ops.fused.schema import norm_to
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -170,6 +171,31 @@ def fused(dtype: torch.dtype) -> list[Operation]:
         operation("SwiGLU + cast", "activation_quantize", swiglu(False)),
         operation("SwiGLU + cast + transposed", "activation_quantize", swiglu(True)),
         operation("SwiGLU backward + cast + transposed", "activation_backward_quantize", swiglu_backward),
+    ]
+
+
+def products(dtype: torch.dtype) -> list[Operation]:
+    """Products of ``x`` with itself, for the host's time; suite ``products`` has the card's."""
+
+    def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
+        def of(x: Tensor) -> Arguments:
+            how = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
+            operand, scale = gemm.laid_out(*reference.quantize(x, how)[:2], layout)
+            named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
+            if accumulate:
+                return {
+                    **named,
+                    "out": torch.zeros(len(x), len(x)),
+                    "how": how_to_multiply(layout, layout, torch.float32),
+                }
+            return {**named, "how": how_to_multiply(layout, layout, torch.bfloat16, fast=True)}
+
+        return of
+
+    return [
+        Operation("product", "scaled_mm", dtype, arguments(Layout.TENSOR, False), {}),
+        Operation("product, 1x128", "scaled_mm", dtype, arguments(Layout.BLOCK_1X128, False), {}),
+        Operation("product, accumulated", "scaled_mm_accumulate", dtype, arguments(Layout.TENSOR, True), {}),
     ]
 
 

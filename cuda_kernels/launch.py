@@ -25,11 +25,18 @@ _FORMATS = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
 
 class Box(NamedTuple):
-    """What one copy takes of a matrix: rows and columns; ``swizzle``: of rows of 128 bytes, in shared memory."""
+    """What one copy takes of a matrix.
+
+    Attributes:
+        rows, columns: of the copy.
+        swizzle: of rows of 128 bytes, in shared memory.
+        transposed: the matrix is that of the tensor, transposed.
+    """
 
     rows: int
     columns: int
     swizzle: bool = True
+    transposed: bool = False
 
 
 class Map(NamedTuple):
@@ -246,7 +253,7 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     On a card maps are kept by address: memory that is used again has its map already.
     """
     if not is_card(device):
-        return lambda tensor: Map(tensor, box)
+        return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
     kept: dict[int, bytes] = {}
 
     def encoded(tensor: Tensor) -> bytes:
@@ -255,7 +262,7 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
         if found is None:
             if len(kept) == _KEPT_MAPS:
                 kept.clear()
-            found = kept[address] = _encoded(tensor, box)
+            found = kept[address] = _encoded(tensor.t() if box.transposed else tensor, box)
         return found
 
     return encoded

@@ -90,7 +90,8 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     yardstick, *ours = document["suites"]["host"]
     assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
     host = {e["name"]: e for e in ours}
-    assert host.keys() - FUSED == {*CASTS, "observe", "update_scales"}
+    products = {"product", "product, 1x128", "product, accumulated"}
+    assert host.keys() - FUSED == {*CASTS, *products, "observe", "update_scales"}
     assert all(e["parts"].keys() == {"dispatch", "allocation", "launch", "python"} for e in host.values())
     assert [e["name"].split(", ")[1] for e in document["suites"]["training"]] == RECIPES
     assert "1x128 + transposed" in done.stdout

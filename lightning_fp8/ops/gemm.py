@@ -229,8 +229,8 @@ class _Hopper(_Kernel):
         self._map_a, self._map_b = launch.map_on(device, box(rows, 128)), launch.map_on(device, box(columns, 128))
         chunk = 32 if product.out == "float32" else 64
         self._map_out = launch.map_on(device, box(64, chunk)) if tile.staged else None
-        self._map_scale_a = launch.map_on(device, box(1, tile.rows, False))
-        self._map_scale_b = launch.map_on(device, box(1, tile.columns, False))
+        self._map_scale_a = launch.map_on(device, box(1, tile.rows, swizzle=False, transposed=True))
+        self._map_scale_b = launch.map_on(device, box(1, tile.columns, swizzle=False, transposed=True))
         self._pitches = job.pitch, job.b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
         down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
         units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
@@ -242,7 +242,7 @@ class _Hopper(_Kernel):
         at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
         maps = [of_a, of_b, of_a if self._map_out is None else self._map_out(out)]
         if self._along_k:
-            maps += self._map_scale_a(scale_a.t()), self._map_scale_b(scale_b.t()) if self._both else of_a
+            maps += self._map_scale_a(scale_a), self._map_scale_b(scale_b) if self._both else of_a
         self._launch(*maps, at(scale_a), at(scale_b), 0 if bias is None else at(bias), at(out), *self._pitches)
 
 
