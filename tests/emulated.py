@@ -46,8 +46,9 @@ class Emulator:
         seed: int = 0,
         rewrite: Callable[[Kernel, str], str] = lambda kernel, ptx: ptx,
         accumulation: Literal["float32", "hopper"] = "float32",
+        copies: Literal["eager", "late", "random"] = "eager",
     ) -> None:
-        self.accumulation = accumulation
+        self.accumulation, self.copies = accumulation, copies
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
@@ -63,6 +64,7 @@ class Emulator:
             schedule=self.schedule,
             seed=self.seed,
             accumulation=self.accumulation,
+            copies=self.copies,
         )
 
 

@@ -153,5 +153,15 @@ CASES = [
     _case((2, 2, 128, 2), "blocks", WIDE, out=FP32, accumulate=True),
     _case((2, 1, 128, 2), "blocks", WIDE, exact=False),
     _case((2, 1, 128, 1), "blocks", RAGGED, out=FP32, accumulate=True, exact=False),
+    _case((128, 128), "tensor", WIDE, fast=True, formats=(E4M3, E5M2)),
+    _case((128, 128), "tensor", WIDE, bias=BF16, exact=False),
+    _case((64, 64), "tensor", RAGGED, out=FP16, bias=FP32, formats=(E5M2, E4M3)),
+    _case((64, 64), "tensor", (1, 1, 1), out=FP32),
+    _case((128, 128), "row", WIDE, out=FP16, bias=BF16),
+    _case((64, 64), "row", RAGGED, fast=True, exact=False),
+    _case((128, 128), "block", WIDE, bias=FP16, exact=False),
+    _case((64, 64), "block", (1, 16, 4096)),
+    _case((128, 128), "blocks", WIDE, out=FP32, accumulate=True),
+    _case((64, 64), "blocks", RAGGED, exact=False),
 ]
-"""Hopper's."""
+"""Hopper's, and those of ``mma.sync``."""

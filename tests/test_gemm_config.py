@@ -74,7 +74,8 @@ def test_every_plan_is_legal(problem: Problem) -> None:
             assert plan.cluster <= problem.multiprocessors
         elif isinstance(plan, MmaTile):
             assert problem.architecture in ("89", "120")
-            assert plan.stages * (plan.rows + plan.columns) * 128 <= 99 * 1024
+            scales = plan.rows * product.scaling.along_k + plan.columns * (product.scaling is Scaling.BLOCKS)
+            assert plan.stages * (128 * (plan.rows + plan.columns) + 4 * scales) <= 99 * 1024
             assert problem.even or not plan.even
         elif plan is Library.CUBLASLT:
             assert problem.n % 16 == problem.k % 16 == 0

@@ -19,6 +19,10 @@ from tests.kernel_cases import E4M3, Case
 
 pytestmark = needs_compilers
 
+PIPELINES = [
+    case for case in CASES if case.name.startswith(("product-tensor-300x264x700", "product-blocks-300x264x700"))
+]
+
 Operand = tuple[torch.Tensor, torch.Tensor, Layout]
 
 
@@ -33,6 +37,16 @@ def emulator() -> Iterator[Emulator]:
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert [kernel.function.__name__ for kernel in emulator.launched if "gemm" in kernel.name]
+
+
+@pytest.mark.parametrize("copies", ["late", "random"])
+@pytest.mark.parametrize("schedule", ["reverse", "random"])
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name)
+def test_the_order_of_threads_and_copies_changes_nothing(
+    case: Case, schedule: str, copies: str, emulator: Emulator
+) -> None:
+    emulator.schedule, emulator.copies = schedule, copies  # type: ignore[assignment]
+    case.run("cpu")
 
 
 @pytest.mark.parametrize(

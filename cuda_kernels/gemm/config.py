@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile, mma_bytes, places
+from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile, places
 
 SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 """The most that a block may have, by architecture: those that kernels are for."""
@@ -134,7 +134,7 @@ def _mma_tiles(problem: Problem) -> Iterator[MmaTile]:
     for rows, columns in ((128, 128), (64, 64)):
         for stages in (4, 3):
             tile = MmaTile(rows, columns, stages, problem.even)
-            if mma_bytes(tile) <= SHARED_BYTES[problem.architecture]:
+            if tile.shared_bytes(problem.product.scaling) <= SHARED_BYTES[problem.architecture]:
                 yield tile
                 break
 

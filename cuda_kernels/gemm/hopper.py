@@ -16,6 +16,7 @@ from numba import cuda
 from cuda_kernels.codec import device
 from cuda_kernels.gemm.epilogue import leaver
 from cuda_kernels.gemm.product import Product, Scaling, Tile, places
+from cuda_kernels.gemm.raster import corner
 from cuda_kernels.hopper import (
     K_MAJOR_128,
     address_of,
@@ -52,7 +53,6 @@ from cuda_kernels.ptx import (
     load_4_if,
     load_f32,
     quotient,
-    remainder,
     shared_load_4,
 )
 from cuda_kernels.registers import (
@@ -64,8 +64,6 @@ from cuda_kernels.registers import (
 
 _K = 128
 """Bytes of a row in shared memory: the width of the swizzle, and the products of one scale."""
-_BAND = 8
-"""Rows of tiles that are walked through together: blocks that run at a time share their operands in L2."""
 _PRODUCERS_REGISTERS, _REGISTERS = 56, 224
 
 
@@ -115,13 +113,6 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                 barrier_arrive(place)
         elif arriving_thread < cluster:
             barrier_arrive_at(place, arriving_thread)
-
-    @device
-    def corner(unit, m_units, n_units):
-        band = quotient(unit, _BAND * n_units)
-        height = min(_BAND, m_units - band * _BAND)
-        inside = unit - band * _BAND * n_units
-        return band * _BAND + remainder(inside, height), quotient(inside, height)
 
     @device
     def produce(smem, maps, unit, units, m_units, n_units, steps, rank):

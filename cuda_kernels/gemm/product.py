@@ -1,4 +1,4 @@
-"""What a matrix product computes, whatever its size; and the tile of it that a block computes on Hopper."""
+"""What a matrix product computes, whatever its size; and the tile of it that a block computes."""
 
 from __future__ import annotations
 
@@ -113,14 +113,19 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
     return {**starts, "end": at}
 
 
+WARP_COLUMNS = 32
+"""Columns of the result that a warp computes in the kernel with ``mma.sync``."""
+
+
 @dataclass(frozen=True)
 class MmaTile:
-    """How blocks of the kernel with ``mma.sync`` share the work.
+    """What a block computes; each of its warps computes half of the rows of 32 columns.
 
     Attributes:
-        rows, columns: of the result.
-        stages: places for operands in shared memory.
-        even: as in :class:`Tile`.
+        rows: of the result, a multiple of 32 and of ``columns / 4``.
+        columns: of the result, a multiple of 32. With more than 128 of either, two accumulators do not fit.
+        stages: places for operands in shared memory, at least 2.
+        even: columns come in pairs that lie at multiples of their size: of the result, of bias and of scales.
     """
 
     rows: int
@@ -128,10 +133,22 @@ class MmaTile:
     stages: int
     even: bool = True
 
+    @property
+    def threads(self) -> int:
+        return 32 * 2 * (self.columns // WARP_COLUMNS)
+
+    @property
+    def strips(self) -> int:
+        """How many times 16 rows a warp has."""
+        return self.rows // 32
+
+    def stage_bytes(self, scaling: Scaling) -> int:
+        """What a place holds: A, B, A's scales along K and B's, one after the other."""
+        operands = (self.rows + self.columns) * 128
+        return operands + 4 * self.rows * scaling.along_k + 4 * self.columns * (scaling is Scaling.BLOCKS)
+
+    def shared_bytes(self, scaling: Scaling) -> int:
+        return self.stages * self.stage_bytes(scaling)
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns} stages={self.stages} {'even' if self.even else 'single'}"
-
-
-def mma_bytes(tile: MmaTile) -> int:
-    """Shared memory of a block: 128 bytes of each row of both operands in each place."""
-    return tile.stages * (tile.rows + tile.columns) * 128

@@ -260,7 +260,7 @@ class _Mma(_Kernel):
 
         self._pitches = a.pitch, b.pitch, scale_pitch(a), scale_pitch(b), pitch
         blocks = -(-problem.m // tile.rows) * -(-problem.n // tile.columns)
-        kernel = mma.mma_kernel(problem.product, tile)
+        kernel = mma.mma_gemm_kernel(problem.product, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device)
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -1,0 +1,205 @@
+"""The product on cards without warpgroup products: warps multiply what cp.async copied, a block for each tile.
+
+All threads of a block copy 128 bytes of each row of A and B at a time to a ring of places in shared memory, all but
+one of which are on their way while one is multiplied; scales along K come with them. Chunk ``c`` of 16 bytes of row
+``r`` lies at ``c ^ (r mod 8)``, so that the same chunk of eight rows is in different banks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from cuda_kernels.ampere import copy_4, copy_16, copy_commit, copy_wait, load_matrices, mma
+from cuda_kernels.codec import device
+from cuda_kernels.gemm.epilogue import finisher
+from cuda_kernels.gemm.product import WARP_COLUMNS, MmaTile, Product, Scaling
+from cuda_kernels.gemm.raster import corner
+from cuda_kernels.launch import Kernel
+from cuda_kernels.ptx import (
+    dynamic_shared,
+    from_bits,
+    i32,
+    i64,
+    load_4_if,
+    load_f32,
+    quotient,
+    shared_load_4,
+)
+from cuda_kernels.registers import add, add_rows, add_rows_and_columns, slice_of, store_all, zeros
+
+_K = 128
+"""Bytes of a row in shared memory, and the products of one scale."""
+
+
+@cache
+def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
+    """``out [m, n]``, a block for each tile; see :class:`Product` and :class:`MmaTile`.
+
+    Parameters are address and pitch of A, B, A's scales and B's, the address of bias, address and pitch of out; then m,
+    n and k. Pitches are in elements. Addresses and pitches of A and B are multiples of 16. Scales of 1x128 have
+    rows side by side, those of 128x128 the blocks of a row. What there is none of is 0.
+    """
+    scaling, promote = product.scaling, product.promote or product.scaling.along_k
+    rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
+    along_k, by_row = scaling.along_k, scaling is Scaling.ROW
+    by_block, by_blocks = scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS
+    stage_bytes, ahead, pending = tile.stage_bytes(scaling), stages - 1, stages - 2
+    at_b = rows * _K
+    at_scale_a = at_b + columns * _K
+    at_scale_b = at_scale_a + 4 * rows
+    parts, count = WARP_COLUMNS // 8, strips * WARP_COLUMNS // 2
+    zero, plus, multiply = zeros(count), add(count), mma(strips, parts, product.a, product.b)
+    load_a, load_b = load_matrices(strips, 16 * _K), load_matrices(parts // 2, 16 * _K)
+    plus_scaled, leave = _adder(product, strips), _leaver(product, strips, tile.even)
+    lines = threads // 8  # that are copied at once: a multiple of 8, so that a thread's chunk stays where it is
+
+    @device
+    def following(place, smem):
+        """The next place in the ring."""
+        return place + stage_bytes if place < smem + ahead * stage_bytes else smem
+
+    @device
+    def copy_operand(shared, address, pitch, count, row, limit, k):
+        """128 bytes of each of ``count`` rows from ``row`` on; zeros below row ``limit`` and from byte ``k`` on."""
+        line, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
+        shared += line * _K + ((chunk ^ (line & 7)) << 4)
+        address += i64(row + line) * pitch + 16 * chunk
+        inside = min(max(k - 16 * chunk, 0), 16)
+        for first in range(0, count, lines):
+            size = inside if row + line + first < limit else 0
+            copy_16(shared + first * _K, address + first * pitch, size)
+
+    @device
+    def copy_scales(shared, address, count, row, limit):
+        for first in range(0, count, threads):
+            line = cuda.threadIdx.x + first
+            if line < count:
+                copy_4(shared + 4 * line, address + 4 * i64(row + line), 4 if row + line < limit else 0)
+
+    @device
+    def copy(place, step, of_a, of_b, row, column, m, n, k):
+        a, a_pitch, scale_a, scale_a_pitch = of_a
+        b, b_pitch, scale_b, scale_b_pitch = of_b
+        start = step * _K
+        copy_operand(place, a + start, a_pitch, rows, row, m, k - start)
+        copy_operand(place + at_b, b + start, b_pitch, columns, column, n, k - start)
+        if along_k:
+            copy_scales(place + at_scale_a, scale_a + 4 * i64(step) * scale_a_pitch, rows, row, m)
+        if by_blocks:
+            copy_scales(place + at_scale_b, scale_b + 4 * i64(step) * scale_b_pitch, columns, column, n)
+
+    def mma_gemm(
+        a, a_pitch, b, b_pitch, scale_a, scale_a_pitch, scale_b, scale_b_pitch, bias, out, out_pitch, m, n, k
+    ):  # fmt: skip
+        smem, lane, warp = dynamic_shared(), cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        tile_row, tile_column = corner(
+            cuda.blockIdx.x, quotient(m + (rows - 1), rows), quotient(n + (columns - 1), columns)
+        )
+        row, column = tile_row * rows, tile_column * columns
+        of_a, of_b = (a, a_pitch, scale_a, scale_a_pitch), (b, b_pitch, scale_b, scale_b_pitch)
+        steps = (k + (_K - 1)) >> 7
+        for step in range(ahead):
+            if step < steps:
+                copy(smem + step * stage_bytes, step, of_a, of_b, row, column, m, n, k)
+            copy_commit()
+
+        down, across = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's corner in the tile
+        line_a, chunk_a = down + (lane & 15), lane >> 4
+        line_b, chunk_b = across + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
+        at_x = line_a * _K + ((chunk_a ^ (line_a & 7)) << 4)
+        at_y = at_b + line_b * _K + ((chunk_b ^ (line_b & 7)) << 4)
+        first, pair = down + (lane >> 2), across + 2 * (lane & 3)  # of this thread's first register
+        of_block = scale_b + 4 * i64((column + across) >> 7) * scale_b_pitch
+        acc, place, free = zero(), smem, smem + ahead * stage_bytes
+        for step in range(steps):
+            copy_wait(pending)
+            cuda.syncthreads()
+            x, y, scale = place + at_x, place + at_y, np.float32(1)
+            if by_block:
+                scale = from_bits(load_4_if(of_block + 4 * i64(step), column + across < n))
+            part = multiply(zero() if promote else acc, load_a(x), load_b(y))
+            # Not before: now the tensor cores are busy meanwhile.
+            if step + ahead < steps:
+                copy(free, step + ahead, of_a, of_b, row, column, m, n, k)
+            copy_commit()
+            part = multiply(part, load_a(x ^ 32), load_b(y ^ 32))
+            part = multiply(part, load_a(x ^ 64), load_b(y ^ 64))
+            part = multiply(part, load_a(x ^ 96), load_b(y ^ 96))
+            if along_k:
+                acc = plus_scaled(acc, part, place + at_scale_a + 4 * first, place + at_scale_b + 4 * pair, scale)
+            else:
+                acc = plus(acc, part) if promote else part
+            place, free = following(place, smem), place
+
+        both = np.float32(1)
+        if not along_k and not by_row:
+            both = load_f32(scale_a) * load_f32(scale_b)
+        leave(acc, out, out_pitch, (both, scale_a, scale_b, bias), row + first, m, column + pair, n)
+
+    return Kernel(
+        f"mma_gemm({product}, {tile})",
+        mma_gemm,
+        (*[i64] * 11, i32, i32, i32),
+        threads,
+        shared_bytes=tile.shared_bytes(scaling),
+        architectures=("89", "120"),
+    )
+
+
+def _adder(product: Product, strips: int, strip: int = 0) -> Any:
+    """A device function ``(acc, part, of_rows, of_columns, scale) -> acc + part``, part scaled; from ``strip`` on.
+
+    ``of_rows``, ``of_columns``: where in shared memory the scales are, from this thread's first row and column on.
+    ``scale``: what the columns have where they have but one.
+    """
+    count = WARP_COLUMNS // 2
+    own, by_block = slice_of(strips * count, strip * count, count), product.scaling is Scaling.BLOCK
+    plus_rows, plus_both = add_rows(count), add_rows_and_columns(count)
+
+    @device
+    def plus(acc, part, of_rows, of_columns, scale):
+        address = of_rows + 64 * strip
+        s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 32))
+        if by_block:
+            return plus_rows(own(acc), own(part), s * scale, t * scale)
+        return plus_both(own(acc), own(part), s, t, of_columns)
+
+    if strip == strips - 1:
+        return plus
+    others = _adder(product, strips, strip + 1)
+
+    @device
+    def plus_all(acc, part, of_rows, of_columns, scale):
+        return plus(acc, part, of_rows, of_columns, scale) + others(acc, part, of_rows, of_columns, scale)
+
+    return plus_all
+
+
+def _leaver(product: Product, strips: int, even: bool, strip: int = 0) -> Any:
+    """A device function ``(acc, out, out_pitch, factors, row, m, column, n)``: what a warp has, from ``strip`` on.
+
+    It finishes and stores it. ``row``, ``column``: of this thread's first register.
+    """
+    count = WARP_COLUMNS // 2
+    own, finish = slice_of(strips * count, strip * count, count), finisher(product, count, even)
+    store = store_all(count, product.out, even, product.accumulate)
+
+    @device
+    def leave(acc, out, out_pitch, factors, row, m, column, n):
+        line = row + 16 * strip
+        store(finish(own(acc), factors, line, m, column, n), out, out_pitch, line, m, column, n)
+
+    if strip == strips - 1:
+        return leave
+    others = _leaver(product, strips, even, strip + 1)
+
+    @device
+    def leave_all(acc, out, out_pitch, factors, row, m, column, n):
+        leave(acc, out, out_pitch, factors, row, m, column, n)
+        others(acc, out, out_pitch, factors, row, m, column, n)
+
+    return leave_all
