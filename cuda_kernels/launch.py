@@ -107,10 +107,6 @@ class Kernel:
         )
         return bytes(code)
 
-    def ptx(self, arch: str) -> str:
-        """What :meth:`cubin` assembles, as text."""
-        return link(self.ltoir(arch), arch, "ptx")[0].decode().rstrip("\0")
-
     def cubin(self, arch: str) -> bytes:
         """Machine code for ``arch``: from the cache, or compiled and put there."""
         return cached(self.key("cubin", arch), lambda: link(self.ltoir(arch), arch, "cubin")[0])

@@ -19,11 +19,17 @@ from tests.ptx_on_cpu import Program, TensorMap
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
 
+def ltoir_of(kernel: Kernel, arch: str) -> bytes:
+    """The kernel before linking, the slow step: from disk where it was compiled before."""
+    return cached(kernel.key("ltoir", arch), lambda: kernel.ltoir(arch))
+
+
 @cache
 def ptx_of(kernel: Kernel) -> str:
     """The kernel's PTX for the first of its architectures, from disk where it was compiled before."""
     arch = kernel.architectures[0]
-    return cached(kernel.key("ptx", arch), lambda: kernel.ptx(arch).encode()).decode()
+    ptx = cached(kernel.key("ptx", arch), lambda: launch.link(ltoir_of(kernel, arch), arch, "ptx")[0])
+    return ptx.decode().rstrip("\0")
 
 
 @cache

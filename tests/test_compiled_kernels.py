@@ -17,7 +17,7 @@ from cuda_kernels import launch
 from cuda_kernels.cache import cached
 from cuda_kernels.launch import Kernel
 from tests import fused_cases, gemm_cases, kernel_cases
-from tests.emulated import builders, kernels_of
+from tests.emulated import builders, kernels_of, ltoir_of
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
@@ -33,7 +33,7 @@ def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
     """The assembler's report and the machine code; kept on disk between runs."""
 
     def build() -> bytes:
-        code, report = launch.link(kernel.ltoir(arch), arch, "cubin")
+        code, report = launch.link(ltoir_of(kernel, arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
     report, _, code = cached(kernel.key("report", arch), build).partition(b"\0")
