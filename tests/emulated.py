@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -15,7 +16,8 @@ import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
 from cuda_kernels.launch import Argument, Executor, Kernel, Map
-from tests.ptx_on_cpu import Program, TensorMap
+from tests.kernel_cases import Case
+from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
 
@@ -93,6 +95,22 @@ def executing(executor: Executor) -> Iterator[None]:
         del launch.EXECUTORS["cpu"]
         if previous is not None:
             launch.EXECUTORS["cpu"] = previous
+
+
+def is_noticed(cases: Sequence[Case], kernel: Kernel, mutant: str) -> bool:
+    """Whether one of ``cases``, which launch ``kernel``, fails with the PTX ``mutant`` in its place."""
+    for case, (schedule, copies) in itertools.product(cases, (("forward", "eager"), ("reverse", "late"))):
+        emulator = Emulator(
+            schedule=schedule,  # type: ignore[arg-type]
+            copies=copies,  # type: ignore[arg-type]
+            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
+        )
+        try:
+            with executing(emulator):
+                case.run("cpu")
+        except (EmulatorError, AssertionError):
+            return True
+    return False
 
 
 def kernels_of(check: Callable[[str], object]) -> list[Kernel]:

@@ -474,11 +474,11 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels that run, emulated: each legal plan is right, and has its ratio to what others need."""
     monkeypatch.setattr(products, "TINY_LAYERS", ())
-    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64), (2, 1, 64)))
+    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64),))
     with executing(Emulator()):
         results = list(products.run(Plan(torch.device("cpu"), dry=True)))
     ours = [result for result in results if result.by.startswith(OURS)]
-    assert len(ours) == 8  # two products, two tiles, alone and in clusters
+    assert len(ours) == 4  # two products, a tile alone and in clusters
     assert all(result.correct for result in ours)
     assert [result.by for result in ours].count(OURS) == 2
     assert all(result.over.keys() == {"BF16", "cuBLASLt"} for result in ours if result.name == "fprop")

@@ -132,6 +132,8 @@ def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     cache.toolchain.cache_clear()
     names = {path.name for path in cache._sources("cuda_kernels.quantize")}
     assert {"quantize.py", "losses.py", "tile.py", "codec.py", "ptx.py", "launch.py", "cache.py"} == names
+    names = {path.name for path in cache._sources("cuda_kernels.gemm.mma")}
+    assert {"mma.py", "ampere.py", "epilogue.py", "product.py", "raster.py", "registers.py", "ptx.py"} <= names
 
 
 class Card:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -10,9 +9,8 @@ import pytest
 
 from cuda_kernels.launch import Kernel
 from tests import fused_cases, test_mutated_products
-from tests.emulated import Emulator, builders, executing, kernels_of, needs_compilers, ptx_of
+from tests.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.kernel_cases import CASES, Case
-from tests.ptx_on_cpu import EmulatorError
 
 pytestmark = needs_compilers
 
@@ -58,25 +56,10 @@ def mutants(ptx: str) -> Iterator[tuple[int, str]]:
         yield ptx.count("\n", 0, found.end()) + 1, ptx[: found.start()] + ptx[found.end() :]
 
 
-def is_noticed(kernel: Kernel, mutant: str) -> bool:
-    """Whether a case that launches ``kernel`` fails with ``mutant`` in its place."""
-    for case, schedule in itertools.product(CASES_OF[kernel], ("forward", "reverse")):
-        emulator = Emulator(
-            schedule=schedule,  # type: ignore[arg-type]
-            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
-        )
-        try:
-            with executing(emulator):
-                case.run("cpu")
-        except (EmulatorError, AssertionError):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
 def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
     found = list(mutants(ptx_of(kernel)))
-    unnoticed = [line for line, mutant in found if not is_noticed(kernel, mutant)]
+    unnoticed = [line for line, mutant in found if not is_noticed(CASES_OF[kernel], kernel, mutant)]
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
 
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cuda_kernels.launch import Kernel
-from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
+from tests.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES
 from tests.kernel_cases import Case
-from tests.ptx_on_cpu import EmulatorError
 
 pytestmark = needs_compilers
 
@@ -54,28 +52,13 @@ def mutants(ptx: str) -> Iterator[tuple[str, str]]:
                 yield f"{count} times {pattern} from {begin} on", ptx[:begin] + part + ptx[end:]
 
 
-def is_noticed(case: Case, kernel: Kernel, mutant: str) -> bool:
-    for schedule, copies in (("forward", "eager"), ("reverse", "late")):
-        emulator = Emulator(
-            schedule=schedule,  # type: ignore[arg-type]
-            copies=copies,  # type: ignore[arg-type]
-            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
-        )
-        try:
-            with executing(emulator):
-                case.run("cpu")
-        except (EmulatorError, AssertionError):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("case", OF, ids=lambda case: case.name)
 def test_every_synchronisation_is_needed(case: Case) -> None:
     (kernel,) = kernels_of(case.run)
-    assert not is_noticed(case, kernel, ptx_of(kernel))
+    assert not is_noticed([case], kernel, ptx_of(kernel))
     found = list(mutants(ptx_of(kernel)))
     assert len(found) > (15 if "staged" in kernel.name else 1)
-    assert not [what for what, mutant in found if not is_noticed(case, kernel, mutant)]
+    assert not [what for what, mutant in found if not is_noticed([case], kernel, mutant)]
 
 
 def test_what_is_mutated() -> None:

@@ -88,13 +88,13 @@ class HowToMultiply(NamedTuple):
     fast: bool
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@lru_cache
 def how_to_multiply(a: Layout, b: Layout, out: torch.dtype, fast: bool = False) -> str:
     """The string for a product."""
-    return f"{a.value} {b.value} {str(out).removeprefix('torch.')}" + " fast" * fast
+    return f"{a.value} {b.value} {_NAMES[out]}" + " fast" * fast
 
 
 @lru_cache

@@ -49,7 +49,6 @@ class NormKind(NamedTuple):
         return 1 if self.rms else 2
 
 
-@lru_cache
 def norm_to(rms: bool, eps: float, zero_centered: bool) -> str:
     """The string for a norm."""
     return f"{'rms' if rms else 'layer'} eps={eps!r}" + " zero_centered" * zero_centered
