@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,3 +125,55 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
     assert promoted_error < 1e-3 < fast_error
+
+
+def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    gemm._plan.cache_clear()
+    a, b = (operand(torch.randn(rows, 203), E4M3, layout, True) for rows, layout in ((40, "1x128"), (30, "128x128")))
+    right = (a.dequantize().double() @ b.dequantize().double().t()).float()
+    wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
+    wide[:, 5:208] = a.data.view(torch.uint8)
+    places = [wide.view(E4M3)[:, 5:208], a.data.t().contiguous().t(), a.data]
+    how = how_to_multiply(a.layout, b.layout, torch.float32)
+    for data in places:
+        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), how)
+        torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert len(emulator.launched) == 3
+    gemm._plan.cache_clear()
+
+
+def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other pairs of layouts are computed exactly; so is what torch._scaled_mm refuses, with one warning."""
+    x = torch.randint(-3, 4, (32, 64)).float()
+    a, b = operand(x, E4M3, "row", True), operand(x, E4M3, "tensor", True)
+    right = (a.dequantize() @ b.dequantize().t()).bfloat16()
+    mixed = gemm.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, "row tensor bfloat16")
+    assert torch.equal(mixed, right)
+
+    def refuses(*args: object, **named: object) -> None:
+        raise RuntimeError("not on this card")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
+    gemm._plan.cache_clear()
+    data, scale = gemm.laid_out(b.data, b.scale_inv, Layout.TENSOR)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16"), right)
+    assert [str(each.message).split(":")[0] for each in caught] == [
+        "torch._scaled_mm refuses (32, 64) x (64, 32) on cpu"
+    ]
+    assert not emulator.launched
+    gemm._plan.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
+def test_nothing_to_multiply(shape: tuple[int, int, int], emulator: Emulator) -> None:
+    m, n, k = shape
+    op, one = cuda.falls_back(gemm.scaled_mm, reference.scaled_mm), torch.tensor(1.0)
+    a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3)
+    assert torch.equal(op(a, one, b, one, "tensor tensor float32", torch.ones(n)), torch.ones(m, n))
+    assert not emulator.launched
