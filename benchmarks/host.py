@@ -98,7 +98,7 @@ def _implementation(op: str) -> Callable[..., Any]:
 @contextmanager
 def _a_card() -> Iterator[None]:
     """CPU tensors are on a card whose driver starts nothing."""
-    from cuda_kernels import launch
+    from cuda_kernels import launch, tensor_maps
     from cuda_kernels.gemm import tuning
 
     driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
@@ -106,11 +106,11 @@ def _a_card() -> Iterator[None]:
         "is_card": lambda device: True,
         "_driver": lambda: driver,
         "_load": lambda kernel, index: 0,
-        "_encoded": lambda tensor, box: bytes(128),
     }
     stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
     wish = patch.dict(os.environ, {tuning.CHOICE_VARIABLE: "numba"})
-    with patch.multiple(launch, **replaced), stream, wish:
+    maps = patch.multiple(tensor_maps, is_card=lambda device: True, _encoded=lambda tensor, box: bytes(128))
+    with patch.multiple(launch, **replaced), maps, stream, wish:
         yield
 
 

@@ -14,39 +14,20 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.cache import cached, toolchain
 
+if TYPE_CHECKING:
+    from cuda_kernels.tensor_maps import Map
+
 _FORMATS = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
 
-class Box(NamedTuple):
-    """What one copy takes of a matrix.
-
-    Attributes:
-        rows, columns: of the copy.
-        swizzle: of rows of 128 bytes, in shared memory.
-        transposed: the matrix is that of the tensor, transposed.
-    """
-
-    rows: int
-    columns: int
-    swizzle: bool = True
-    transposed: bool = False
-
-
-class Map(NamedTuple):
-    """A tensor map as it stands for itself where no card is: of ``tensor``, two-dimensional with rows side by side."""
-
-    tensor: Tensor
-    box: Box
-
-
-Argument = Tensor | Map | bytes | int
+Argument = Union[Tensor, "Map", bytes, int]
 Executor = Callable[["Kernel", int, Sequence["Argument | float"]], None]
 
 
@@ -143,7 +124,7 @@ class Launch:
         self._kept = threading.local()
 
     def __call__(self, *addresses: Argument) -> None:
-        """Start it on the current stream; ``addresses`` are as :func:`address_on` and :func:`map_on` give them.
+        """Start it on the current stream; ``addresses`` are as :func:`address_on` and ``tensor_maps.map_on`` give them.
 
         Raises:
             KernelError: the kernel cannot be compiled or started.
@@ -241,54 +222,6 @@ def is_card(device: torch.device) -> bool:
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
     """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
     return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
-
-
-def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for the tensor map of matrices that lie alike, rows side by side, copied in boxes.
-
-    On a card maps are kept by address: memory that is used again has its map already.
-    """
-    if not is_card(device):
-        return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
-    kept: dict[int, bytes] = {}
-
-    def encoded(tensor: Tensor) -> bytes:
-        address = tensor.data_ptr()
-        found = kept.get(address)
-        if found is None:
-            if len(kept) == _KEPT_MAPS:
-                kept.clear()
-            found = kept[address] = _encoded(tensor.t() if box.transposed else tensor, box)
-        return found
-
-    return encoded
-
-
-_KEPT_MAPS = 1024
-
-
-def _encoded(tensor: Tensor, box: Box) -> bytes:
-    """A ``CUtensorMap``; it keeps no tensor alive."""
-    (rows, columns), pitch = tensor.shape, tensor.stride(0) * tensor.element_size()
-    driver = _driver()
-    kinds = driver.CUtensorMapDataType
-    kind = {
-        1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        4: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[tensor.element_size()]
-    long, word, swizzle = driver.cuuint64_t, driver.cuuint32_t, driver.CUtensorMapSwizzle
-    result = _checked(
-        driver.cuTensorMapEncodeTiled(
-            kind, 2, tensor.data_ptr(), [long(columns), long(rows)], [long(pitch)],
-            [word(box.columns), word(box.rows)], [word(1), word(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle.CU_TENSOR_MAP_SWIZZLE_128B if box.swizzle else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )  # fmt: skip
-    return ctypes.string_at(result.getPtr(), 128)
 
 
 def architecture_of(device: torch.device) -> str:

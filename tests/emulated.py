@@ -15,7 +15,8 @@ import torch
 import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
-from cuda_kernels.launch import Argument, Executor, Kernel, Map
+from cuda_kernels.launch import Argument, Executor, Kernel
+from cuda_kernels.tensor_maps import Map
 from tests.kernel_cases import Case
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401

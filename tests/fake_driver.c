@@ -54,6 +54,20 @@ CUresult cuMemsetD32Async(void *address, unsigned value, size_t count, void *str
     return 0;
 }
 
+typedef struct {
+    uint64_t address, dims[2], pitch;
+    uint32_t type, rank, box[2], steps[2], interleave, swizzle, promotion, outside;
+} Map;
+
+CUresult cuTensorMapEncodeTiled(Map *map, int type, unsigned rank, void *address, const uint64_t *dims,
+                                const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                int swizzle, int promotion, int outside) {
+    if ((uintptr_t)map % 64 || rank != 2) return 1;
+    *map = (Map){(uint64_t)address, {dims[0], dims[1]}, strides[0], type, rank, {box[0], box[1]}, {steps[0], steps[1]},
+                 interleave, swizzle, promotion, outside};
+    return 0;
+}
+
 static const struct {
     const char *name;
     void *function;

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import cache, launch
+from cuda_kernels import cache, launch, tensor_maps
 from cuda_kernels.amax import amax_kernel
 from cuda_kernels.launch import KernelError, Launch
 from cuda_kernels.quantize import quantize_tensor_kernel
@@ -178,7 +178,7 @@ def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: py
 
 
 THROUGH_THE_BINDINGS = """
-import ctypes, sys
+import ctypes, struct, sys
 import torch
 from cuda_kernels import launch
 from tests.test_launch import ADDRESS, Card, amax_kernel, tensor_source
@@ -211,10 +211,39 @@ class OnCard:  # as far as zero() asks
     device = Card.device
     get_device, data_ptr, numel = lambda self: 0, lambda self: ADDRESS, lambda self: 77
 
+from cuda_kernels import tensor_maps
+from cuda_kernels.tensor_maps import Box
+
+x = torch.empty(300, 512, dtype=torch.bfloat16)[:, :200]
+encoded = tensor_maps.map_on(Card.device, Box(64, 32))
+for tensor in (x, x[64:], x):
+    found = struct.unpack("<4Q10I", encoded(tensor)[:72])
+    assert found[:4] == (tensor.data_ptr(), 200, len(tensor), 1024)
+    assert found[4:] == (1, 2, 32, 64, 1, 1, 0, 3, 3, 0)
+scales = torch.empty_strided((300, 6), (1, 304))
+found = struct.unpack("<4Q10I", tensor_maps.map_on(Card.device, Box(1, 128, False, True))(scales)[:72])
+assert found == (scales.data_ptr(), 300, 6, 1216, 7, 2, 128, 1, 1, 1, 0, 0, 3, 0)
+
 launch.zero(OnCard())
 assert (noted.kernel, noted.grid[0], noted.stream) == (ADDRESS, 77, 99)
 print("started")
 """
+
+
+def test_constants_of_tensor_maps() -> None:
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    assert tensor_maps._KINDS == {
+        1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        4: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }
+    assert tensor_maps._INTERLEAVE_NONE == driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    assert tensor_maps._SWIZZLE_NONE == swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    assert tensor_maps._SWIZZLE_128B == swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+    assert tensor_maps._L2_PROMOTION_256B == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert tensor_maps._OUTSIDE_IS_0 == driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 
 @needs_gcc

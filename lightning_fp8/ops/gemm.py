@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -216,7 +216,7 @@ class _Kernel:
 
 class _Hopper(_Kernel):
     def __init__(self, job: Job, tile: Tile) -> None:
-        from cuda_kernels import launch
+        from cuda_kernels import launch, tensor_maps
         from cuda_kernels.gemm import hopper
         from cuda_kernels.gemm.product import Scaling
 
@@ -225,12 +225,12 @@ class _Hopper(_Kernel):
         self._along_k, self._both = product.scaling.along_k, product.scaling is Scaling.BLOCKS
         shared = tile.cluster if tile.cluster > 1 else 1
         rows, columns = tile.rows // (shared if tile.shares_a else 1), tile.columns // (1 if tile.shares_a else shared)
-        box = launch.Box
-        self._map_a, self._map_b = launch.map_on(device, box(rows, 128)), launch.map_on(device, box(columns, 128))
+        box, map_on = tensor_maps.Box, partial(tensor_maps.map_on, device)
+        self._map_a, self._map_b = map_on(box(rows, 128)), map_on(box(columns, 128))
         chunk = 32 if product.out == "float32" else 64
-        self._map_out = launch.map_on(device, box(64, chunk)) if tile.staged else None
-        self._map_scale_a = launch.map_on(device, box(1, tile.rows, swizzle=False, transposed=True))
-        self._map_scale_b = launch.map_on(device, box(1, tile.columns, swizzle=False, transposed=True))
+        self._map_out = map_on(box(64, chunk)) if tile.staged else None
+        self._map_scale_a = map_on(box(1, tile.rows, swizzle=False, transposed=True))
+        self._map_scale_b = map_on(box(1, tile.columns, swizzle=False, transposed=True))
         self._pitches = job.pitch, job.b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
         down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
         units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
