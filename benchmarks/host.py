@@ -25,7 +25,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import measure_on_host
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, gemm, reference
+from lightning_fp8.ops import cuda, fallback, gemm, reference
 from lightning_fp8.ops.fused import cuda as fused_cuda
 from lightning_fp8.ops.fused import reference as fused_reference
 from lightning_fp8.ops.operands import Operands
@@ -88,7 +88,7 @@ def _implementation(op: str) -> Callable[..., Any]:
     modules = (cuda, reference), (gemm, reference), (fused_cuda, fused_reference)
     kernels, slow = next((getattr(ours, op), getattr(slow, op)) for ours, slow in modules if op in vars(ours))
     arguments = [each.name for each in getattr(torch.ops.lightning_fp8, op).default._schema.arguments]
-    implementation = cuda.falls_back(kernels, slow, arguments.index("how") if "how" in arguments else None)
+    implementation = fallback.falls_back(kernels, slow, arguments.index("how") if "how" in arguments else None)
     schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
     torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
     torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops import cuda, fallback, reference
 from lightning_fp8.scaled import Layout
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.kernel_cases import (
@@ -104,7 +104,7 @@ def test_rows_apart(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
     """An empty tensor has empty operands, and no kernel is started."""
-    op = cuda.falls_back(cuda.quantize, reference.quantize, 1)
+    op = fallback.falls_back(cuda.quantize, reference.quantize, 1)
     x, how = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
     for a, b in zip(op(x, how), reference.quantize(x, how)):
         assert_same(a, b, "empty")

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops import cuda as plain
-from lightning_fp8.ops import fused
+from lightning_fp8.ops import fallback, fused
 from lightning_fp8.ops.fused import cuda, reference
 from lightning_fp8.ops.fused.schema import is_gated
 from lightning_fp8.ops.how import how_to, parsed
@@ -217,10 +216,10 @@ CAST_OPS = (("norm_quantize", 4), ("activation_quantize", 2), ("activation_backw
 @pytest.mark.parametrize(("op", "how_at"), CAST_OPS)
 def test_without_kernels(op: str, how_at: int, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
-    monkeypatch.setattr(plain, "_without_kernels", {torch.device("cpu")})
+    monkeypatch.setattr(fallback, "_without_kernels", {torch.device("cpu")})
     x = values(35, 49, BF16)
     how = (how_to(Cast(E4M3, layout), columnwise=True),)
-    results = plain.falls_back(getattr(cuda, op), getattr(reference, op), how_at)(*arguments(op, x, how))
+    results = fallback.falls_back(getattr(cuda, op), getattr(reference, op), how_at)(*arguments(op, x, how))
     like = Operands(x.device, parsed(how[0]), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
     for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, how))):

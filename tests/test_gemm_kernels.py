@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_kernels.gemm import tuning
-from lightning_fp8.ops import cuda, gemm, reference
+from lightning_fp8.ops import cuda, fallback, gemm, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
@@ -173,7 +173,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
 def test_nothing_to_multiply(shape: tuple[int, int, int], emulator: Emulator) -> None:
     m, n, k = shape
-    op, one = cuda.falls_back(gemm.scaled_mm, reference.scaled_mm), torch.tensor(1.0)
+    op, one = fallback.falls_back(gemm.scaled_mm, reference.scaled_mm), torch.tensor(1.0)
     a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3)
     assert torch.equal(op(a, one, b, one, "tensor tensor float32", torch.ones(n)), torch.ones(m, n))
     assert not emulator.launched

@@ -25,7 +25,7 @@ from cuda_kernels.quantize import quantize_tensor_kernel
 from cuda_kernels.scaling import update_scales_kernel
 from cuda_kernels.tile import tensor_source
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops import cuda, fallback, reference
 from lightning_fp8.ops.schema import empty_operand
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
@@ -291,14 +291,14 @@ def refuse(*launch: object) -> None:
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, op = sample(131, 203, BF16), cuda.falls_back(cuda.quantize, reference.quantize, 1)
+    x, op = sample(131, 203, BF16), fallback.falls_back(cuda.quantize, reference.quantize, 1)
     how = f"e4m3 {layout.value} rowwise columnwise"
-    cuda._without_kernels.clear()
+    fallback._without_kernels.clear()
     with executing(refuse), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             actual = op(x, how)
-    cuda._without_kernels.clear()
+    fallback._without_kernels.clear()
     assert [str(w.message) for w in caught if "numba-cuda is not installed" in str(w.message)] != []
     assert len(caught) == 1
     promised = (
@@ -311,7 +311,7 @@ def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -
 
 
 def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
-    op = cuda.falls_back(cuda.quantize, reference.quantize, 1)
+    op = fallback.falls_back(cuda.quantize, reference.quantize, 1)
     with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
         op(sample(4, 4, BF16), "e4m3 2x2 rowwise")
     with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda import KEPT_PLANS, falls_back, refuse_empty
+from lightning_fp8.ops.fallback import falls_back, refuse_empty
 from lightning_fp8.ops.how import parsed_product
 from lightning_fp8.ops.operands import NAMES, allocator
+from lightning_fp8.ops.plans import KEPT_PLANS
 from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 

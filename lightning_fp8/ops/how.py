@@ -1,6 +1,6 @@
 """How an op casts or multiplies, in one string: ``"e4m3 1x128 power_2 rowwise columnwise"``, ``"row row bfloat16"``.
 
-An argument costs the dispatcher up to 0.2 µs of every call, and a cast has seven; the string is parsed once.
+Every argument costs the dispatcher time at every call, and a cast has seven; the string is parsed once.
 """
 
 from __future__ import annotations

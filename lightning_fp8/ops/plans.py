@@ -1,0 +1,196 @@
+"""How kernels cast values that lie alike: planned once, then allocated and started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.fallback import refuse_empty
+from lightning_fp8.ops.how import How
+from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocator, comes_in_vectors
+from lightning_fp8.scaled import Layout
+
+if TYPE_CHECKING:
+    from cuda_kernels.launch import Argument, Launch
+    from cuda_kernels.tile import Source
+
+    Words = Sequence[Argument]
+
+Given = Tensor | None
+
+KEPT_PLANS = 4096
+"""Of each kind: one for every way that tensors of a model lie."""
+
+
+class Task(NamedTuple):
+    """``how`` to cast, and whether ``scale``, ``seen`` and ``counts`` are given."""
+
+    how: How
+    given: bool
+    observes: bool
+    counts: bool
+
+
+class Reading(NamedTuple):
+    """How kernels read a tensor.
+
+    Attributes:
+        source: what gives them its values.
+        quads: whether four elements load at once.
+        pitch, rows, columns: of the tensor.
+        blocks: how many run side by side, each taking every n-th tile.
+    """
+
+    source: Source
+    quads: bool
+    pitch: int
+    rows: int
+    columns: int
+    blocks: int
+
+
+def reading_of(
+    device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
+) -> Reading | None:
+    """How to read a tensor that lies so, its address taken modulo 16; None if it has to be made contiguous first."""
+    from cuda_kernels import tile
+
+    refuse_empty(shape)
+    rows, columns = shape
+    if strides[1] != 1 and columns != 1:
+        return None
+    quads = comes_in_vectors(columns, strides[0], address, dtype.itemsize, 4)
+    source = tile.tensor_source(NAMES[dtype], quads)
+    return Reading(source, quads, strides[0], rows, columns, blocks_of(device, rows, columns))
+
+
+def blocks_of(device: torch.device, rows: int, columns: int) -> int:
+    """How many blocks run side by side, each taking every n-th tile of ``[rows, columns]``."""
+    from cuda_kernels import launch, tile
+
+    return min(tile.tiles(rows, columns), 4 * launch.multiprocessors(device))
+
+
+class CastPlan:
+    """How to cast values ``[rows, columns]`` that a source gives.
+
+    Args:
+        source: of the values; ``storing``: of the same for the kernel that casts, if it is another.
+
+    Attributes:
+        at: what launches take for a tensor.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        source: Source,
+        rows: int,
+        columns: int,
+        task: Task,
+        storing: Source | None = None,
+    ) -> None:
+        from cuda_kernels import launch, tile
+
+        how = task.how
+        if task.given:
+            how.refuse_scale()
+        self.at: Callable[[Tensor], Argument] = launch.address_on(device)
+        self.device, self.rows, self.columns = device, rows, columns
+        self.operands, self._allocate = Operands(device, how, rows, columns), allocator(device)
+        # In place of a given scale of 0 the tensor's own is taken as delayed scaling does, without a recipe's options.
+        scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
+        self._values, self._fp8, self._usage = storing or source, how.float8.name.lower(), (how.rowwise, how.columnwise)
+        kernel, *numbers = self._plan(source, task, scaling)
+        self._cast = launch.Launch(kernel, tile.tiles(rows, columns), numbers, device)
+
+    def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
+        """The kernel that casts and its numbers; plans the launches before it."""
+        raise NotImplementedError
+
+    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+        """Cast; ``words``: what the source takes; ``storing``: what that of the kernel that casts takes."""
+        raise NotImplementedError
+
+
+class TensorPlan(CastPlan):
+    """One scale for all; the tensor's own amax is found first where it may be needed."""
+
+    def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
+        from cuda_kernels import amax, launch, quantize
+
+        blocks = blocks_of(self.device, self.rows, self.columns)
+        numbers = self.rows, self.columns
+        self._amax: Launch | None = None
+        if not (task.given and task.how.nonzero):
+            self._amax = launch.Launch(amax.amax_kernel(source, False), blocks, numbers, self.device)
+        kernel = quantize.quantize_tensor_kernel(self._values, self._fp8, *self._usage, task.observes, task.counts)
+        pitch, _, pitch_t, _ = self.operands.pitches
+        return kernel, *numbers, blocks, *scaling, pitch, pitch_t
+
+    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+        at, amax = self.at, self._amax
+        outputs = data, scale_inv, data_t, _ = self.operands.allocate()
+        given = 0 if scale is None else at(scale)
+        own: Argument = 0
+        if amax is not None:
+            partials = self._allocate((amax.blocks,), (1,), torch.float32)
+            own = at(partials)
+            amax(*words, given, own)  # returns at once where a scale is given, unless the scale is 0
+        self._cast(
+            *(storing or words), given, own, 0 if seen is None else at(seen), 0 if counts is None else at(counts),
+            at(data), at(scale_inv), at(data_t),
+        )  # fmt: skip
+        return outputs
+
+
+class RowPlan(CastPlan):
+    """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
+
+    def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
+        from cuda_kernels import amax, launch, quantize, tile
+
+        numbers = self.rows, self.columns
+        kernel = amax.row_amax_kernel(source, *self._usage)
+        self._amax, self._zero = launch.Launch(kernel, tile.tiles(*numbers), numbers, self.device), launch.zero
+        kernel = quantize.quantize_rows_kernel(self._values, self._fp8, *self._usage, task.counts)
+        return kernel, *numbers, *scaling, *self.operands.pitches
+
+    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+        at = self.at
+        outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
+        amaxes = self._allocate((self.rows + self.columns,), (1,), torch.float32)
+        self._zero(amaxes)
+        both = at(amaxes), amaxes.data_ptr() + 4 * self.rows
+        self._amax(*words, *both)
+        counted = 0 if counts is None else at(counts)
+        self._cast(*(storing or words), *both, counted, at(data), at(scale_inv), at(data_t), at(scale_inv_t))
+        return outputs
+
+
+class BlockPlan(CastPlan):
+    """One scale for each block, from the block itself."""
+
+    def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
+        from cuda_kernels.quantize_blocks import quantize_blocks_kernel
+
+        kernel = quantize_blocks_kernel(self._values, self._fp8, task.how.layout.value, *self._usage, task.counts)
+        return kernel, self.rows, self.columns, *scaling, *self.operands.pitches
+
+    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+        at = self.at
+        outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
+        counted = 0 if counts is None else at(counts)
+        self._cast(*(storing or words), counted, at(data), at(scale_inv), at(data_t), at(scale_inv_t))
+        return outputs
+
+
+def plan_of(
+    device: torch.device, source: Source, rows: int, columns: int, task: Task, storing: Source | None = None
+) -> CastPlan:
+    """The plan for the layout that the task says; see :class:`CastPlan`."""
+    kind = {Layout.TENSOR: TensorPlan, Layout.ROW: RowPlan}.get(task.how.layout, BlockPlan)
+    return kind(device, source, rows, columns, task, storing)
