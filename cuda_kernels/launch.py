@@ -164,7 +164,7 @@ class Launch:
 
 
 def zero(tensor: Tensor) -> None:
-    """Make contiguous 32-bit elements 0, on the current stream; torch's own way takes the host four times as long."""
+    """Make contiguous 32-bit elements 0, on the current stream, without torch's dispatcher."""
     if is_card(tensor.device):
         stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
         _checked(_driver().cuMemsetD32Async(tensor.data_ptr(), 0, tensor.numel(), stream))

@@ -146,8 +146,8 @@ def _mma_tiles(problem: Problem) -> Iterator[MmaTile]:
 def estimated(problem: Problem) -> Plan:
     """The plan of least estimated time; a library only where there is no other.
 
-    Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one follows from NVIDIA's data sheet; that
-    it loads 28 bytes, and what promotion and a tile's end cost, is assumed and not measured.
+    Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one follows from NVIDIA's data sheet;
+    that it loads 28 bytes, and what promotion and a tile's end cost, is assumed and not measured.
     """
     tiles = [plan for plan in plans(problem) if not isinstance(plan, Library)]
     if not tiles:

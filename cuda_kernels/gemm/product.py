@@ -33,7 +33,8 @@ class Product:
         out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
         bias: its dtype, if there is one.
         accumulate: adds to ``out``, which is float32.
-        promote: sums no more than 128 products in a tensor core, whose accumulator has 14 bits; the rest in float32.
+        promote: sums no more than 128 products in a tensor core, whose accumulator keeps about 14 bits (DeepSeek-V3,
+            arXiv:2412.19437); the rest in float32.
     """
 
     a: str
