@@ -1,7 +1,7 @@
 """Plans that were measured: read from a file for the card, written to one, and chosen from.
 
 A file holds, for one card, entries of a product, its sizes, and the plan that took least time. The user's lies beside
-the compiled kernels; one for cards that we measured comes with the package.
+the compiled kernels; one for a card that we measured lies in ``measured`` here, where there is none yet.
 """
 
 from __future__ import annotations
