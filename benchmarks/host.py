@@ -25,9 +25,8 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import measure_on_host
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, fallback, gemm, reference
+from lightning_fp8.ops import cuda, fallback, gemm
 from lightning_fp8.ops.fused import cuda as fused_cuda
-from lightning_fp8.ops.fused import reference as fused_reference
 from lightning_fp8.ops.operands import Operands
 
 NAMESPACE = "lightning_fp8_host"
@@ -64,9 +63,14 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     call = Call(operation, x, NAMESPACE)
     launches: list[Step] = []
     with _a_card():
-        call()  # what is made once is made now
+        fallback.forget()
         with _noted_launches(launches), _noted() as makings:
+            call()  # what is made once is made now
+            launches.clear()
+            makings.clear()
             implementation(*call.args)
+        fallback.forget()  # plans that note
+        call()
         without_torch_ops = partial(implementation, *call.args)
         through_torch_ops = partial(call.function, *call.args)
         steps: list[Step] = [through_torch_ops, without_torch_ops, *(partial(_replay, s) for s in (makings, launches))]
@@ -85,10 +89,7 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
 @cache
 def _implementation(op: str) -> Callable[..., Any]:
     """The CUDA side of ``op``, which is made ``torch.ops.lightning_fp8_host.<op>`` for CPU tensors."""
-    modules = (cuda, reference), (gemm, reference), (fused_cuda, fused_reference)
-    kernels, slow = next((getattr(ours, op), getattr(slow, op)) for ours, slow in modules if op in vars(ours))
-    arguments = [each.name for each in getattr(torch.ops.lightning_fp8, op).default._schema.arguments]
-    implementation = fallback.falls_back(kernels, slow, arguments.index("how") if "how" in arguments else None)
+    implementation = next(getattr(module, op) for module in (cuda, gemm, fused_cuda) if op in vars(module))
     schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
     torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
     torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)
@@ -116,16 +117,16 @@ def _a_card() -> Iterator[None]:
 
 @contextmanager
 def _noted_launches(launches: list[Step]) -> Iterator[None]:
-    """``launches`` gets what starts kernels meanwhile."""
+    """``launches`` gets what starts kernels that are planned meanwhile."""
     from cuda_kernels.launch import Launch
 
-    start = Launch.__call__
+    start = Launch.start
 
     def noted(launch: Launch, *addresses: Any) -> None:
         launches.append(partial(start, launch, *addresses))
         start(launch, *addresses)
 
-    with patch.object(Launch, "__call__", noted):
+    with patch.object(Launch, "start", noted):
         yield
 
 

@@ -134,8 +134,9 @@ OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "se
 def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
-    def cast(x: Tensor, columnwise: bool) -> Arguments:
-        return {**_scale(x), "how": how_to(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)}
+    def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
+        how = how_to(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)
+        return {**_scale(x), "how": f"{computed}, {how}"}
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
@@ -143,21 +144,21 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
         def arguments(x: Tensor) -> Arguments:
             parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, "norm": norm_to(rms, _EPS, False), **cast(x, columnwise)}
+            return {"x": x, **parameters, **cast(x, norm_to(rms, _EPS, False), columnwise)}
 
         return arguments
 
     def norm_backward(dy: Tensor) -> Arguments:
         x = dy.flip(1)
         rstd = (x.float().square().mean(1) + _EPS).rsqrt()
-        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "norm": "rms", "bias": False}
+        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "norm": "rms"}
 
     def swiglu(columnwise: bool) -> Callable[[Tensor], Arguments]:
-        return lambda x: {"x": x, "activation": "swiglu", **cast(x, columnwise)}
+        return lambda x: {"x": x, **cast(x, "swiglu", columnwise)}
 
     def swiglu_backward(x: Tensor) -> Arguments:
         dy = x[:, : x.shape[1] // 2].contiguous()
-        return {"dy": dy, "x": x, "activation": "swiglu", "bias_dtype": None, **cast(x, True)}
+        return {"dy": dy, "x": x, **cast(x, "swiglu", True)}
 
     def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **how: Any) -> Operation:
         return Operation(name, op, dtype, arguments, target, exact=False, **how)

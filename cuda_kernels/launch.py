@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 from torch import Tensor
@@ -116,35 +116,40 @@ class Launch:
         blocks: how many.
         numbers: its last parameters; those before are tensor maps and int64.
         device: where, the current one when it starts.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
     """
 
     def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
         self.kernel, self.blocks, self.numbers, self.device = kernel, blocks, tuple(numbers), device
-        self._index = (device.index or 0) if is_card(device) else None
-        self._kept = threading.local()
+        self._index, self._handle = None, 0
+        if is_card(device):
+            self._index = device.index or 0
+            self._handle = _loaded(kernel, self._index)
+            self._kept = threading.local()
+        elif device.type not in EXECUTORS:
+            raise KernelError(f"nothing runs kernels on {device.type}")
 
-    def __call__(self, *addresses: Argument) -> None:
+    def start(self, *addresses: Argument) -> None:
         """Start it on the current stream; ``addresses`` are as :func:`address_on` and ``tensor_maps.map_on`` give them.
 
         Raises:
-            KernelError: the kernel cannot be compiled or started.
+            KernelError: the driver refuses.
         """
         if self._index is None:
-            execute = EXECUTORS.get(self.device.type)
-            if execute is None:
-                raise KernelError(f"nothing runs kernels on {self.device.type}")
-            return execute(self.kernel, self.blocks, (*addresses, *self.numbers))
+            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.numbers))
         try:
             write, start, stream, extra = self._kept.ready
         except AttributeError:
-            write, start, stream, extra = self._kept.ready = self._made_ready(self._index, len(addresses))
+            write, start, stream, extra = self._kept.ready = self._made_ready(len(addresses))
         write(*addresses)
         result = start(stream(self._index), 0, extra)[0]
         if result:
             raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
         return None
 
-    def _made_ready(self, index: int, addresses: int) -> tuple[Any, ...]:
+    def _made_ready(self, addresses: int) -> tuple[Any, ...]:
         """What writes addresses, starts the kernel, gives the stream, and the address of what tells of the parameters.
 
         Each thread has its own, since backward runs in threads beside the forward pass.
@@ -153,23 +158,25 @@ class Launch:
         formats = kernel._formats[:addresses]
         nothing = [b"" if each == "128s" else 0 for each in formats]
         kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
-        handle = kernel._loaded.get(index)
-        if handle is None:
-            handle = kernel._loaded[index] = _load(kernel, index)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
-        start = partial(_driver().cuLaunchKernel, handle, *shape, kernel.shared_bytes)
+        start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
         self._kept.block = block  # which owns the memory
         return write, start, torch._C._cuda_getCurrentRawStream, block.extra
 
 
-def zero(tensor: Tensor) -> None:
-    """Make contiguous 32-bit elements 0, on the current stream, without torch's dispatcher."""
-    if is_card(tensor.device):
-        stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
-        _checked(_driver().cuMemsetD32Async(tensor.data_ptr(), 0, tensor.numel(), stream))
-    else:
-        tensor.zero_()
+def zeroing(device: torch.device, elements: int) -> Callable[[Argument], None]:
+    """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
+    if is_card(device):
+        index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
+
+    def zero_on_card(address: Argument) -> None:
+        _checked(memset(address, 0, elements, stream(index)))
+
+    def zero(tensor: Argument) -> None:
+        cast(Tensor, tensor).zero_()
+
+    return zero_on_card if is_card(device) else zero
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
@@ -266,8 +273,15 @@ def _driver() -> Any:
     return driver
 
 
+def _loaded(kernel: Kernel, index: int) -> int:
+    """The handle of ``kernel`` on CUDA device ``index``, which is the current one."""
+    handle = kernel._loaded.get(index)
+    if handle is None:
+        handle = kernel._loaded[index] = _load(kernel, index)
+    return handle
+
+
 def _load(kernel: Kernel, index: int) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``."""
     driver = _driver()
     try:
         code = kernel.cubin(architecture(index))

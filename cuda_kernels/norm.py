@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_words
+from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
 from cuda_kernels.launch import Kernel
 from cuda_kernels.ptx import (
     asm,
@@ -26,7 +26,7 @@ from cuda_kernels.ptx import (
     from_bits,
     i32,
     i64,
-    load_4,
+    load_f32,
     shuffle,
     store_f32,
     u32,
@@ -75,11 +75,11 @@ def normalizer(norm: Norm) -> Any:
 def normalized_source(norm: Norm, aligned: bool) -> Source:
     """The normalized tensor; elements outside it are zeros.
 
-    Words: x's address, the pitch of its rows in elements, the addresses of weight, bias, mean and rstd (float32
-    ``[rows]``), offset. ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp
-    decode together: each keeps the statistics of one row.
+    Words: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
+    ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
+    keeps the statistics of one row.
     """
-    x, normalize = tensor_source(norm.dtype, aligned), normalizer(norm)
+    x, normalize, rstds_at = tensor_source(norm.dtype, aligned), normalizer(norm), rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
@@ -103,9 +103,9 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         of_lane = i64(row + lane) * 4
         inside = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = load_4(words[4] + of_lane) if inside else u32(0)
-        registers[rstd] = load_4(words[5] + of_lane) if inside else u32(0)
-        load_parameters(words[2], column, columns, f32(words[6]), registers, weight)
+            registers[mean] = bits(load_f32(words[4] + of_lane)) if inside else u32(0)
+        registers[rstd] = bits(load_f32(rstds_at(words[4], rows) + of_lane)) if inside else u32(0)
+        load_parameters(words[2], column, columns, f32(words[5]), registers, weight)
         if has_bias:
             load_parameters(words[3], column, columns, _ZERO, registers, bias)
         # Of each column, how many rows from this one on are inside the tensor.
@@ -131,10 +131,20 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
             element(registers, step, 3, d, m, r),
         )
 
-    return Source(f"norm({norm}, {aligned=})", 7, held, load, decode, 2 if norm.dtype == "float32" else 3)
+    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, 2 if norm.dtype == "float32" else 3)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def rstd_address(mean: bool) -> Any:
+    """A device function ``(statistics, rows) -> address`` of the rows' rstd; behind their means, if there are any."""
+
+    @device
+    def address(statistics, rows):
+        return statistics + i64(rows) * 4 if mean else statistics
+
+    return address
 
 
 @device
@@ -167,18 +177,69 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
     return statistics
 
 
-_STATISTICS = (i64, i64, i64, i64, i32, i32, f32)
-"""x, the pitch of its rows in elements, mean (0 if there is none), rstd, rows, columns, eps."""
+def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
+    """A device function ``(row, columns, inside, lane, eps, shared, thread) -> mean, rstd`` of the row at an address.
+
+    Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
+    ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
+    """
+    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
+    total, stride, all_words = row_sum(threads), 4 * threads, _AT_ONCE * held
+    step = _AT_ONCE * stride
+
+    @device
+    def load_some(row, column, columns, inside, registers):
+        for index in range(_AT_ONCE):
+            at = column + index * stride
+            loaded = load(row + i64(at) * item, at, columns, inside)
+            for word in range(held):
+                registers[index * held + word] = loaded[word]
+
+    @device
+    def statistics(row, columns, inside, lane, eps, shared, thread):
+        registers = cuda.local.array(all_words, u32)
+        m, squares, first = _ZERO, _ZERO, i32(0)
+        while mean and first < columns:
+            load_some(row, first + 4 * lane, columns, inside, registers)
+            for index in range(_AT_ONCE):
+                a, b, c, d = decode(registers, index * held)
+                m += (a + b) + (c + d)
+            first += i32(step)
+        if mean:
+            m = divide(total(m, shared, thread), f32(columns))
+        first = i32(0)
+        while first < columns:
+            load_some(row, first + 4 * lane, columns, inside, registers)
+            for index in range(_AT_ONCE):
+                column = first + 4 * lane + index * stride
+                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = a - m, b - m, c - m, d - m
+                squares += a * a if column < columns else _ZERO
+                squares += b * b if column + 1 < columns else _ZERO
+                squares += c * c if column + 2 < columns else _ZERO
+                squares += d * d if column + 3 < columns else _ZERO
+            first += i32(step)
+        return m, _rstd(total(squares, shared + 32, thread), columns, eps)
+
+    return statistics
+
+
+_AT_ONCE = 8
+"""Loads of a thread that are in flight together."""
+
+_STATISTICS = (i64, i64, i64, i32, i32, f32)
+"""x, the pitch of its rows in elements, statistics, rows, columns, eps."""
 
 
 @cache
 def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
-    """``mean`` (if asked for) and ``rstd``, float32 ``[rows]``, of rows that fit into registers, in one read."""
+    """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row, statistics = row_loader(dtype, spread), row_statistics(dtype, mean, spread)
     held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    rstds_at = rstd_address(mean)
 
-    def statistics_of_rows(x, pitch, means, rstds, rows, columns, eps):
+    def statistics_of_rows(x, pitch, means, rows, columns, eps):
         thread = cuda.threadIdx.x
         lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(held, u32)
@@ -187,7 +248,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
         if lane == 0 and row < rows:
             if mean:
                 store_f32(means + i64(row) * 4, m)
-            store_f32(rstds + i64(row) * 4, r)
+            store_f32(rstds_at(means, rows) + i64(row) * 4, r)
 
     return Kernel(
         f"statistics({dtype}, {mean=}, {spread})",
@@ -202,33 +263,16 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
 @cache
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    quad_of, item, total = quad_reader(dtype, aligned), ITEM_BYTES[dtype], row_sum(THREADS)
+    statistics, item = long_row_statistics(dtype, mean, aligned, THREADS), ITEM_BYTES[dtype]
+    rstds_at = rstd_address(mean)
 
-    def statistics_of_long_rows(x, pitch, means, rstds, rows, columns, eps):
-        thread, row, shared = cuda.threadIdx.x, i64(cuda.blockIdx.x), dynamic_shared()
-        address = x + row * pitch * item
-        m, squares = _ZERO, _ZERO
-        if mean:
-            column = 4 * thread
-            while column < columns:
-                a, b, c, d = quad_of(address, column, columns)
-                m += (a + b) + (c + d)
-                column += 4 * THREADS
-            m = divide(total(m, shared, thread), f32(columns))
-        column = 4 * thread
-        while column < columns:
-            a, b, c, d = quad_of(address, column, columns)
-            a, b, c, d = a - m, b - m, c - m, d - m
-            squares += a * a
-            squares += b * b if column + 1 < columns else _ZERO
-            squares += c * c if column + 2 < columns else _ZERO
-            squares += d * d if column + 3 < columns else _ZERO
-            column += 4 * THREADS
-        r = _rstd(total(squares, shared + 32, thread), columns, eps)
+    def statistics_of_long_rows(x, pitch, means, rows, columns, eps):
+        thread, row = cuda.threadIdx.x, i64(cuda.blockIdx.x)
+        m, r = statistics(x + row * pitch * item, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
                 store_f32(means + row * 4, m)
-            store_f32(rstds + row * 4, r)
+            store_f32(rstds_at(means, rows) + row * 4, r)
 
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",

@@ -17,7 +17,7 @@ from numba import cuda
 
 from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_words
 from cuda_kernels.launch import Kernel
-from cuda_kernels.norm import Norm
+from cuda_kernels.norm import Norm, rstd_address
 from cuda_kernels.ptx import bits, divide, dynamic_shared, f32, i32, i64, load_f32, store_16, store_f32, u32
 from cuda_kernels.rows import (
     THREADS,
@@ -41,8 +41,8 @@ def backward_spread(dtypes: tuple[str, ...], columns: int) -> Spread | None:
     return spread(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
-_PARAMETERS = (*[i64] * 10, i32, i32, f32)
-"""x, its pitch in elements, dy, its pitch, weight, mean, rstd, dx, partial sums, their pitch, rows, columns, offset."""
+_PARAMETERS = (*[i64] * 9, i32, i32, f32)
+"""x, its pitch in elements, dy, its pitch, weight, statistics, dx, partial sums, their pitch, rows, columns, offset."""
 
 
 def _normalizer(norm: Norm) -> Any:
@@ -117,12 +117,12 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     held_x, held_dy = registers_of(norm.dtype, spread), registers_of(dy_dtype, spread)
     words_x, words_dy = quad_words(norm.dtype), quad_words(dy_dtype)
     item, dy_item, weight_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype], ITEM_BYTES[norm.weight_dtype]
-    has_mean, has_bias, elements = norm.mean, norm.bias, 4 * quads
+    has_mean, has_bias, elements, rstds_at = norm.mean, norm.bias, 4 * quads, rstd_address(norm.mean)
     normalize, store, total = _normalizer(norm), _gradient_storer(norm, True), row_sum(threads)
     sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
     both_sums = 2 * sums
 
-    def norm_backward(x, pitch, dy, dy_pitch, weight, means, rstds, dx, partials, partial_pitch, rows, columns, offset):
+    def norm_backward(x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset):
         thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
         of_weight, of_bias = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
@@ -132,7 +132,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
             xs, dys = cuda.local.array(held_x, u32), cuda.local.array(held_dy, u32)
             load_x(x + row * pitch * item, columns, thread, True, xs)
             load_dy(dy + row * dy_pitch * dy_item, columns, thread, True, dys)
-            rstd = load_f32(rstds + row * 4)
+            rstd = load_f32(rstds_at(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
             of_g, of_product = _ZERO, _ZERO
             for quad in range(quads):
@@ -187,7 +187,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
     weights, normalize = quad_reader(norm.weight_dtype, aligned), _normalizer(norm)
-    has_mean, has_bias = norm.mean, norm.bias
+    has_mean, has_bias, rstds_at = norm.mean, norm.bias, rstd_address(norm.mean)
     store, total = _gradient_storer(norm, aligned), row_sum(THREADS)
 
     @device
@@ -195,7 +195,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         store_f32(address, (load_f32(address) if begun else _ZERO) + value)
 
     def long_norm_backward(
-        x, pitch, dy, dy_pitch, weight, means, rstds, dx, partials, partial_pitch, rows, columns, offset
+        x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset
     ):  # fmt: skip
         thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
         first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
@@ -205,7 +205,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
             # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
             of_x, of_dy = x + row * pitch * item, dy + row * dy_pitch * dy_item
-            rstd = load_f32(rstds + row * 4)
+            rstd = load_f32(rstds_at(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
             of_g, of_product = _ZERO, _ZERO
             column = i64(4 * thread)

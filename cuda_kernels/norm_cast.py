@@ -16,7 +16,7 @@ from numba import cuda
 
 from cuda_kernels.codec import FP8_MAX, ITEM_BYTES, current_scale, device, quad_decoder, quad_magnitude, quad_words
 from cuda_kernels.launch import Kernel
-from cuda_kernels.norm import Norm, normalizer, row_statistics
+from cuda_kernels.norm import Norm, normalizer, row_statistics, rstd_address
 from cuda_kernels.ptx import (
     atomic_max,
     divide,
@@ -86,18 +86,18 @@ def _blocks(norm: Norm, spread: Spread) -> int:
 
 @cache
 def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Kernel:
-    """``mean``, ``rstd`` (float32 ``[rows]``) and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
+    """``statistics`` as in ``norm.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
 
     Where it is 0 or its address is, ``own [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
     ``observe`` raises ``seen [1]``. The rest of out's pitch, a multiple of 16, is written with zeros.
     """
     load_row, statistics = row_loader(norm.dtype, spread), row_statistics(norm.dtype, norm.mean, spread)
-    cast, has_mean = _row_caster(norm, fp8, spread), norm.mean
+    cast, has_mean, rstds_at = _row_caster(norm, fp8, spread), norm.mean, rstd_address(norm.mean)
     held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
 
     def normalize(
-        x, pitch, weight, bias, means, rstds, scale, own, seen, out, out_scale,
+        x, pitch, weight, bias, means, scale, own, seen, out, out_scale,
         rows, columns, offset, eps, out_pitch,
     ):  # fmt: skip
         thread, shared = cuda.threadIdx.x, dynamic_shared()
@@ -117,7 +117,7 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
             if lane == 0 and inside:
                 if has_mean:
                     store_f32(means + row * 4, m)
-                store_f32(rstds + row * 4, r)
+                store_f32(rstds_at(means, rows) + row * 4, r)
             width, stored = columns if inside else 0, out_pitch if inside and factor != _ZERO else 0
             amax = cast(registers, width, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, stored)
             largest = unsigned_max(largest, amax)
@@ -136,7 +136,7 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     return Kernel(
         f"normalize({norm}, {fp8}, {spread}, {observe=})",
         normalize,
-        (*[i64] * 11, i32, i32, f32, f32, i64),
+        (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
         blocks_per_multiprocessor=_blocks(norm, spread),
@@ -148,11 +148,11 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
     load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, spread)
     held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
-    has_mean, largest_code = norm.mean, FP8_MAX[fp8]
+    has_mean, largest_code, rstds_at = norm.mean, FP8_MAX[fp8], rstd_address(norm.mean)
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
 
     def cast_normalized(
-        x, pitch, weight, bias, means, rstds, scale, own, out, out_scale,
+        x, pitch, weight, bias, means, scale, own, out, out_scale,
         rows, columns, offset, n_own, power_2, epsilon, out_pitch,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
@@ -171,14 +171,14 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
             registers = cuda.local.array(held, u32)
             load_row(x + row * pitch * item, columns, lane, True, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
-            r = load_f32(rstds + row * 4)
+            r = load_f32(rstds_at(means, rows) + row * 4)
             cast(registers, columns, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, out_pitch)
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
         f"cast_normalized({norm}, {fp8}, {spread})",
         cast_normalized,
-        (*[i64] * 10, i32, i32, f32, i32, i32, f32, i64),
+        (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
         blocks_per_multiprocessor=_blocks(norm, spread),

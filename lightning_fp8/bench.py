@@ -73,7 +73,9 @@ def candidates(of: Gemm, recipe: Recipe, device: torch.device) -> tuple[gemm.Job
     left, right = Operand.at(gemm.place_of(a, scale_a), layout_a), Operand.at(gemm.place_of(b, scale_b), layout_b)
     job = gemm.job_of(device, left, right, how_to_multiply(layout_a, layout_b, torch.bfloat16, of.fast))
     legal = [plan for plan in plans(job.problem) if plan is not Library.BF16]
-    return job, {plan: partial(gemm.multiplier(job, plan), a, scale_a, b, scale_b, None, None) for plan in legal}
+    return job, {
+        plan: partial(gemm.multiplier(job, plan), a, scale_a, b, scale_b, job.how, None, None) for plan in legal
+    }
 
 
 def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:

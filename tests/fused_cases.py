@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.fused import cuda, reference
-from lightning_fp8.ops.fused.schema import is_gated, norm_to
+from lightning_fp8.ops.fused.schema import activation_to, is_gated, norm_to
 from lightning_fp8.ops.how import how_to
 from lightning_fp8.scaled import Cast, Layout
 from tests.kernel_cases import (
@@ -79,6 +79,7 @@ def moved(x: Any, device: str) -> Any:
 def check_cast(
     op: str,
     tensors: Sequence[Any],
+    computed: str,
     device: str,
     fp8: torch.dtype = E4M3,
     layout: Layout = Layout.TENSOR,
@@ -94,7 +95,7 @@ def check_cast(
     exact: bool = False,
 ) -> None:
     """A fused op gives what the reference of the same name does: operands, the results beside them, seen and counts."""
-    how = how_to(Cast(float8_of(fp8), layout, power_2, epsilon), rowwise, columnwise, not may_be_0)
+    how = f"{computed}, {how_to(Cast(float8_of(fp8), layout, power_2, epsilon), rowwise, columnwise, not may_be_0)}"
     results, collected = [], []
     for module, on in ((cuda, device), (reference, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
@@ -150,7 +151,7 @@ def check_norm(
     **how: Any,
 ) -> None:
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
-    check_cast("norm_quantize", (*inputs, norm_to(rms, 1e-5, zero_centered)), device, **how)
+    check_cast("norm_quantize", inputs, norm_to(rms, 1e-5, zero_centered), device, **how)
 
 
 def check_norm_backward(
@@ -168,9 +169,9 @@ def check_norm_backward(
     mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
-    how = norm_to(rms, 0.0, zero_centered), not rms
-    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), *how)
-    expected = reference.norm_backward(*arguments, *how)
+    how = norm_to(rms, 0.0, zero_centered, not rms)
+    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), how)
+    expected = reference.norm_backward(*arguments, how)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
         assert_close(a, b, name)
 
@@ -179,7 +180,7 @@ def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, devi
     """``shape``: of the values."""
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x = strided(values(shape[0], columns, dtype, spread=2.0))
-    check_cast("activation_quantize", (x, name), device, exact="relu" in name or "reglu" in name, **how)
+    check_cast("activation_quantize", (x,), name, device, exact="relu" in name or "reglu" in name, **how)
 
 
 def check_activation_backward(
@@ -195,7 +196,7 @@ def check_activation_backward(
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x, dy = values(shape[0], columns, dtype, spread=2.0), strided(values(*shape, dy_dtype, seed=1))
     exact = "relu" in name or "reglu" in name
-    check_cast("activation_backward_quantize", (dy, x, name, bias_dtype), device, exact=exact, **how)
+    check_cast("activation_backward_quantize", (dy, x), activation_to(name, bias_dtype), device, exact=exact, **how)
 
 
 ALIGNED, RAGGED, LONG = (140, 264), (131, 203), (53, 2056)
@@ -228,6 +229,9 @@ CASES: list[Case] = [
     _norm("rms-bf16-scale=0", ALIGNED, BF16, BF16, rms=True, zero_centered=True, scale=0.0, seen=0.5, **_ROWS),
     _norm("rms-bf16-long-known", LONG, BF16, FP32, rms=True, **_GIVEN, **_ROWS, may_be_0=False),
     _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, seen=1e9, **_ROWS),
+    _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, may_be_0=False),
+    _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, may_be_0=False),
+    _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, may_be_0=False),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
     _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, seen=1e9, count=True),
     _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),

@@ -19,9 +19,8 @@ from cuda_kernels.gemm import tuning
 from cuda_kernels.gemm.config import Plan, Problem, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import gemm, reference
-from lightning_fp8.ops.how import how_to, how_to_multiply
-from lightning_fp8.ops.operands import NAMES
+from lightning_fp8.ops import fallback, gemm, reference
+from lightning_fp8.ops.how import NAMES, how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
@@ -110,10 +109,10 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
                 return plan
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
-    gemm._plan.cache_clear()
+    fallback.forget()
     with patch.object(tuning, "plan_for", chosen), patch.object(launch, "architecture_of", lambda device: architecture):
         yield
-    gemm._plan.cache_clear()
+    fallback.forget()
 
 
 def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **how: Any) -> Case:

@@ -170,7 +170,7 @@ ADDRESS = 0x7F00_0000_1000
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, kernel = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True)
-    start = Launch(kernel, 7, (140, 264), card.device)
+    start = Launch(kernel, 7, (140, 264), card.device).start
     for pitch in (264, 272):
         start(ADDRESS, pitch, 0, ADDRESS + 64)
         assert card.values[-1] == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
@@ -196,7 +196,7 @@ driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_driver_noted.restype = ctypes.POINTER(Noted)
 noted = driver.fake_driver_noted().contents
 kernel = amax_kernel(tensor_source("bfloat16", True), True)
-start = launch.Launch(kernel, 7, (140, 264), Card.device)
+start = launch.Launch(kernel, 7, (140, 264), Card.device).start
 for pitch in (264, 272):
     noted.size = 0
     start(ADDRESS, pitch, 0, ADDRESS + 64)
@@ -206,10 +206,6 @@ for pitch in (264, 272):
     assert (*noted.grid, *noted.block) == (7, 1, 1, kernel.threads, 1, 1)
     values = kernel.layout.unpack(bytes(noted.parameters)[: noted.size])
     assert values == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
-
-class OnCard:  # as far as zero() asks
-    device = Card.device
-    get_device, data_ptr, numel = lambda self: 0, lambda self: ADDRESS, lambda self: 77
 
 from cuda_kernels import tensor_maps
 from cuda_kernels.tensor_maps import Box
@@ -224,7 +220,7 @@ scales = torch.empty_strided((300, 6), (1, 304))
 found = struct.unpack("<4Q10I", tensor_maps.map_on(Card.device, Box(1, 128, False, True))(scales)[:72])
 assert found == (scales.data_ptr(), 300, 6, 1216, 7, 2, 128, 1, 1, 1, 0, 0, 3, 0)
 
-launch.zero(OnCard())
+launch.zeroing(Card.device, 77)(ADDRESS)
 assert (noted.kernel, noted.grid[0], noted.stream) == (ADDRESS, 77, 99)
 print("started")
 """
@@ -260,7 +256,7 @@ def test_launches_through_nvidias_bindings(tmp_path: Path) -> None:
 def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward runs in threads of its own, beside the forward pass."""
     card, buffers = Card(monkeypatch), set()
-    start = Launch(KERNEL, 1, (2, 3), card.device)
+    start = Launch(KERNEL, 1, (2, 3), card.device).start
     monkeypatch.setattr(launch._driver(), "cuLaunchKernel", lambda *args: (buffers.add(args[-1]), (0,))[1])
     start(ADDRESS, 3, 0, ADDRESS)
     start(ADDRESS, 3, 0, ADDRESS)
@@ -274,7 +270,7 @@ def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.M
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_source("float16", False), True)
     with pytest.raises(KernelError, match=r"A Card has compute capability 8\.0; .* 8\.9"):
-        Launch(kernel, 1, (1, 1), card.device)(ADDRESS, 1, 0, 0)
+        Launch(kernel, 1, (1, 1), card.device)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")])
@@ -285,22 +281,17 @@ def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pyte
     assert launch.compute_capability("120") == (12, 0)
 
 
-def refuse(*launch: object) -> None:
-    raise KernelError("numba-cuda is not installed")
-
-
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, op = sample(131, 203, BF16), fallback.falls_back(cuda.quantize, reference.quantize, 1)
-    how = f"e4m3 {layout.value} rowwise columnwise"
-    fallback._without_kernels.clear()
-    with executing(refuse), warnings.catch_warnings(record=True) as caught:
+    x, how = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
+    fallback.forget()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            actual = op(x, how)
-    fallback._without_kernels.clear()
-    assert [str(w.message) for w in caught if "numba-cuda is not installed" in str(w.message)] != []
-    assert len(caught) == 1
+            actual = cuda.quantize(x, how)
+    assert not fallback.runs_kernels(x.device)
+    fallback.forget()
+    assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
         *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
@@ -311,8 +302,7 @@ def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -
 
 
 def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
-    op = fallback.falls_back(cuda.quantize, reference.quantize, 1)
     with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
-        op(sample(4, 4, BF16), "e4m3 2x2 rowwise")
+        cuda.quantize(sample(4, 4, BF16), "e4m3 2x2 rowwise")
     with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):
-        op(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))
+        cuda.quantize(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))

@@ -21,6 +21,7 @@ SYNCHRONISATION = re.compile(
 FUSED = (
     "norm-rms-bf16-given",
     "norm-rms-bf16-scale=0",
+    "norm-rms-bf16-long-both-known",
     "norm-layer-bf16-1x128",
     "norm-layer-fp16-ragged-rows",
     "norm-layer-bf16-long-128x128",

@@ -6,36 +6,29 @@ Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.fallback import falls_back, refuse_empty
+from lightning_fp8.ops.fallback import current_device, planned, refuse_empty
 from lightning_fp8.ops.how import parsed
 from lightning_fp8.ops.operands import Outputs
-from lightning_fp8.ops.plans import KEPT_PLANS, CastPlan, Task, plan_of, reading_of
+from lightning_fp8.ops.plans import Task, plan_of, reading_of
 from lightning_fp8.ops.schema import NAMESPACE
-
-if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument, Launch
 
 
 def quantize(
     x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Outputs:
-    address = x.data_ptr() % 16
-    given, observes, counted = scale is not None, seen is not None, counts is not None
-    planned = _quantize_plan(x.device, x.dtype, x.shape, x.stride(), address, how, given, observes, counted)
-    if planned is None:
-        return quantize(x.contiguous(), how, scale, seen, counts)
-    plan, pitch = planned
-    return plan((plan.at(x), pitch), scale, seen, counts)
+    op = _quantize_plan(
+        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+        how, scale is not None, seen is not None, counts is not None,
+    )  # fmt: skip
+    return op(x, how, scale, seen, counts)
 
 
-@lru_cache(KEPT_PLANS)
+@planned(reference.quantize, how_at=1)
 def _quantize_plan(
     device: torch.device,
     dtype: torch.dtype,
@@ -46,58 +39,61 @@ def _quantize_plan(
     given: bool,
     observes: bool,
     counts: bool,
-) -> tuple[CastPlan, int] | None:
-    """The plan, and the pitch of x; None as :func:`reading_of`."""
+) -> Callable[..., Outputs]:
     reading = reading_of(device, dtype, shape, strides, address)
     if reading is None:
-        return None
+        return lambda x, *args: quantize(x.contiguous(), *args)
     source, _, pitch, rows, columns, _ = reading
-    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)), pitch
+    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)).of_one(pitch)
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
-    planned = _observe_plan(x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
-    if planned is None:
-        return observe(x.contiguous(), seen)
-    start, at, pitch = planned
-    start(at(x), pitch, 0, at(seen))
-    return None
+    return _observe_plan(
+        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+    )(x, seen)  # fmt: skip
 
 
-@lru_cache(KEPT_PLANS)
+@planned(reference.observe)
 def _observe_plan(
     device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
-) -> tuple[Launch, Callable[[Tensor], Argument], int] | None:
+) -> Callable[[Tensor, Tensor], None]:
     from cuda_kernels import amax, launch
 
     reading = reading_of(device, dtype, shape, strides, address)
     if reading is None:
-        return None
+        return lambda x, seen: observe(x.contiguous(), seen)
     source, _, pitch, rows, columns, blocks = reading
-    start = launch.Launch(amax.amax_kernel(source, True), blocks, (rows, columns), device)
-    return start, launch.address_on(device), pitch
+    start = launch.Launch(amax.amax_kernel(source, True), blocks, (rows, columns), device).start
+    at = launch.address_on(device)
+    return lambda x, seen: start(at(x), pitch, 0, at(seen))
 
 
 def update_scales(
     seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
-    start, at = _update_plan(seen.device, window.shape, margin, algorithm, recompute)
-    start(at(seen), at(window), at(scale), at(fp8_max))
+    op = _update_plan(
+        seen.device, seen.is_cuda and current_device(), window.shape, margin, algorithm, recompute
+    )  # fmt: skip
+    return op(seen, window, scale, fp8_max, margin, algorithm, recompute)
 
 
-@lru_cache(KEPT_PLANS)
+@planned(reference.update_scales)
 def _update_plan(
     device: torch.device, window: Sequence[int], margin: float, algorithm: str, recompute: bool
-) -> tuple[Launch, Callable[[Tensor], Argument]]:
+) -> Callable[..., None]:
     from cuda_kernels import launch, scaling
 
     refuse_empty(window)
     length, n = window
     kernel = scaling.update_scales_kernel(algorithm == "most_recent", recompute)
-    start = launch.Launch(kernel, -(-n // scaling.COLUMNS), (2.0**margin, length, n), device)
-    return start, launch.address_on(device)
+    start = launch.Launch(kernel, -(-n // scaling.COLUMNS), (2.0**margin, length, n), device).start
+    at = launch.address_on(device)
+
+    def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:
+        start(at(seen), at(window), at(scale), at(fp8_max))
+
+    return op
 
 
-for _op, _how_at in ((quantize, 1), (observe, None), (update_scales, None)):
-    _registered = falls_back(_op, getattr(reference, _op.__name__), _how_at)
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _registered)
+for _op in (quantize, observe, update_scales):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.fallback import falls_back, refuse_empty
-from lightning_fp8.ops.how import parsed_product
-from lightning_fp8.ops.operands import NAMES, allocator
-from lightning_fp8.ops.plans import KEPT_PLANS
+from lightning_fp8.ops.fallback import current_device, planned, refuse_empty
+from lightning_fp8.ops.how import NAMES, parsed_product
+from lightning_fp8.ops.operands import allocator
 from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
@@ -35,8 +34,8 @@ _SCALINGS = {
 }
 """Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.product.Scaling`."""
 
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
-"""``(a, scale_a, b, scale_b, bias, out) -> out``; ``out`` is what to add to, or None."""
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Tensor | None", "Tensor | None"], Tensor]
+"""``(a, scale_a, b, scale_b, how, bias, out) -> out``; ``out`` is what to add to, or None."""
 
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
 """How an operand lies: dtype, shape, strides, its address modulo 16, and of its scales the strides and the address."""
@@ -105,41 +104,58 @@ def _multiply(
 ) -> Tensor:
     of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
     of_out = None if out is None else (out.stride(0), out.data_ptr() % 16)
-    multiply = _plan(a.device, place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out)
-    if multiply is None:
-        layout_a, layout_b, *_ = parsed_product(how)
-        a, scale_a = laid_out(a, scale_a, layout_a)
-        b, scale_b = laid_out(b, scale_b, layout_b)
-        return _multiply(a, scale_a, b, scale_b, how, bias, out)
-    return multiply(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), out)
+    multiply = _plan(
+        a.device, a.is_cuda and current_device(), place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out
+    )
+    return multiply(a, scale_a, b, scale_b, how, bias, out)
 
 
-@lru_cache(KEPT_PLANS)
-def _plan(
+def exactly(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """A product in BF16 or float32 that rounds no operand."""
+    result = reference.scaled_mm(a, scale_a, b, scale_b, how, bias)
+    return result if out is None else out.add_(result)
+
+
+def _planned_anywhere(
     device: torch.device,
     a: Place,
     b: Place,
     how: str,
     bias: tuple[torch.dtype, int] | None,
     out: tuple[int, int] | None,
-) -> Multiply | None:
-    """What multiplies; None if operands have to be laid out first.
+    kernels: bool = True,
+) -> Multiply:
+    """What multiplies: our kernels, if ``kernels``, or a library.
 
     ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16.
     """
     from cuda_kernels import launch
     from cuda_kernels.gemm import tuning
+    from cuda_kernels.gemm.config import Library
 
     layout_a, layout_b, *_ = parsed_product(how)
     left, right = Operand.at(a, layout_a), Operand.at(b, layout_b)
     refuse_empty((left.rows, right.rows, left.k))
     if (layout_a, layout_b) not in _SCALINGS:
-        return _Reference(how)
+        return exactly
     if not (left.lies_well and right.lies_well):
-        return None
+        return _laid_out_first
     job = job_of(device, left, right, how, bias, out)
-    wish = os.environ.get(tuning.CHOICE_VARIABLE) or None
-    return multiplier(job, tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish))
+    wish = (os.environ.get(tuning.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
+    plan = tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish)
+    return multiplier(job, plan) if kernels or isinstance(plan, Library) else exactly
+
+
+_plan = planned(exactly, without_kernels=partial(_planned_anywhere, kernels=False))(_planned_anywhere)
+
+
+def _laid_out_first(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    layout_a, layout_b, *_ = parsed_product(how)
+    return _multiply(*laid_out(a, scale_a, layout_a), *laid_out(b, scale_b, layout_b), how, bias, out)
 
 
 class Job(NamedTuple):
@@ -184,11 +200,10 @@ def multiplier(job: Job, plan: Plan) -> Multiply:
     from cuda_kernels.gemm.product import MmaTile, Tile
 
     if isinstance(plan, Tile):
-        return _Hopper(job, plan)
+        return _Hopper(job, plan).multiply
     if isinstance(plan, MmaTile):
-        return _Mma(job, plan)
-    exact = _Reference(job.how)
-    return _ScaledMm(job.how, exact) if plan is Library.CUBLASLT else exact
+        return _Mma(job, plan).multiply
+    return _ScaledMm(job.how, exactly).multiply if plan is Library.CUBLASLT else exactly
 
 
 # --- What multiplies --------------------------------------------------------------------------------------------------
@@ -201,17 +216,17 @@ class _Kernel:
         from cuda_kernels import launch
 
         self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
-        self._shape, self._strides, self._dtype = (job.a.rows, job.b.rows), (job.b.rows, 1), parsed_product(job.how).out
+        self._out = (job.a.rows, job.b.rows), (job.b.rows, 1), parsed_product(job.how).out
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         raise NotImplementedError
 
-    def __call__(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
+    def multiply(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
     ) -> Tensor:
         if out is None:
-            out = self._allocate(self._shape, self._strides, self._dtype)
-        self._start(a, scale_a, b, scale_b, bias, out)
+            out = self._allocate(*self._out)
+        self._start(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), out)
         return out
 
 
@@ -237,7 +252,7 @@ class _Hopper(_Kernel):
         units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
         blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
         kernel = hopper.gemm_kernel(product, tile)
-        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device)
+        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
@@ -262,7 +277,7 @@ class _Mma(_Kernel):
         self._pitches = a.pitch, b.pitch, scale_pitch(a), scale_pitch(b), pitch
         blocks = -(-problem.m // tile.rows) * -(-problem.n // tile.columns)
         kernel = mma.mma_gemm_kernel(problem.product, tile)
-        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device)
+        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
     def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         at, (pitch_a, pitch_b, pitch_scale_a, pitch_scale_b, pitch) = self._at, self._pitches
@@ -272,19 +287,6 @@ class _Mma(_Kernel):
         )  # fmt: skip
 
 
-class _Reference:
-    """Exact products in BF16 or float32."""
-
-    def __init__(self, how: str) -> None:
-        self._how = how
-
-    def __call__(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        result = reference.scaled_mm(a, scale_a, b, scale_b, self._how, bias)
-        return result if out is None else out.add_(result)
-
-
 class _ScaledMm:
     """``torch._scaled_mm``; where it refuses, from then on ``instead``, with one warning."""
 
@@ -292,8 +294,8 @@ class _ScaledMm:
         *_, self._dtype, self._fast = parsed_product(how)
         self._instead, self._refuses = instead, False
 
-    def __call__(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor | None
+    def multiply(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
     ) -> Tensor:
         if not self._refuses:
             try:
@@ -310,8 +312,8 @@ class _ScaledMm:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return self._instead(a, scale_a, b, scale_b, bias, out)
+        return self._instead(a, scale_a, b, scale_b, how, bias, out)
 
 
 for _op in (scaled_mm, scaled_mm_accumulate):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", falls_back(_op, getattr(reference, _op.__name__)))  # type: ignore[operator]
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """How an op casts or multiplies, in one string: ``"e4m3 1x128 power_2 rowwise columnwise"``, ``"row row bfloat16"``.
 
-Every argument costs the dispatcher time at every call, and a cast has seven; the string is parsed once.
+What is computed before the cast comes before a comma: ``"swiglu, e4m3 tensor rowwise"``. Every argument costs the
+dispatcher time at every call, and a cast has seven; the string is parsed once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 
 from lightning_fp8.formats import FORMATS, Float8
 from lightning_fp8.scaled import Cast, Layout
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Dtypes that are not FP8, and what strings and kernels call them."""
 
 
 class How(NamedTuple):
@@ -59,12 +64,12 @@ _WORDS = {
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> How:
-    """What ``text`` says.
+    """What ``text`` says of the cast.
 
     Raises:
         ValueError: it names no format and layout first, or says a word that is none of :class:`How`'s.
     """
-    name, _, rest = text.partition(" ")
+    name, _, rest = text.rpartition(", ")[2].partition(" ")
     layout, _, words = rest.partition(" ")
     if name not in FORMATS:
         raise ValueError(f"how={text!r} names the format {name!r}; use one of {', '.join(FORMATS)}")
@@ -88,13 +93,9 @@ class HowToMultiply(NamedTuple):
     fast: bool
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
 def how_to_multiply(a: Layout, b: Layout, out: torch.dtype, fast: bool = False) -> str:
     """The string for a product."""
-    return f"{a.value} {b.value} {_NAMES[out]}" + " fast" * fast
+    return f"{a.value} {b.value} {NAMES[out]}" + " fast" * fast
 
 
 @lru_cache
@@ -105,9 +106,9 @@ def parsed_product(text: str) -> HowToMultiply:
         ValueError: it says something else.
     """
     words = text.split()
-    if len(words) not in (3, 4) or words[2] not in _DTYPES or words[3:] not in ([], ["fast"]):
-        raise ValueError(f"how={text!r} is not two layouts and one of {', '.join(_DTYPES)}, with or without fast")
-    return HowToMultiply(Layout(words[0]), Layout(words[1]), _DTYPES[words[2]], len(words) == 4)
+    if len(words) not in (3, 4) or words[2] not in DTYPES or words[3:] not in ([], ["fast"]):
+        raise ValueError(f"how={text!r} is not two layouts and one of {', '.join(DTYPES)}, with or without fast")
+    return HowToMultiply(Layout(words[0]), Layout(words[1]), DTYPES[words[2]], len(words) == 4)
 
 
 def options_of(words: str, known: Collection[str]) -> dict[str, str]:

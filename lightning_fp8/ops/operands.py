@@ -12,9 +12,6 @@ from lightning_fp8.ops.how import How
 from lightning_fp8.ops.schema import Placed, operand_layout, scale_dtype
 from lightning_fp8.scaled import Layout
 
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-"""What kernels call the dtypes of their inputs."""
-
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """``data``, ``scale_inv``, and the same of the transposed copy; what was not asked for is empty."""
 

@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.fallback import refuse_empty
-from lightning_fp8.ops.how import How
-from lightning_fp8.ops.operands import NAMES, Operands, Outputs, allocator, comes_in_vectors
+from lightning_fp8.ops.how import NAMES, How
+from lightning_fp8.ops.operands import Operands, Outputs, allocator, comes_in_vectors
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument, Launch
+    from cuda_kernels.launch import Argument
     from cuda_kernels.tile import Source
 
     Words = Sequence[Argument]
+    Start = Callable[..., None]
 
 Given = Tensor | None
-
-KEPT_PLANS = 4096
-"""Of each kind: one for every way that tensors of a model lie."""
 
 
 class Task(NamedTuple):
@@ -105,15 +103,24 @@ class CastPlan:
         scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
         self._values, self._fp8, self._usage = storing or source, how.float8.name.lower(), (how.rowwise, how.columnwise)
         kernel, *numbers = self._plan(source, task, scaling)
-        self._cast = launch.Launch(kernel, tile.tiles(rows, columns), numbers, device)
+        self._cast = launch.Launch(kernel, tile.tiles(rows, columns), numbers, device).start
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
         """The kernel that casts and its numbers; plans the launches before it."""
         raise NotImplementedError
 
-    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
         """Cast; ``words``: what the source takes; ``storing``: what that of the kernel that casts takes."""
         raise NotImplementedError
+
+    def of_one(self, pitch: int) -> Callable[..., Outputs]:
+        """``(x, how, scale, seen, counts) -> operands``, where the source takes one tensor, of ``pitch``."""
+        at, cast = self.at, self.cast
+
+        def op(x: Tensor, how: str, scale: Given, seen: Given, counts: Given) -> Outputs:
+            return cast((at(x), pitch), scale, seen, counts)
+
+        return op
 
 
 class TensorPlan(CastPlan):
@@ -124,20 +131,21 @@ class TensorPlan(CastPlan):
 
         blocks = blocks_of(self.device, self.rows, self.columns)
         numbers = self.rows, self.columns
-        self._amax: Launch | None = None
+        self._amax: Start | None = None
+        self._partials = (blocks,), (1,), torch.float32
         if not (task.given and task.how.nonzero):
-            self._amax = launch.Launch(amax.amax_kernel(source, False), blocks, numbers, self.device)
+            self._amax = launch.Launch(amax.amax_kernel(source, False), blocks, numbers, self.device).start
         kernel = quantize.quantize_tensor_kernel(self._values, self._fp8, *self._usage, task.observes, task.counts)
         pitch, _, pitch_t, _ = self.operands.pitches
         return kernel, *numbers, blocks, *scaling, pitch, pitch_t
 
-    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
         at, amax = self.at, self._amax
         outputs = data, scale_inv, data_t, _ = self.operands.allocate()
         given = 0 if scale is None else at(scale)
         own: Argument = 0
         if amax is not None:
-            partials = self._allocate((amax.blocks,), (1,), torch.float32)
+            partials = self._allocate(*self._partials)
             own = at(partials)
             amax(*words, given, own)  # returns at once where a scale is given, unless the scale is 0
         self._cast(
@@ -155,19 +163,24 @@ class RowPlan(CastPlan):
 
         numbers = self.rows, self.columns
         kernel = amax.row_amax_kernel(source, *self._usage)
-        self._amax, self._zero = launch.Launch(kernel, tile.tiles(*numbers), numbers, self.device), launch.zero
+        self._amax = launch.Launch(kernel, tile.tiles(*numbers), numbers, self.device).start
+        self._amaxes, self._of_columns = ((sum(numbers),), (1,), torch.float32), 4 * self.rows
+        self._zero = launch.zeroing(self.device, sum(numbers))
         kernel = quantize.quantize_rows_kernel(self._values, self._fp8, *self._usage, task.counts)
         return kernel, *numbers, *scaling, *self.operands.pitches
 
-    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
         at = self.at
         outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
-        amaxes = self._allocate((self.rows + self.columns,), (1,), torch.float32)
-        self._zero(amaxes)
-        both = at(amaxes), amaxes.data_ptr() + 4 * self.rows
-        self._amax(*words, *both)
+        amaxes = self._allocate(*self._amaxes)
+        of_rows, of_columns = at(amaxes), amaxes.data_ptr() + self._of_columns
+        self._zero(of_rows)
+        self._amax(*words, of_rows, of_columns)
         counted = 0 if counts is None else at(counts)
-        self._cast(*(storing or words), *both, counted, at(data), at(scale_inv), at(data_t), at(scale_inv_t))
+        self._cast(
+            *(storing or words), of_rows, of_columns, counted,
+            at(data), at(scale_inv), at(data_t), at(scale_inv_t),
+        )  # fmt: skip
         return outputs
 
 
@@ -180,7 +193,7 @@ class BlockPlan(CastPlan):
         kernel = quantize_blocks_kernel(self._values, self._fp8, task.how.layout.value, *self._usage, task.counts)
         return kernel, self.rows, self.columns, *scaling, *self.operands.pitches
 
-    def __call__(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
         at = self.at
         outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
         counted = 0 if counts is None else at(counts)

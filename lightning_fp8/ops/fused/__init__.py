@@ -14,7 +14,7 @@ from lightning_fp8.ops import HIGH_PRECISION, Quantized, gives_a_view, quantized
 from lightning_fp8.ops.fused import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.fused import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.fused import schema as _schema  # (defines the ops)
-from lightning_fp8.ops.fused.schema import norm_to
+from lightning_fp8.ops.fused.schema import activation_to, norm_to
 from lightning_fp8.ops.how import how_to
 from lightning_fp8.scaled import Cast, Layout
 
@@ -75,8 +75,8 @@ def norm_quantize(
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    norm = norm_to(rms, eps, zero_centered)
-    *operands, statistics = _ops.norm_quantize.default(x, weight, bias, norm, how, scale, seen, counts)
+    how = f"{norm_to(rms, eps, zero_centered)}, {how}"
+    *operands, statistics = _ops.norm_quantize.default(x, weight, bias, how, scale, seen, counts)
     return Normalized(quantized(operands, cast, rowwise, columnwise, view), statistics)
 
 
@@ -101,8 +101,8 @@ def norm_backward(
         statistics: what it gave.
         bias: whether to give its gradient.
     """
-    norm = norm_to(rms, 0.0, zero_centered)
-    dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm, bias)
+    norm = norm_to(rms, 0.0, zero_centered, bias)
+    dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
     return dx, dweight, dbias if bias else None
 
 
@@ -134,7 +134,7 @@ def activation_quantize(
     _check_activation(activation, x)
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    operands = _ops.activation_quantize.default(x, activation, how, scale, seen, counts)
+    operands = _ops.activation_quantize.default(x, f"{activation}, {how}", scale, seen, counts)
     return quantized(operands, cast, rowwise, columnwise, view)
 
 
@@ -171,9 +171,8 @@ def activation_backward_quantize(
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    *operands, dbias = _ops.activation_backward_quantize.default(
-        dy, x, activation, bias_dtype, how, scale, seen, counts
-    )
+    how = f"{activation_to(activation, bias_dtype)}, {how}"
+    *operands, dbias = _ops.activation_backward_quantize.default(dy, x, how, scale, seen, counts)
     return quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
 
 

@@ -2,114 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.fallback import current_device, planned
+from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
-from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.how import parsed
-from lightning_fp8.ops.operands import NAMES, allocator, nothing
-from lightning_fp8.ops.plans import KEPT_PLANS, CastPlan, Task, plan_of
+from lightning_fp8.ops.fused.schema import ActivationKind, parsed_activation
+from lightning_fp8.ops.how import NAMES, parsed
+from lightning_fp8.ops.operands import allocator, nothing
+from lightning_fp8.ops.plans import Task, plan_of
 
 
 def activation_quantize(
-    x: Tensor,
-    activation: str,
-    how: str,
-    scale: Tensor | None = None,
-    seen: Tensor | None = None,
-    counts: Tensor | None = None,
+    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Results:
-    address, given, observes, counted = x.data_ptr() % 16, scale is not None, seen is not None, counts is not None
-    planned = _activation_plan(
-        x.device, x.dtype, x.shape, x.stride(), address, activation, how, given, observes, counted
-    )
-    if planned is None:
-        return activation_quantize(x.contiguous(), activation, how, scale, seen, counts)
-    plan, pitch = planned
-    return plan((plan.at(x), pitch), scale, seen, counts)
+    op = _activation_plan(
+        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+        how, scale is not None, seen is not None, counts is not None,
+    )  # fmt: skip
+    return op(x, how, scale, seen, counts)
 
 
-@lru_cache(KEPT_PLANS)
+@planned(reference.activation_quantize, how_at=1)
 def _activation_plan(
     device: torch.device,
     dtype: torch.dtype,
     shape: Sequence[int],
     strides: Sequence[int],
     address: int,
-    activation: str,
     how: str,
     given: bool,
     observes: bool,
     counts: bool,
-) -> tuple[CastPlan, int] | None:
-    """The plan, and the pitch of x; None if x has to be made contiguous first."""
+) -> Callable[..., Results]:
     from cuda_kernels.activation import activation_source
 
     x = place_of(dtype, shape, strides, address)
     if x is None:
-        return None
-    rows, columns = shape[0], shape[1] // 2 if is_gated(activation) else shape[1]
-    source = activation_source(activation, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
-    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)), x.pitch
+        return lambda x, *args: activation_quantize(x.contiguous(), *args)
+    kind = parsed_activation(how)
+    rows, columns = shape[0], shape[1] // 2 if kind.is_gated else shape[1]
+    source = activation_source(kind.name, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
+    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)).of_one(x.pitch)
 
 
 def activation_backward_quantize(
     dy: Tensor,
     x: Tensor,
-    activation: str,
-    bias_dtype: torch.dtype | None,
     how: str,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Results:
-    plan = _activation_backward_plan(
-        x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+    op = _activation_backward_plan(
+        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
         dy.dtype, dy.shape, dy.stride(), dy.data_ptr() % 16,
-        activation, bias_dtype, how, scale is not None, seen is not None, counts is not None,
+        how, scale is not None, seen is not None, counts is not None,
     )  # fmt: skip
-    if plan is None:
-        dy, x = dy.contiguous(), x.contiguous()
-        return activation_backward_quantize(dy, x, activation, bias_dtype, how, scale, seen, counts)
-    return plan(dy, x, scale, seen, counts)
+    return op(dy, x, how, scale, seen, counts)
 
 
 class _ActivationBackward:
     """The gradient, cast; and, where a dtype for it is given, its sum over rows."""
 
     def __init__(
-        self, device: torch.device, activation: str, shape: Sequence[int], x: Place, dy: Place, task: Task,
-        bias_dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+        self, device: torch.device, kind: ActivationKind, shape: Sequence[int], x: Place, dy: Place, task: Task
+    ) -> None:
         from cuda_kernels.activation import activation_backward_source
         from cuda_kernels.column_sums import summed_source
 
         rows, columns = shape
         aligned = x.comes_in(4) and dy.comes_in(4)
-        source = activation_backward_source(activation, NAMES[x.dtype], NAMES[dy.dtype], aligned)
-        self._sums = ColumnSums(device, -(-rows // 16), columns, bias_dtype, 1) if bias_dtype else None
-        self._cast = plan_of(device, source, rows, columns, task, summed_source(source) if bias_dtype else None)
-        self._allocate, self._columns, self._bias_dtype = allocator(device), columns, bias_dtype
-        self._pitches = x.pitch, dy.pitch
+        source = activation_backward_source(kind.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        self._sums = ColumnSums(device, -(-rows // 16), columns, kind.bias, 1) if kind.bias else None
+        plan = plan_of(device, source, rows, columns, task, summed_source(source) if kind.bias else None)
+        self._at, self._cast, self._pitches = plan.at, plan.cast, (x.pitch, dy.pitch)
+        self._allocate, self._dbias = allocator(device), ((columns,), (1,), kind.bias or torch.float32)
+        self._no_bias = nothing(device, torch.float32)
 
-    def __call__(
-        self, dy: Tensor, x: Tensor, scale: Tensor | None, seen: Tensor | None, counts: Tensor | None
+    def op(
+        self, dy: Tensor, x: Tensor, how: str, scale: Tensor | None, seen: Tensor | None, counts: Tensor | None
     ) -> Results:
-        cast, sums, (x_pitch, dy_pitch) = self._cast, self._sums, self._pitches
-        words = cast.at(x), x_pitch, cast.at(dy), dy_pitch
-        if sums is None or self._bias_dtype is None:
-            return *cast(words, scale, seen, counts), nothing(x.device, torch.float32)
-        dbias, partials = self._allocate((self._columns,), (1,), self._bias_dtype), sums.partials()
-        outputs = cast(words, scale, seen, counts, (*words, cast.at(partials)))
-        sums(partials, dbias)
+        at, sums, (x_pitch, dy_pitch) = self._at, self._sums, self._pitches
+        words = at(x), x_pitch, at(dy), dy_pitch
+        if sums is None:
+            return *self._cast(words, scale, seen, counts), self._no_bias
+        dbias, partials = self._allocate(*self._dbias), sums.partials()
+        outputs = self._cast(words, scale, seen, counts, (*words, at(partials)))
+        sums.add(partials, dbias)
         return *outputs, dbias
 
 
-@lru_cache(KEPT_PLANS)
+@planned(reference.activation_backward_quantize, how_at=2)
 def _activation_backward_plan(
     device: torch.device,
     dtype: torch.dtype,
@@ -120,16 +107,13 @@ def _activation_backward_plan(
     dy_shape: Sequence[int],
     dy_strides: Sequence[int],
     dy_address: int,
-    activation: str,
-    bias_dtype: torch.dtype | None,
     how: str,
     given: bool,
     observes: bool,
     counts: bool,
-) -> _ActivationBackward | None:
-    """The plan; None if x or dy have to be made contiguous first."""
+) -> Callable[..., Results]:
     x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, dy_shape, dy_strides, dy_address)
     if x is None or dy is None:
-        return None
+        return lambda dy, x, *args: activation_backward_quantize(dy.contiguous(), x.contiguous(), *args)
     task = Task(parsed(how), given, observes, counts)
-    return _ActivationBackward(device, activation, shape, x, dy, task, bias_dtype)
+    return _ActivationBackward(device, parsed_activation(how), shape, x, dy, task).op

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.fallback import refuse_empty
-from lightning_fp8.ops.operands import NAMES, allocator, comes_in_vectors
+from lightning_fp8.ops.how import NAMES
+from lightning_fp8.ops.operands import allocator, comes_in_vectors
 
 Results = tuple[Tensor, ...]
 
@@ -46,14 +47,16 @@ class ColumnSums:
         from cuda_kernels import column_sums, launch
 
         self.pitch = -(-columns // 4) * 4
-        self._at, self._allocate, self._count = launch.address_on(device), allocator(device), of * n * self.pitch
+        self._at, self._allocate = launch.address_on(device), allocator(device)
+        self._partials = (of * n * self.pitch,), (1,), torch.float32
         blocks = of * -(-columns // column_sums.COLUMNS)
-        self._start = launch.Launch(column_sums.column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device)
+        kernel = column_sums.column_sums_kernel(NAMES[dtype])
+        self._start = launch.Launch(kernel, blocks, (n, columns), device).start
 
     def partials(self) -> Tensor:
         """Memory for the partial sums."""
-        return self._allocate((self._count,), (1,), torch.float32)
+        return self._allocate(*self._partials)
 
-    def __call__(self, partials: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+    def add(self, partials: Tensor, out: Tensor, other: Tensor | None = None) -> None:
         at = self._at
         self._start(at(partials), at(out), 0 if other is None else at(other), self.pitch)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_norm
+from lightning_fp8.ops.fused.schema import NormKind, parsed_activation, parsed_norm
 from lightning_fp8.ops.reference import quantize
 from lightning_fp8.ops.schema import NAMESPACE
 
@@ -20,14 +20,13 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: str,
     how: str,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.norm_quantize`."""
-    kind, x = parsed_norm(norm), x.float()
+    kind, x = parsed_norm(how), x.float()
     means = [] if kind.rms else [x.mean(1)]
     centered = x if kind.rms else x - means[0][:, None]
     rstd = torch.rsqrt(centered.square().mean(1) + kind.eps)
@@ -38,7 +37,7 @@ def norm_quantize(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str, bias: bool
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.fused.norm_backward`."""
     kind, dy, rstd = parsed_norm(norm), dy.float(), statistics[-1]
@@ -48,7 +47,7 @@ def norm_backward(
     if not kind.rms:
         dx = dx - g.mean(1, keepdim=True)
     dweight = (dy * normalized).sum(0).to(weight.dtype)
-    return (dx * rstd[:, None]).to(x.dtype), dweight, dy.sum(0).to(weight.dtype) if bias else weight.new_empty(0)
+    return (dx * rstd[:, None]).to(x.dtype), dweight, dy.sum(0).to(weight.dtype) if kind.bias else weight.new_empty(0)
 
 
 def _gamma(weight: Tensor, kind: NormKind) -> Tensor:
@@ -121,16 +120,12 @@ ACTIVATIONS = {
 
 
 def activation_quantize(
-    x: Tensor,
-    activation: str,
-    how: str,
-    scale: Tensor | None = None,
-    seen: Tensor | None = None,
-    counts: Tensor | None = None,
+    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_quantize`."""
-    value, _ = ACTIVATIONS[activation]
-    if is_gated(activation):
+    kind = parsed_activation(how)
+    value, _ = ACTIVATIONS[kind.name]
+    if kind.is_gated:
         x, gate = x.float().chunk(2, 1)
         y = value(x) * gate
     else:
@@ -141,22 +136,21 @@ def activation_quantize(
 def activation_backward_quantize(
     dy: Tensor,
     x: Tensor,
-    activation: str,
-    bias_dtype: torch.dtype | None,
     how: str,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_backward_quantize`."""
-    value, backward = ACTIVATIONS[activation]
+    kind = parsed_activation(how)
+    value, backward = ACTIVATIONS[kind.name]
     dy, x = dy.float(), x.float()
-    if is_gated(activation):
+    if kind.is_gated:
         x, gate = x.chunk(2, 1)
         dx = torch.cat([backward(dy * gate, x), dy * value(x)], 1)
     else:
         dx = backward(dy, x)
-    dbias = dx.sum(0).to(bias_dtype) if bias_dtype else dx.new_empty(0)
+    dbias = dx.sum(0).to(kind.bias) if kind.bias else dx.new_empty(0)
     return *quantize(dx, how, scale, seen, counts), dbias
 
 

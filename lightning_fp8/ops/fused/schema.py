@@ -1,6 +1,7 @@
 """The schemas of ops that compute a tensor and cast it in one go, and their shapes on fake and meta tensors.
 
-They cast as ``quantize`` does, with the same last arguments; see :mod:`lightning_fp8.ops.schema`.
+They cast as ``quantize`` does, with the same last arguments; see :mod:`lightning_fp8.ops.schema`. ``how`` says first
+what is cast: ``"rms eps=1e-05, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e5m2 tensor rowwise"``.
 """
 
 from __future__ import annotations
@@ -11,37 +12,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.how import options_of, parsed
+from lightning_fp8.ops.how import DTYPES, NAMES, options_of, parsed
 from lightning_fp8.ops.schema import CAST, NAMESPACE, OPERANDS, fake_operands
 
 torch.library.define(
     f"{NAMESPACE}::norm_quantize",
-    f"(Tensor x, Tensor weight, Tensor? bias, str norm, {CAST}) -> ({OPERANDS}, Tensor statistics)",
+    f"(Tensor x, Tensor weight, Tensor? bias, {CAST}) -> ({OPERANDS}, Tensor statistics)",
 )
 torch.library.define(
     f"{NAMESPACE}::norm_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str norm, bool bias)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str norm) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
-torch.library.define(f"{NAMESPACE}::activation_quantize", f"(Tensor x, str activation, {CAST}) -> ({OPERANDS})")
+torch.library.define(f"{NAMESPACE}::activation_quantize", f"(Tensor x, {CAST}) -> ({OPERANDS})")
 torch.library.define(
     f"{NAMESPACE}::activation_backward_quantize",
-    f"(Tensor dy, Tensor x, str activation, ScalarType? bias_dtype, {CAST}) -> ({OPERANDS}, Tensor dbias)",
+    f"(Tensor dy, Tensor x, {CAST}) -> ({OPERANDS}, Tensor dbias)",
 )
 
 
 class NormKind(NamedTuple):
-    """What ``norm`` says, in words: ``"rms eps=1e-05"``, ``"layer eps=1e-06 zero_centered"``.
+    """A norm, in words: ``"rms eps=1e-05"``, ``"layer eps=1e-06 zero_centered"``, of a gradient ``"layer bias"``.
 
     Attributes:
         rms: RMSNorm, not LayerNorm; it has no mean.
         eps: added to the variance.
         zero_centered: the weight holds the factor minus 1.
+        bias: the gradient of a bias is asked for.
     """
 
     rms: bool
     eps: float
     zero_centered: bool
+    bias: bool
 
     @property
     def statistics(self) -> int:
@@ -49,28 +51,64 @@ class NormKind(NamedTuple):
         return 1 if self.rms else 2
 
 
-def norm_to(rms: bool, eps: float, zero_centered: bool) -> str:
+def norm_to(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
     """The string for a norm."""
-    return f"{'rms' if rms else 'layer'} eps={eps!r}" + " zero_centered" * zero_centered
+    return f"{'rms' if rms else 'layer'} eps={eps!r}" + " zero_centered" * zero_centered + " bias" * bias
 
 
 @lru_cache
 def parsed_norm(text: str) -> NormKind:
-    """What ``text`` says.
+    """What ``text`` says before a comma.
 
     Raises:
         ValueError: it says something else.
     """
-    name, _, words = text.partition(" ")
+    name, _, words = text.partition(", ")[0].partition(" ")
     if name not in ("layer", "rms"):
-        raise ValueError(f"norm={text!r} begins with neither layer nor rms")
-    said = options_of(words, ("eps", "zero_centered"))
-    return NormKind(name == "rms", float(said.get("eps", 0.0)), "zero_centered" in said)
+        raise ValueError(f"{text!r} begins with neither layer nor rms")
+    said = options_of(words, ("eps", "zero_centered", "bias"))
+    return NormKind(name == "rms", float(said.get("eps", 0.0)), "zero_centered" in said, "bias" in said)
+
+
+class ActivationKind(NamedTuple):
+    """An activation, in words: ``"swiglu"``, of a gradient ``"gelu bias=bfloat16"``.
+
+    Attributes:
+        name: of the activation.
+        bias: dtype of the gradient's sum over rows, if it is asked for.
+    """
+
+    name: str
+    bias: torch.dtype | None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the second half of x multiplies the activation of its first."""
+        return is_gated(self.name)
 
 
 def is_gated(activation: str) -> bool:
-    """Whether the second half of x multiplies the activation of its first."""
+    """See :attr:`ActivationKind.is_gated`."""
     return activation.endswith("glu")
+
+
+def activation_to(name: str, bias: torch.dtype | None = None) -> str:
+    """The string for an activation."""
+    return name if bias is None else f"{name} bias={NAMES[bias]}"
+
+
+@lru_cache
+def parsed_activation(text: str) -> ActivationKind:
+    """What ``text`` says before a comma.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    name, _, words = text.partition(", ")[0].partition(" ")
+    bias = options_of(words, ("bias",)).get("bias")
+    if not (bias is None or bias in DTYPES):
+        raise ValueError(f"{text!r} gives bias={bias}; use one of {', '.join(DTYPES)}")
+    return ActivationKind(name, None if bias is None else DTYPES[bias])
 
 
 @torch.library.register_fake(f"{NAMESPACE}::norm_quantize")
@@ -78,33 +116,28 @@ def _norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: str,
     how: str,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    statistics = x.new_empty(parsed_norm(norm).statistics, x.shape[0], dtype=torch.float32)
+    statistics = x.new_empty(parsed_norm(how).statistics, x.shape[0], dtype=torch.float32)
     return (*fake_operands(x, x.shape[0], x.shape[1], parsed(how)), statistics)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::norm_backward")
 def _norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str, bias: bool
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape if bias else 0)
+    of_bias = weight.shape if parsed_norm(norm).bias else 0
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(of_bias)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::activation_quantize")
 def _activation_quantize(
-    x: Tensor,
-    activation: str,
-    how: str,
-    scale: Tensor | None = None,
-    seen: Tensor | None = None,
-    counts: Tensor | None = None,
+    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    columns = x.shape[1] // 2 if is_gated(activation) else x.shape[1]
+    columns = x.shape[1] // 2 if parsed_activation(how).is_gated else x.shape[1]
     return fake_operands(x, x.shape[0], columns, parsed(how))
 
 
@@ -112,13 +145,11 @@ def _activation_quantize(
 def _activation_backward_quantize(
     dy: Tensor,
     x: Tensor,
-    activation: str,
-    bias_dtype: torch.dtype | None,
     how: str,
     scale: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    columns = x.shape[1]
-    dbias = x.new_empty(columns if bias_dtype else 0, dtype=bias_dtype or torch.float32)
+    columns, dtype = x.shape[1], parsed_activation(how).bias
+    dbias = x.new_empty(columns if dtype else 0, dtype=dtype or torch.float32)
     return (*fake_operands(x, x.shape[0], columns, parsed(how)), dbias)

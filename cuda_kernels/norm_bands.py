@@ -1,0 +1,99 @@
+"""A normalized tensor to FP8 with a given scale, transposed too, from one launch.
+
+A block takes a band of 16 rows: their statistics first, and then, while the rows are still in the second cache, their
+codes. A column's 16 codes of a band leave as one vector.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from cuda_kernels.codec import ITEM_BYTES, quad_magnitude
+from cuda_kernels.launch import Kernel
+from cuda_kernels.norm import Norm, long_row_statistics, normalized_source, rstd_address
+from cuda_kernels.ptx import (
+    atomic_max,
+    divide,
+    dynamic_shared,
+    f32,
+    float8x4,
+    i32,
+    i64,
+    load_f32,
+    load_relaxed,
+    store_16,
+    store_f32,
+    u32,
+    unsigned_max,
+)
+from cuda_kernels.tile import THREADS, WARP_ROWS, WARPS, block_max, store_row, transpose_quads
+
+BAND = WARP_ROWS
+_ONE = np.float32(1)
+
+
+@cache
+def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
+    """``statistics`` as in ``norm.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
+
+    ``scale [1]`` is not 0; ``observe`` raises ``seen [1]`` to the tensor's amax. Pitches of both copies are multiples
+    of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
+    """
+    source, pack = normalized_source(norm, aligned), float8x4[fp8]
+    load, decode, held = source.load, source.decode, source.registers
+    statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
+    has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
+
+    def normalize_bands(
+        x, scale, seen, out, out_scale, out_t,
+        rows, columns, eps, out_pitch, out_t_pitch,
+    ):  # fmt: skip
+        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        lane, warp = thread & 31, thread >> 5
+        first = i32(BAND) * cuda.blockIdx.x
+        for index in range(BAND // WARPS):
+            row = first + warp + i32(WARPS * index)
+            address = x[0] + i64(row) * x[1] * item
+            m, r = statistics(address, columns, row < rows, lane, eps, shared, thread)
+            if lane == 0 and row < rows:
+                if has_mean:
+                    store_f32(x[4] + i64(row) * 4, m)
+                store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
+        cuda.syncthreads()
+
+        factor, largest, start = load_f32(scale), u32(0), i32(0)
+        if cuda.blockIdx.x == 0 and thread == 0:
+            store_f32(out_scale, divide(_ONE, factor))
+        while start < columns:
+            column = start + 4 * thread
+            registers, words = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
+            load(x, rows, columns, first, column, registers)
+            for step in range(WARP_ROWS):
+                a, b, c, d = decode(registers, step)
+                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                if observe:
+                    largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
+                if rowwise:
+                    store_row(out, out_pitch, first + step, rows, column, words[step])
+            transpose_quads(words)
+            for step in range(4):
+                if column + step < columns:
+                    address = out_t + i64(column + step) * out_t_pitch + i64(first)
+                    store_16(address, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+            start += i32(4 * THREADS)
+        if observe:
+            largest = block_max(largest, shared, thread)
+            if thread == 0 and largest > load_relaxed(seen):
+                atomic_max(seen, largest)
+
+    return Kernel(
+        f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
+        normalize_bands,
+        (source.words_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        THREADS,
+        shared_bytes=32,
+        blocks_per_multiprocessor=source.blocks,
+    )
