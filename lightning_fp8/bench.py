@@ -13,7 +13,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,10 +72,12 @@ def candidates(of: Gemm, recipe: Recipe, device: torch.device) -> tuple[gemm.Job
     (a, scale_a, layout_a), (b, scale_b, layout_b) = operands
     left, right = Operand.at(gemm.place_of(a, scale_a), layout_a), Operand.at(gemm.place_of(b, scale_b), layout_b)
     job = gemm.job_of(device, left, right, how_to_multiply(layout_a, layout_b, torch.bfloat16, of.fast))
-    legal = [plan for plan in plans(job.problem) if plan is not Library.BF16]
-    return job, {
-        plan: partial(gemm.multiplier(job, plan), a, scale_a, b, scale_b, job.how, None, None) for plan in legal
-    }
+
+    def call_of(plan: Plan) -> Callable[[], Tensor]:
+        made = cache(partial(gemm.multiplier, job, plan))  # at the first call, whose error is reported
+        return lambda: made()(a, scale_a, b, scale_b, job.how, None, None)
+
+    return job, {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
 
 
 def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
