@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_kernels import launch
 from cuda_kernels.gemm import tuning
 from lightning_fp8.ops import cuda, fallback, gemm, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
@@ -168,6 +169,33 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
     ]
     assert not emulator.launched
     fallback.forget()
+
+
+def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch._scaled_mm takes it gets, and the rest is exact; one warning for all."""
+    monkeypatch.delitem(launch.EXECUTORS, "cpu")
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    taken: list[torch.Size] = []
+
+    def noted(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **rest: Any
+    ) -> torch.Tensor:
+        taken.append(a.shape)
+        return (a.float() @ b.float() * scale_a * scale_b).to(rest["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    fallback.forget()
+    x = torch.randint(-3, 4, (32, 64)).float()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
+            a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
+            right = (a.dequantize() @ b.dequantize().t()).bfloat16()
+            placed = [part for each in (a, b) for part in gemm.laid_out(each.data, each.scale_inv, each.layout)]
+            torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
+    fallback.forget()
+    assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
+    assert taken == [(32, 64)]
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
