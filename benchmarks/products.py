@@ -143,7 +143,7 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
         by = CUBLASLT if each is Library.CUBLASLT else OURS if each == best else f"{OURS}, {each}"
         target = work.target if by == OURS else {}
         result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, how, None, None
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, how, None, None, None
         try:
             call = partial(gemm.multiplier(job, each), *operands)
             result = replace(result, correct=_close(call(), exact))

@@ -241,6 +241,28 @@ def floats_into(count: int, dtype: str = "float32") -> Any:
     return intrinsic_of("floats_into", 2, lambda context, acc, into: (signature(void, registers(count), array), lower))
 
 
+@cache
+def largest_of_rows(count: int) -> Any:
+    """``(acc, left) -> (bits, bits)``: of the largest magnitude in its first row and in the row eight below.
+
+    ``left``: how many columns from the thread's first on are inside.
+    """
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        packed, left = values
+        largest = [_WORD(0), _WORD(0)]
+        for index, value in enumerate(unpack_tuple(builder, packed)):
+            bits = builder.and_(builder.bitcast(value, _WORD), _WORD(0x7FFFFFFF))
+            inside = builder.icmp_signed("<", _WORD(8 * (index >> 2) + (index & 1)), left)
+            bits, half = builder.select(inside, bits, _WORD(0)), index >> 1 & 1
+            larger = builder.icmp_unsigned(">", bits, largest[half])
+            largest[half] = builder.select(larger, bits, largest[half])
+        return pack_array(builder, largest)
+
+    results = registers(2, u32)
+    return intrinsic_of("largest_of_rows", 2, lambda context, *args: (signature(results, registers(count), i32), lower))
+
+
 _STORED = {
     ("float32", 1): "@p st.global.f32 [$0], $1;",
     ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",

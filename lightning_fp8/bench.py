@@ -75,7 +75,7 @@ def candidates(of: Gemm, recipe: Recipe, device: torch.device) -> tuple[gemm.Job
 
     def call_of(plan: Plan) -> Callable[[], Tensor]:
         made = cache(partial(gemm.multiplier, job, plan))  # at the first call, whose error is reported
-        return lambda: made()(a, scale_a, b, scale_b, job.how, None, None)
+        return lambda: made()(a, scale_a, b, scale_b, job.how, None, None, None)
 
     return job, {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
 

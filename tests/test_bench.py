@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64),))
+    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64, False),))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
     tuning.measured_on.cache_clear()

@@ -474,7 +474,7 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels that run, emulated: each legal plan is right, and has its ratio to what others need."""
     monkeypatch.setattr(products, "TINY_LAYERS", ())
-    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64),))
+    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64, False),))
     with executing(Emulator()):
         results = list(products.run(Plan(torch.device("cpu"), dry=True)))
     ours = [result for result in results if result.by.startswith(OURS)]

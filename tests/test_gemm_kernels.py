@@ -17,7 +17,7 @@ from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8Roww
 from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.gemm_cases import CASES, multiplying, operand
-from tests.kernel_cases import E4M3, Case
+from tests.kernel_cases import E4M3, E5M2, Case
 
 pytestmark = needs_compilers
 
@@ -126,6 +126,20 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
     assert promoted_error < 1e-3 < fast_error
+
+
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> None:
+    """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
+    a, b, one, seen = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
+    a[7, 5] = value
+    operands = [part for x in (a, b) for part in gemm.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
+    with multiplying(*tile):
+        out = gemm.scaled_mm(*operands, how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32), None, seen)
+    torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
+    expected = out.abs().max()
+    torch.testing.assert_close(seen, expected, equal_nan=True, rtol=0.0, atol=0.0)
 
 
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

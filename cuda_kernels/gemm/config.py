@@ -83,13 +83,26 @@ def cublaslt_takes(problem: Problem) -> bool:
 
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
-_SHAPES = ((2, 1, 256), (2, 2, 128), (2, 1, 128), (1, 1, 256), (1, 1, 128), (2, 1, 64), (1, 1, 64))
-"""Warpgroups, times 64 rows of each, columns."""
+_SHAPES = (
+    (2, 1, 256, False),
+    (2, 2, 128, False),
+    (2, 1, 256, True),
+    (2, 2, 128, True),
+    (2, 1, 128, False),
+    (2, 1, 128, True),
+    (1, 1, 256, False),
+    (1, 1, 128, False),
+    (2, 1, 64, False),
+    (1, 1, 64, False),
+)
+"""Warpgroups, times 64 rows of each, columns, and whether the warpgroups alternate."""
 
 
 def _hopper_tiles(problem: Problem) -> Iterator[Tile]:
-    for groups, waves, columns in _SHAPES:
-        tile = Tile(groups, waves, columns, stages=4, staged=problem.aligned, even=problem.even)
+    for groups, waves, columns, alternate in _SHAPES:
+        tile = Tile(
+            groups, waves, columns, stages=4, staged=problem.aligned, even=problem.even, alternate=alternate
+        )  # fmt: skip
         shared = replace(tile, cluster=2, shares_a=tile.rows > columns)
         for clustered in (tile, shared)[: problem.multiprocessors]:
             fitted = _fitted(clustered, problem.product)
@@ -170,4 +183,6 @@ def _clocks(tile: Tile | MmaTile, problem: Problem) -> float:
     rounds = -(-down * across // (problem.multiprocessors // cluster * cluster))
     step = max(rows * columns * 128 / 4096, loaded * 128 / 28)
     promoting = problem.product.promote or problem.product.scaling.along_k
-    return rounds * (-(-problem.k // 128) * step * (1.1 if promoting else 1.0) + 1500 + rows * columns / 16)
+    end = 1500 + rows * columns / 16
+    ends = 1 if isinstance(tile, Tile) and tile.alternate else rounds
+    return rounds * -(-problem.k // 128) * step * (1.1 if promoting else 1.0) + ends * end

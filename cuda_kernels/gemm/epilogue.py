@@ -1,4 +1,4 @@
-"""What happens to a tile when its products are summed up: scaled, biased, rounded, and stored."""
+"""What happens to a tile when its products are summed up: scaled, biased, observed, rounded, and stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,24 @@ from cuda_kernels.hopper import (
     tensor_add,
     tensor_store,
 )
-from cuda_kernels.ptx import from_bits, i64, load_4_if, shared_store_8, u32
+from cuda_kernels.ptx import (
+    asm,
+    atomic_max,
+    bits,
+    f32,
+    from_bits,
+    i64,
+    load_4_if,
+    load_relaxed,
+    shared_store_8,
+    u32,
+    unsigned_max,
+    warp_max,
+)
 from cuda_kernels.registers import (
     add_columns,
     floats_into,
+    largest_of_rows,
     pairs_into,
     scale_all,
     scale_columns,
@@ -36,19 +50,20 @@ _CHUNK_BYTES = 64 * 128
 
 @cache
 def finisher(product: Product, count: int, even: bool) -> Any:
-    """A device function ``(acc, factors, row, m, column, n) -> acc``: scaled, and with its bias.
+    """A device function ``(acc, factors, row, m, column, n) -> acc``: scaled, with its bias, and observed.
 
-    ``factors``: the product of two scales of tensors, and the addresses of both scales and bias. ``row``, ``column``:
-    of the thread's first register in the result.
+    ``factors``: the product of two scales of tensors, and the addresses of both scales, bias and the largest magnitude
+    seen. ``row``, ``column``: of the thread's first register in the result.
     """
     by_row, whole = product.scaling is Scaling.ROW, product.scaling is Scaling.TENSOR
-    has_bias = product.bias is not None
+    has_bias, has_amax = product.bias is not None, product.amax
+    largest, raise_to = largest_of_rows(count), _raiser(product.out)
     times, times_rows, times_columns = scale_all(count), scale_rows(count), scale_columns(count, even)
     plus_bias = add_columns(count, product.bias or "float32", even)
 
     @device
     def finish(acc, factors, row, m, column, n):
-        scale, scale_a, scale_b, bias = factors
+        scale, scale_a, scale_b, bias, seen = factors
         if by_row:
             s = from_bits(load_4_if(scale_a + i64(row) * 4, row < m))
             u = from_bits(load_4_if(scale_a + i64(row + 8) * 4, row + 8 < m))
@@ -57,9 +72,37 @@ def finisher(product: Product, count: int, even: bool) -> Any:
             acc = times(acc, scale)
         if has_bias:
             acc = plus_bias(acc, bias, column, n)
+        if has_amax:
+            above, below = largest(acc, n - column)
+            raise_to(seen, unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
         return acc
 
     return finish
+
+
+def _raiser(out: str) -> Any:
+    """A device function ``(seen, bits)``: raises the number at ``seen`` to the warp's largest, rounded.
+
+    Rounding keeps the order: the largest of rounded values is the largest, rounded.
+    """
+    rounded = _ROUNDED[out]
+
+    @device
+    def raise_to(seen, value):
+        value = bits(rounded(from_bits(warp_max(value))))
+        # Most tiles raise nothing: a read is cheaper than an atomic operation on one address.
+        if cuda.threadIdx.x & 31 == 0 and value > load_relaxed(seen):
+            atomic_max(seen, value)
+
+    return raise_to
+
+
+_ROUNDED = {
+    "bfloat16": asm("{ .reg .b16 h, z; cvt.rn.bf16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {z, h}; }", f32, f32),
+    "float16": asm("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.f32.f16 $0, h; }", f32, f32),
+    "float32": asm("mov.f32 $0, $1;", f32, f32),
+}
+"""float32 to a dtype and back."""
 
 
 @cache

@@ -3,7 +3,8 @@
 One warp of a block, the producer, copies 128 bytes of each row of A and B at a time to a ring of places in shared
 memory; the other warpgroups multiply them. Two barriers guard each place: ``full`` counts the bytes that arrived,
 ``empty`` the warpgroups that are done with it. Step ``t`` of a block has place ``t mod stages`` in the ring's round
-``t div stages``, and the round's parity is that of the barriers.
+``t div stages``, and the round's parity is that of the barriers. Where warpgroups alternate, barrier ``turn`` of each
+says that the other has multiplied its tile: the parity of a place is only that of the round before, or of this.
 """
 
 from __future__ import annotations
@@ -72,23 +73,25 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     """``out [m, n]``, blocks taking every n-th tile; see :class:`Product` and :class:`Tile`.
 
     Parameters are tensor maps of A, B and out, with scales along K also of the scales; then the addresses of both
-    scales, bias and out, and the pitches of out's rows and of B's scales; then m, n and k. What there is none of is 0.
+    scales, bias, the largest magnitude seen and out, and the pitches of out's rows and of B's scales; then m, n and k.
+    What there is none of is 0.
     """
     scaling, promote = product.scaling, product.promote or product.scaling.along_k
     groups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
+    alternate, taking_turns = tile.alternate, tile.groups // tile.sharing
     rows, count, last_stage, log = tile.rows, columns // 2, stages - 1, stages.bit_length() - 1
     at = places(tile, scaling)
     a_bytes, b_bytes = rows * _K, columns * _K
     arriving = a_bytes + b_bytes
     arriving += 4 * rows if scaling.along_k else 0
     arriving += 4 * columns if scaling is Scaling.BLOCKS else 0
-    at_b, at_scale_a, at_scale_b, at_full, at_empty = (
-        at[name] for name in ("b", "scale_a", "scale_b", "full", "empty")
+    at_b, at_scale_a, at_scale_b, at_full, at_empty, at_turn = (
+        at[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "turn")
     )
     share_a, share_b = tile.shares_a and cluster > 1, not tile.shares_a and cluster > 1
     a_part, b_part = rows // (cluster if share_a else 1), columns // (cluster if share_b else 1)
     unit_rows, unit_columns = rows * (cluster if share_b else 1), columns * (cluster if share_a else 1)
-    everyone, releases = (1 << cluster) - 1, groups * cluster * (4 if scaling.along_k else 1)
+    everyone, releases = (1 << cluster) - 1, tile.sharing * cluster * (4 if scaling.along_k else 1)
     zero, multiply = zeros(count), wgmma(columns, product.a, product.b)
     finish, finish_older = wgmma_wait(count, 0), wgmma_wait(count, 1)
     plus, plus_rows, plus_both = add(count), add_rows(count), add_rows_and_columns(count)
@@ -167,17 +170,19 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
 
     @device
     def consume(
-        smem, maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n,
+        smem, maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n,
         unit, units, m_units, n_units, steps, rank, group,
     ):  # fmt: skip
         thread = cuda.threadIdx.x & 127
-        lane, warp, t = thread & 31, broadcast(thread >> 5), 0
+        lane, warp, t, turn = thread & 31, broadcast(thread >> 5), 0, group
         mine = group * (64 * waves)  # the group's first row in the tile
+        if alternate:
+            mine, t, unit = 0, group * steps, unit + group * quotient(cuda.gridDim.x, i32(cluster))
         line = mine + warp * 16 + (lane >> 2)
         both = np.float32(1)
         if not along_k and not by_row:
             both = load_f32(scale_a) * load_f32(scale_b)
-        factors = both, scale_a, scale_b, bias
+        factors = both, scale_a, scale_b, bias, seen
         while unit < units:
             i, j = corner(unit, m_units, n_units)
             row, column = i * unit_rows + mine, j * unit_columns
@@ -187,6 +192,9 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                 column += rank * columns
             acc, other, part = zero(), zero(), zero()
             of_block = scale_b + i64(column >> 7) * scale_b_pitch * 4
+            if alternate:  # the first tile is the first group's at once
+                barrier_wait(smem + at_turn + 8 * group, (turn & 1) ^ 1)
+                turn += 1
             for step in range(steps):
                 place = t & last_stage
                 scale = np.float32(1)
@@ -212,6 +220,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                     if step > 0:
                         release(smem + at_empty, t - 1, thread)
                 t += 1
+            if alternate and thread == 0:
+                barrier_arrive(smem + at_turn + 8 * (group ^ 1))
             if not promote:
                 acc = finish(acc)
                 if steps > 0:
@@ -219,12 +229,14 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
             leave(acc, smem, maps[2], out, out_pitch, factors, group, thread, row, m, column, n)
             if two_waves:
                 leave(other, smem, maps[2], out, out_pitch, factors, group, thread, row + 64, m, column, n)
-            unit += quotient(cuda.gridDim.x, i32(cluster))
+            if alternate:
+                t += steps
+            unit += taking_turns * quotient(cuda.gridDim.x, i32(cluster))
         if staged and thread == 0:
             store_wait(0)
 
     @device
-    def run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k):
+    def run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k):
         smem = dynamic_shared()
         group, warp = broadcast(cuda.threadIdx.x >> 7), broadcast(cuda.threadIdx.x >> 5)
         rank = cluster_rank() if cluster > 1 else 0
@@ -232,6 +244,9 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
             for stage in range(stages):
                 barrier_init(smem + at_full + 8 * stage, 1)
                 barrier_init(smem + at_empty + 8 * stage, releases)
+            if alternate:
+                barrier_init(smem + at_turn, 1)
+                barrier_init(smem + at_turn + 8, 1)
             barrier_init_fence()
         if cluster > 1:
             cluster_sync()
@@ -247,7 +262,7 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         else:
             more_registers(_REGISTERS)
             consume(
-                smem, maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n,
+                smem, maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n,
                 unit, units, m_units, n_units, steps, rank, group,
             )  # fmt: skip
         if cluster > 1:
@@ -257,30 +272,30 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
 
         def gemm(
             map_a, map_b, map_out, map_scale_a, map_scale_b,
-            scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k,
+            scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k,
         ):  # fmt: skip
             maps_by_value()
             if cluster > 1:
                 in_clusters()
             of_scales = address_of(map_scale_a), address_of(map_scale_b)
             maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
-            run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+            run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k)
     else:
 
         def gemm(  # type: ignore[misc]
-            map_a, map_b, map_out, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k
+            map_a, map_b, map_out, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k
         ):
             maps_by_value()
             if cluster > 1:
                 in_clusters()
             none = i64(0)
             maps = address_of(map_a), address_of(map_b), address_of(map_out), none, none
-            run(maps, scale_a, scale_b, bias, out, out_pitch, scale_b_pitch, m, n, k)
+            run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k)
 
     return Kernel(
         f"gemm({product}, {tile})",
         gemm,
-        (*[tensor_map] * (5 if along_k else 3), *[i64] * 6, i32, i32, i32),
+        (*[tensor_map] * (5 if along_k else 3), *[i64] * 7, i32, i32, i32),
         tile.threads,
         shared_bytes=at["end"],
         cluster=cluster,

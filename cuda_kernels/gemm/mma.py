@@ -39,9 +39,10 @@ _K = 128
 def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     """``out [m, n]``, a block for each tile; see :class:`Product` and :class:`MmaTile`.
 
-    Parameters are address and pitch of A, B, A's scales and B's, the address of bias, address and pitch of out; then m,
-    n and k. Pitches are in elements. Addresses and pitches of A and B are multiples of 16. Scales of 1x128 have
-    rows side by side, those of 128x128 the blocks of a row. What there is none of is 0.
+    Parameters are address and pitch of A, B, A's scales and B's, the addresses of bias and of the largest magnitude
+    seen, address and pitch of out; then m, n and k. Pitches are in elements. Addresses and pitches of A and B are
+    multiples of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. What there is none of
+    is 0.
     """
     scaling, promote = product.scaling, product.promote or product.scaling.along_k
     rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
@@ -93,7 +94,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
             copy_scales(place + at_scale_b, scale_b + 4 * i64(step) * scale_b_pitch, columns, column, n)
 
     def mma_gemm(
-        a, a_pitch, b, b_pitch, scale_a, scale_a_pitch, scale_b, scale_b_pitch, bias, out, out_pitch, m, n, k
+        a, a_pitch, b, b_pitch, scale_a, scale_a_pitch, scale_b, scale_b_pitch, bias, seen, out, out_pitch, m, n, k
     ):  # fmt: skip
         smem, lane, warp = dynamic_shared(), cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         tile_row, tile_column = corner(
@@ -138,12 +139,12 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         both = np.float32(1)
         if not along_k and not by_row:
             both = load_f32(scale_a) * load_f32(scale_b)
-        leave(acc, out, out_pitch, (both, scale_a, scale_b, bias), row + first, m, column + pair, n)
+        leave(acc, out, out_pitch, (both, scale_a, scale_b, bias, seen), row + first, m, column + pair, n)
 
     return Kernel(
         f"mma_gemm({product}, {tile})",
         mma_gemm,
-        (*[i64] * 11, i32, i32, i32),
+        (*[i64] * 12, i32, i32, i32),
         threads,
         shared_bytes=tile.shared_bytes(scaling),
         architectures=("89", "120"),

@@ -35,6 +35,7 @@ class Product:
         accumulate: adds to ``out``, which is float32.
         promote: sums no more than 128 products in a tensor core, whose accumulator keeps about 14 bits (DeepSeek-V3,
             arXiv:2412.19437); the rest in float32.
+        amax: raises a given number to the largest magnitude of ``out``.
     """
 
     a: str
@@ -44,11 +45,12 @@ class Product:
     bias: str | None = None
     accumulate: bool = False
     promote: bool = True
+    amax: bool = False
 
     def __str__(self) -> str:
         words = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
         words += [f"bias={self.bias}"] * bool(self.bias)
-        words += ["accumulate"] * self.accumulate + ["promote"] * self.promote
+        words += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
         return " ".join(words)
 
 
@@ -59,6 +61,8 @@ class Tile:
     Attributes:
         groups: warpgroups of a block that multiply, 1 or 2.
         waves: how many times 64 rows each has; two are multiplied one after the other.
+        alternate: two warpgroups take turns at whole tiles, one multiplying while the other's results leave
+            ("ping-pong"); else they share a tile.
         columns: of the result, a multiple of 64.
         stages: places for operands in shared memory, a power of 2.
         cluster: blocks that share what they load, 1 or 2.
@@ -78,10 +82,16 @@ class Tile:
     buffers: int = 2
     staged: bool = True
     even: bool = True
+    alternate: bool = False
+
+    @property
+    def sharing(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.alternate else self.groups
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups * self.waves
+        return 64 * self.sharing * self.waves
 
     @property
     def threads(self) -> int:
@@ -91,7 +101,8 @@ class Tile:
     def __str__(self) -> str:
         shared = f" cluster={self.cluster} {'A' if self.shares_a else 'B'}" if self.cluster > 1 else ""
         stored = f"staged {self.buffers}" if self.staged else "even" if self.even else "single"
-        return f"{self.rows}x{self.columns} {self.groups}x{self.waves} stages={self.stages}{shared} {stored}"
+        turns = " alternate" if self.alternate else ""
+        return f"{self.rows}x{self.columns} {self.groups}x{self.waves} stages={self.stages}{shared} {stored}{turns}"
 
 
 def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
@@ -109,6 +120,7 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
         ("scale_b", tile.stages * tile.columns * 4 if scaling is Scaling.BLOCKS else 0),
         ("full", 8 * tile.stages),
         ("empty", 8 * tile.stages),
+        ("turn", 16 if tile.alternate else 0),
     ):
         starts[name], at = at, at + size
     return {**starts, "end": at}

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     legal = plans(problem)
     if wish == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    alike = [each for each in measured if each.product == str(problem.product) and each.plan in legal]
+    product = str(replace(problem.product, amax=False))  # which makes no tile faster than another
+    alike = [each for each in measured if each.product == product and each.plan in legal]
     if wish == "numba":
         alike = [each for each in alike if not isinstance(each.plan, Library)]
     sizes = problem.m, problem.n, problem.k

@@ -99,6 +99,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32, rounded once.
 
@@ -108,6 +109,7 @@ def scaled_mm(
         bias: ``[N]``, added before rounding.
         out_dtype: bfloat16, float16 or float32.
         fast_accum: allow the tensor core's shorter accumulator (a hint; the CPU has none).
+        seen: float32 ``[]``, raised to the largest magnitude of the result, as :func:`observe` would.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
@@ -120,7 +122,7 @@ def scaled_mm(
             f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
         )
     how = how_to_multiply(a.layout, b.layout, out_dtype, fast_accum)
-    return _ops.scaled_mm.default(a.data, a.scale_inv, b.data, b.scale_inv, how, bias)
+    return _ops.scaled_mm.default(a.data, a.scale_inv, b.data, b.scale_inv, how, bias, seen)
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:

@@ -34,8 +34,9 @@ _SCALINGS = {
 }
 """Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.product.Scaling`."""
 
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Tensor | None", "Tensor | None"], Tensor]
-"""``(a, scale_a, b, scale_b, how, bias, out) -> out``; ``out`` is what to add to, or None."""
+Given = Tensor | None
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Given", "Given", "Given"], Tensor]
+"""``(a, scale_a, b, scale_b, how, bias, seen, out) -> out``; ``out`` is what to add to, or None."""
 
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
 """How an operand lies: dtype, shape, strides, its address modulo 16, and of its scales the strides and the address."""
@@ -88,33 +89,43 @@ def laid_out(data: Tensor, scale: Tensor, layout: Layout) -> tuple[Tensor, Tenso
 # --- Ops --------------------------------------------------------------------------------------------------------------
 
 
-def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
-    return _multiply(a, scale_a, b, scale_b, how, bias, None)
+def scaled_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given = None, seen: Given = None
+) -> Tensor:
+    return _multiply(a, scale_a, b, scale_b, how, bias, seen, None)
 
 
 def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     if out.dtype == torch.float32 and out.stride(1) == 1:
-        _multiply(a, scale_a, b, scale_b, how, None, out)
+        _multiply(a, scale_a, b, scale_b, how, None, None, out)
     else:
-        out += _multiply(a, scale_a, b, scale_b, how, None, None)
+        out += _multiply(a, scale_a, b, scale_b, how, None, None, None)
 
 
 def _multiply(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
 ) -> Tensor:
     of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
     of_out = None if out is None else (out.stride(0), out.data_ptr() % 16)
     multiply = _plan(
-        a.device, a.is_cuda and current_device(), place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out
-    )
-    return multiply(a, scale_a, b, scale_b, how, bias, out)
+        a.device, a.is_cuda and current_device(), place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out,
+        seen is not None,
+    )  # fmt: skip
+    return multiply(a, scale_a, b, scale_b, how, bias, seen, out)
 
 
 def exactly(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
 ) -> Tensor:
     """A product in BF16 or float32 that rounds no operand."""
     result = reference.scaled_mm(a, scale_a, b, scale_b, how, bias)
+    return _left(result, seen, out)
+
+
+def _left(result: Tensor, seen: Given, out: Given) -> Tensor:
+    """What is left to do where no kernel has done it."""
+    if seen is not None:
+        torch.ops.lightning_fp8.observe.default(result, seen)
     return result if out is None else out.add_(result)
 
 
@@ -125,11 +136,13 @@ def _planned_anywhere(
     how: str,
     bias: tuple[torch.dtype, int] | None,
     out: tuple[int, int] | None,
+    amax: bool,
     kernels: bool = True,
 ) -> Multiply:
     """What multiplies: our kernels, if ``kernels``, or a library.
 
-    ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16.
+    ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16; ``amax``: whether
+    ``seen`` is given.
     """
     from cuda_kernels import launch
     from cuda_kernels.gemm import tuning
@@ -142,7 +155,7 @@ def _planned_anywhere(
         return exactly
     if not (left.lies_well and right.lies_well):
         return _laid_out_first
-    job = job_of(device, left, right, how, bias, out)
+    job = job_of(device, left, right, how, bias, out, amax)
     wish = (os.environ.get(tuning.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     plan = tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish)
     return multiplier(job, plan) if kernels or isinstance(plan, Library) else exactly
@@ -152,10 +165,10 @@ _plan = planned(exactly, without_kernels=partial(_planned_anywhere, kernels=Fals
 
 
 def _laid_out_first(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
 ) -> Tensor:
     layout_a, layout_b, *_ = parsed_product(how)
-    return _multiply(*laid_out(a, scale_a, layout_a), *laid_out(b, scale_b, layout_b), how, bias, out)
+    return _multiply(*laid_out(a, scale_a, layout_a), *laid_out(b, scale_b, layout_b), how, bias, seen, out)
 
 
 class Job(NamedTuple):
@@ -176,8 +189,9 @@ def job_of(
     how: str,
     bias: tuple[torch.dtype, int] | None = None,
     out: tuple[int, int] | None = None,
+    amax: bool = False,
 ) -> Job:
-    """The product of these operands on ``device``; ``bias`` and ``out`` as in :func:`_plan`."""
+    """The product of these operands on ``device``; ``bias``, ``out`` and ``amax`` as in :func:`_planned_anywhere`."""
     from cuda_kernels import launch
     from cuda_kernels.gemm.config import Problem
     from cuda_kernels.gemm.product import Product, Scaling
@@ -185,7 +199,7 @@ def job_of(
     _, _, dtype, fast = parsed_product(how)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
     scaling, of_bias = Scaling[_SCALINGS[a.layout, b.layout]], None if bias is None else NAMES[bias[0]]
-    product = Product(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast)
+    product = Product(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast, amax)
     pitch, address = out or (b.rows, 0)
     aligned = pitch * dtype.itemsize % 16 == 0 and address == 0
     even = pitch % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0
@@ -218,15 +232,17 @@ class _Kernel:
         self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
         self._out = (job.a.rows, job.b.rows), (job.b.rows, 1), parsed_product(job.how).out
 
-    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _start(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, seen: Given, out: Tensor
+    ) -> None:
         raise NotImplementedError
 
     def multiply(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
     ) -> Tensor:
         if out is None:
             out = self._allocate(*self._out)
-        self._start(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), out)
+        self._start(a, scale_a, b, scale_b, None if bias is None else bias.contiguous(), seen, out)
         return out
 
 
@@ -254,12 +270,22 @@ class _Hopper(_Kernel):
         kernel = hopper.gemm_kernel(product, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
-    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _start(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, seen: Given, out: Tensor
+    ) -> None:
         at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
         maps = [of_a, of_b, of_a if self._map_out is None else self._map_out(out)]
         if self._along_k:
             maps += self._map_scale_a(scale_a), self._map_scale_b(scale_b) if self._both else of_a
-        self._launch(*maps, at(scale_a), at(scale_b), 0 if bias is None else at(bias), at(out), *self._pitches)
+        self._launch(
+            *maps,
+            at(scale_a),
+            at(scale_b),
+            0 if bias is None else at(bias),
+            0 if seen is None else at(seen),
+            at(out),
+            *self._pitches,
+        )
 
 
 class _Mma(_Kernel):
@@ -279,11 +305,13 @@ class _Mma(_Kernel):
         kernel = mma.mma_gemm_kernel(problem.product, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
-    def _start(self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _start(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, seen: Given, out: Tensor
+    ) -> None:
         at, (pitch_a, pitch_b, pitch_scale_a, pitch_scale_b, pitch) = self._at, self._pitches
         self._launch(
             at(a), pitch_a, at(b), pitch_b, at(scale_a), pitch_scale_a, at(scale_b), pitch_scale_b,
-            0 if bias is None else at(bias), at(out), pitch,
+            0 if bias is None else at(bias), 0 if seen is None else at(seen), at(out), pitch,
         )  # fmt: skip
 
 
@@ -295,7 +323,7 @@ class _ScaledMm:
         self._instead, self._refuses = instead, False
 
     def multiply(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, out: Tensor | None
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
     ) -> Tensor:
         if not self._refuses:
             try:
@@ -303,7 +331,7 @@ class _ScaledMm:
                     a, b.t(), scale_a=scale_a, scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
                     bias=bias, out_dtype=self._dtype, use_fast_accum=self._fast,
                 )  # fmt: skip
-                return result if out is None else out.add_(result)
+                return _left(result, seen, out)
             except (RuntimeError, ValueError) as error:
                 self._refuses = True
                 warnings.warn(
@@ -312,7 +340,7 @@ class _ScaledMm:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return self._instead(a, scale_a, b, scale_b, how, bias, out)
+        return self._instead(a, scale_a, b, scale_b, how, bias, seen, out)
 
 
 for _op in (scaled_mm, scaled_mm_accumulate):

@@ -151,8 +151,23 @@ def decode(data: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 
 
-def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    how: str,
+    bias: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
+    out = _product(a, scale_a, b, scale_b, how, bias)
+    if seen is not None:
+        observe(out, seen)
+    return out
+
+
+def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None) -> Tensor:
     layout_a, layout_b, out_dtype, _ = parsed_product(how)
     left, right, scale = _operands(a, scale_a, layout_a, b, scale_b, layout_b)
     if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
@@ -167,7 +182,7 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, 
 
 def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     """See :func:`lightning_fp8.ops.scaled_mm_accumulate`."""
-    out += scaled_mm(a, scale_a, b, scale_b, how)
+    out += _product(a, scale_a, b, scale_b, how, None)
 
 
 def _operands(

@@ -31,7 +31,7 @@ torch.library.define(f"{NAMESPACE}::quantize", f"(Tensor x, {CAST}) -> ({OPERAND
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
-    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None, Tensor(a!)? seen=None) -> Tensor",
 )
 torch.library.define(
     f"{NAMESPACE}::scaled_mm_accumulate",
@@ -130,7 +130,15 @@ def _observe(x: Tensor, seen: Tensor) -> None:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm")
-def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+def _scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    how: str,
+    bias: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=parsed_product(how).out)
 
 
