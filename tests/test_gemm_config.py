@@ -44,7 +44,7 @@ def shared_bytes(tile: Tile, product: Product) -> int:
         (tile.rows if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
         + (tile.columns if product.scaling is Scaling.BLOCKS else 0)
     )  # fmt: skip
-    return operands + leaving + scales + 16 * tile.stages
+    return operands + leaving + scales + 16 * tile.stages + 16 * tile.alternate
 
 
 @given(problem=PROBLEMS)
@@ -71,6 +71,7 @@ def test_every_plan_is_legal(problem: Problem) -> None:
             assert problem.even or not plan.even
             assert plan.columns <= 128 or product.scaling is not Scaling.BLOCK
             assert plan.cluster <= problem.multiprocessors
+            assert plan.groups == 2 or not plan.alternate
         elif isinstance(plan, MmaTile):
             assert problem.architecture in ("89", "120")
             scales = plan.rows * product.scaling.along_k + plan.columns * (product.scaling is Scaling.BLOCKS)

@@ -22,7 +22,9 @@ from tests.kernel_cases import E4M3, E5M2, Case
 pytestmark = needs_compilers
 
 PIPELINES = [
-    case for case in CASES if case.name.startswith(("product-tensor-300x264x700", "product-blocks-300x264x700"))
+    case
+    for case in CASES
+    if case.name.startswith(("product-tensor-300x264x700", "product-tensor-300x264x1300", "product-blocks-300x264x700"))
 ]
 
 Operand = tuple[torch.Tensor, torch.Tensor, Layout]
