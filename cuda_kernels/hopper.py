@@ -12,7 +12,7 @@ from numba.cuda.cgutils import get_or_insert_named_metadata
 from numba.cuda.extending import core_models, register_model
 from numba.cuda.typing import signature
 
-from cuda_kernels.ptx import asm, const, i32, i64, intrinsic_of, u32, void
+from cuda_kernels.ptx import asm, const, i32, i64, intrinsic_of, void
 from cuda_kernels.registers import registers
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,6 @@ store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
 """Until all but so many groups of stores have read shared memory."""
 shared_fence = asm("fence.proxy.async.shared::cta;")
 """Before a copy of what this thread wrote to shared memory."""
-store_matrices = asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
 
 # --- Products ---------------------------------------------------------------------------------------------------------
 

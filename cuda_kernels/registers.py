@@ -213,32 +213,34 @@ _PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f
 
 
 @cache
-def pairs_into(count: int, dtype: str) -> Any:
-    """``(acc, array)``: neighbours rounded to ``dtype``, two in each of the ``count / 2`` words of a local array."""
+def stage(count: int, dtype: str) -> Any:
+    """``(acc, base, first, mask)``: a warp's 16 rows to 128 bytes each of shared memory, which is swizzled.
+
+    The ``j``-th pair of 16-byte places goes to ``base + 16 ((2 j + first) ^ mask)``. Of 16-bit values a lane gives the
+    place of one row (``stmatrix``); of float32 it stores its own pairs, those of the row eight below 1024 bytes on.
+    """
+    rounded = dtype != "float32"
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        acc, data = unpack_tuple(builder, values[0]), context.make_array(sig.args[1])(context, builder, values[1]).data
-        for index in range(0, count, 2):
-            word = _inline(builder, _PAIR[dtype], _WORD, "=r,f,f", *acc[index : index + 2])
-            builder.store(word, builder.gep(data, [_WORD(index // 2)]))
+        packed, base, first, mask = values
+        acc = unpack_tuple(builder, packed)
+        for j in range(count // (8 if rounded else 4)):
+            place = builder.xor(builder.add(first, _WORD(2 * j)), mask)
+            address = builder.add(base, builder.shl(place, _WORD(4)))
+            if rounded:
+                pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
+                words = [_inline(builder, _PAIR[dtype], _WORD, "=r,f,f", *pair) for pair in pairs]
+                _inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", address, *words, effect=True)
+            else:
+                _inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", address, *acc[4 * j : 4 * j + 4], effect=True)
         return context.get_dummy_value()
 
-    array = types.Array(u32, 1, "C")
-    return intrinsic_of("pairs_into", 2, lambda context, acc, into: (signature(void, registers(count), array), lower))
+    kinds = registers(count), i32, i32, i32
+    return intrinsic_of("stage", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
-@cache
-def floats_into(count: int, dtype: str = "float32") -> Any:
-    """``(acc, array)``: to a local array of ``count`` words."""
-
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        acc, data = unpack_tuple(builder, values[0]), context.make_array(sig.args[1])(context, builder, values[1]).data
-        for index, value in enumerate(acc):
-            builder.store(builder.bitcast(value, _WORD), builder.gep(data, [_WORD(index)]))
-        return context.get_dummy_value()
-
-    array = types.Array(u32, 1, "C")
-    return intrinsic_of("floats_into", 2, lambda context, acc, into: (signature(void, registers(count), array), lower))
+_MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+_TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
 
 
 @cache

@@ -13,7 +13,6 @@ from cuda_kernels.hopper import (
     named_barrier,
     shared_fence,
     store_commit,
-    store_matrices,
     store_wait,
     tensor_add,
     tensor_store,
@@ -27,20 +26,18 @@ from cuda_kernels.ptx import (
     i64,
     load_4_if,
     load_relaxed,
-    shared_store_8,
     u32,
     unsigned_max,
     warp_max,
 )
 from cuda_kernels.registers import (
     add_columns,
-    floats_into,
     largest_of_rows,
-    pairs_into,
     scale_all,
     scale_columns,
     scale_rows,
     slice_of,
+    stage,
     store_all,
 )
 
@@ -132,35 +129,25 @@ def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
     count, buffers, is_last = columns // 2, tile.buffers, (chunk + 1) * columns == tile.columns
     free, mine = buffers - 1, chunk % buffers
     part = slice_of(tile.columns // 2, chunk * count, count)
-    finish, into_words = finisher(product, count, tile.even), floats_into if wide else pairs_into
-    convert, held = into_words(count, product.out), count if wide else count // 2
+    finish, to_shared = finisher(product, count, tile.even), stage(count, product.out)
     at, start = places(tile, product.scaling)["out"], chunk * columns
     copy = tensor_add if product.accumulate else tensor_store
 
     @device
     def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
         lane, warp = thread & 31, thread >> 5
-        first, pair = row + warp * 16 + (lane >> 2), column + (start + 2 * (lane & 3))
-        words = cuda.local.array(held, u32)
         buffer = smem + at + (group * buffers + mine) * _CHUNK_BYTES
         if thread == 0:
             store_wait(free)
         named_barrier(1 + group, 128)
         # Not before: what is loaded for all chunks together would not fit into registers.
-        convert(finish(part(acc), factors, first, m, pair, n), words)
+        rest = finish(part(acc), factors, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n)
         if wide:
-            line, neighbour = warp * 16 + (lane >> 2), lane & 3
-            for c in range(4):
-                place = (2 * c + (neighbour >> 1)) ^ (line & 7)  # eight rows below it is the same
-                address = buffer + line * 128 + place * 16 + (neighbour & 1) * 8
-                shared_store_8(address, words[4 * c], words[4 * c + 1])
-                shared_store_8(address + 8 * 128, words[4 * c + 2], words[4 * c + 3])
+            line = warp * 16 + (lane >> 2)
+            to_shared(rest, buffer + line * 128 + (lane & 1) * 8, lane >> 1 & 1, line & 7)
         else:
-            line = warp * 16 + (lane & 15)  # the row whose address this lane gives
-            for c in range(4):
-                place = (2 * c + (lane >> 4)) ^ (line & 7)
-                address = buffer + line * 128 + place * 16
-                store_matrices(address, words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3])
+            line = warp * 16 + (lane & 15)
+            to_shared(rest, buffer + line * 128, lane >> 4, line & 7)
         shared_fence()
         named_barrier(1 + group, 128)
         if thread == 0:

@@ -72,9 +72,8 @@ _PRODUCERS_REGISTERS, _REGISTERS = 56, 224
 def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     """``out [m, n]``, blocks taking every n-th tile; see :class:`Product` and :class:`Tile`.
 
-    Parameters are tensor maps of A, B and out, with scales along K also of the scales; then the addresses of both
-    scales, bias, the largest magnitude seen and out, and the pitches of out's rows and of B's scales; then m, n and k.
-    What there is none of is 0.
+    Parameters are tensor maps of A, B, out and both scales; the addresses of both scales, bias, the largest magnitude
+    seen and out; the pitches of out's rows and of B's scales; m, n and k. What there is none of is 0, or A's map.
     """
     scaling, promote = product.scaling, product.promote or product.scaling.along_k
     groups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
@@ -235,8 +234,15 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         if staged and thread == 0:
             store_wait(0)
 
-    @device
-    def run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k):
+    def gemm(
+        map_a, map_b, map_out, map_scale_a, map_scale_b,
+        scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k,
+    ):  # fmt: skip
+        maps_by_value()
+        if cluster > 1:
+            in_clusters()
+        of_scales = address_of(map_scale_a), address_of(map_scale_b)
+        maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
         smem = dynamic_shared()
         group, warp = broadcast(cuda.threadIdx.x >> 7), broadcast(cuda.threadIdx.x >> 5)
         rank = cluster_rank() if cluster > 1 else 0
@@ -268,34 +274,10 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         if cluster > 1:
             cluster_sync()  # another block may still write to this one's shared memory
 
-    if along_k:
-
-        def gemm(
-            map_a, map_b, map_out, map_scale_a, map_scale_b,
-            scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k,
-        ):  # fmt: skip
-            maps_by_value()
-            if cluster > 1:
-                in_clusters()
-            of_scales = address_of(map_scale_a), address_of(map_scale_b)
-            maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
-            run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k)
-    else:
-
-        def gemm(  # type: ignore[misc]
-            map_a, map_b, map_out, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k
-        ):
-            maps_by_value()
-            if cluster > 1:
-                in_clusters()
-            none = i64(0)
-            maps = address_of(map_a), address_of(map_b), address_of(map_out), none, none
-            run(maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k)
-
     return Kernel(
         f"gemm({product}, {tile})",
         gemm,
-        (*[tensor_map] * (5 if along_k else 3), *[i64] * 7, i32, i32, i32),
+        (*[tensor_map] * 5, *[i64] * 7, i32, i32, i32),
         tile.threads,
         shared_bytes=at["end"],
         cluster=cluster,

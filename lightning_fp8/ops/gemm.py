@@ -274,9 +274,10 @@ class _Hopper(_Kernel):
         self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, seen: Given, out: Tensor
     ) -> None:
         at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
-        maps = [of_a, of_b, of_a if self._map_out is None else self._map_out(out)]
-        if self._along_k:
-            maps += self._map_scale_a(scale_a), self._map_scale_b(scale_b) if self._both else of_a
+        maps = (
+            of_a, of_b, of_a if self._map_out is None else self._map_out(out),
+            self._map_scale_a(scale_a) if self._along_k else of_a, self._map_scale_b(scale_b) if self._both else of_a,
+        )  # fmt: skip
         self._launch(
             *maps,
             at(scale_a),
