@@ -52,29 +52,57 @@ def finisher(product: Product, count: int, even: bool) -> Any:
     ``factors``: the product of two scales of tensors, and the addresses of both scales, bias and the largest magnitude
     seen. ``row``, ``column``: of the thread's first register in the result.
     """
-    by_row, whole = product.scaling is Scaling.ROW, product.scaling is Scaling.TENSOR
-    has_bias, has_amax = product.bias is not None, product.amax
-    largest, raise_to = largest_of_rows(count), _raiser(product.out)
-    times, times_rows, times_columns = scale_all(count), scale_rows(count), scale_columns(count, even)
-    plus_bias = add_columns(count, product.bias or "float32", even)
+    steps: list[Any] = []
+    if product.scaling is Scaling.TENSOR:
+        times = scale_all(count)
+        steps.append(device(lambda acc, factors, row, m, column, n: times(acc, factors[0])))
+    if product.scaling is Scaling.ROW:
+        steps.append(_row_scaler(count, even))
+    if product.bias:
+        plus_bias = add_columns(count, product.bias, even)
+        steps.append(device(lambda acc, factors, row, m, column, n: plus_bias(acc, factors[3], column, n)))
+    if product.amax:
+        steps.append(_observer(count, product.out))
+    return _in_order(steps)
+
+
+def _in_order(steps: list[Any]) -> Any:
+    """What the compiler does not see costs it no time."""
+    if not steps:
+        return device(lambda acc, factors, row, m, column, n: acc)
+    if len(steps) == 1:
+        return steps[0]
+    first, rest = steps[0], _in_order(steps[1:])
 
     @device
-    def finish(acc, factors, row, m, column, n):
-        scale, scale_a, scale_b, bias, seen = factors
-        if by_row:
-            s = from_bits(load_4_if(scale_a + i64(row) * 4, row < m))
-            u = from_bits(load_4_if(scale_a + i64(row + 8) * 4, row + 8 < m))
-            acc = times_columns(times_rows(acc, s, u), scale_b, column, n)
-        elif whole:
-            acc = times(acc, scale)
-        if has_bias:
-            acc = plus_bias(acc, bias, column, n)
-        if has_amax:
-            above, below = largest(acc, n - column)
-            raise_to(seen, unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
+    def both(acc, factors, row, m, column, n):
+        return rest(first(acc, factors, row, m, column, n), factors, row, m, column, n)
+
+    return both
+
+
+def _row_scaler(count: int, even: bool) -> Any:
+    times_rows, times_columns = scale_rows(count), scale_columns(count, even)
+
+    @device
+    def scaled(acc, factors, row, m, column, n):
+        s = from_bits(load_4_if(factors[1] + i64(row) * 4, row < m))
+        u = from_bits(load_4_if(factors[1] + i64(row + 8) * 4, row + 8 < m))
+        return times_columns(times_rows(acc, s, u), factors[2], column, n)
+
+    return scaled
+
+
+def _observer(count: int, out: str) -> Any:
+    largest, raise_to = largest_of_rows(count), _raiser(out)
+
+    @device
+    def observed(acc, factors, row, m, column, n):
+        above, below = largest(acc, n - column)
+        raise_to(factors[4], unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
         return acc
 
-    return finish
+    return observed
 
 
 def _raiser(out: str) -> Any:
