@@ -25,7 +25,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import measure_on_host
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, fallback, gemm
+from lightning_fp8.ops import cuda, gemm, planning
 from lightning_fp8.ops.fused import cuda as fused_cuda
 from lightning_fp8.ops.operands import Operands
 
@@ -63,13 +63,13 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     call = Call(operation, x, NAMESPACE)
     launches: list[Step] = []
     with _a_card():
-        fallback.forget()
+        planning.forget()
         with _noted_launches(launches), _noted() as makings:
             call()  # what is made once is made now
             launches.clear()
             makings.clear()
             implementation(*call.args)
-        fallback.forget()  # plans that note
+        planning.forget()  # plans that note
         call()
         without_torch_ops = partial(implementation, *call.args)
         through_torch_ops = partial(call.function, *call.args)

@@ -19,7 +19,7 @@ from cuda_kernels.gemm import tuning
 from cuda_kernels.gemm.config import Plan, Problem, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import fallback, gemm, reference
+from lightning_fp8.ops import gemm, planning, reference
 from lightning_fp8.ops.how import NAMES, how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
@@ -82,7 +82,8 @@ def check_product(
         gemm.scaled_mm_accumulate(actual, *operands)
     else:
         seen = torch.tensor(0.5, device=device) if amax else None
-        actual = gemm.scaled_mm(*operands, moved(added, device), seen)
+        with_bias = *operands, moved(added, device)
+        actual = gemm.scaled_mm(*with_bias) if seen is None else gemm.scaled_mm_observed(*with_bias, seen)
         if seen is not None:
             assert torch.equal(seen, actual.abs().max().float()), (seen, actual.abs().max())
     assert actual.dtype == out
@@ -115,10 +116,10 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
                 return plan
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
-    fallback.forget()
+    planning.forget()
     with patch.object(tuning, "plan_for", chosen), patch.object(launch, "architecture_of", lambda device: architecture):
         yield
-    fallback.forget()
+    planning.forget()
 
 
 def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **how: Any) -> Case:

@@ -13,7 +13,7 @@ from cuda_kernels.gemm import config, tuning
 from cuda_kernels.gemm.config import Library
 from cuda_kernels.gemm.product import Tile
 from lightning_fp8 import bench, cli
-from lightning_fp8.ops import fallback
+from lightning_fp8.ops import planning
 from lightning_fp8.recipes import make_recipe
 from tests.emulated import Emulator, executing, needs_compilers
 
@@ -27,10 +27,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
     tuning.measured_on.cache_clear()
-    fallback.forget()
+    planning.forget()
     yield tmp_path
     tuning.measured_on.cache_clear()
-    fallback.forget()
+    planning.forget()
 
 
 def test_the_products_of_a_layer() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops import fallback, fused
+from lightning_fp8.ops import fused, planning
 from lightning_fp8.ops.fused import cuda, reference
 from lightning_fp8.ops.fused.schema import is_gated
 from lightning_fp8.ops.how import how_to, parsed
@@ -219,10 +219,10 @@ CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantiz
 @pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")
 def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
-    fallback.forget()
+    planning.forget()
     x, how = values(35, 49, BF16), how_to(Cast(E4M3, layout), columnwise=True)
     results = getattr(cuda, op)(*arguments(op, x, how))
-    fallback.forget()
+    planning.forget()
     like = Operands(x.device, parsed(how), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
     for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, how))):

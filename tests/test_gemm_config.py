@@ -16,7 +16,7 @@ from cuda_kernels.gemm import config, tuning
 from cuda_kernels.gemm.config import Library, Plan, Problem, estimated, plans
 from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile
 from cuda_kernels.gemm.tuning import Measured, keep, measured_on, plan_for
-from lightning_fp8.ops import fallback, gemm, reference
+from lightning_fp8.ops import gemm, planning, reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
@@ -161,7 +161,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
     for wish, kind in (("numba", Tile), ("cublaslt", Library)):
         monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
-        fallback.forget()
+        planning.forget()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)
-    fallback.forget()
+    planning.forget()

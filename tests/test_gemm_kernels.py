@@ -11,12 +11,12 @@ import torch
 
 from cuda_kernels import launch
 from cuda_kernels.gemm import tuning
-from lightning_fp8.ops import cuda, fallback, gemm, reference
+from lightning_fp8.ops import cuda, gemm, planning, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, needs_compilers
-from tests.gemm_cases import CASES, multiplying, operand
+from tests.gemm_cases import CASES, multiplying, numbers, operand
 from tests.kernel_cases import E4M3, E5M2, Case
 
 pytestmark = needs_compilers
@@ -67,7 +67,7 @@ def test_the_three_products_of_a_layer(
 ) -> None:
     """Kernels cast, kernels multiply: fprop, dgrad and wgrad are the reference's, and no operand is copied between."""
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
-    fallback.forget()
+    planning.forget()
     tokens, inputs, outputs = shape
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
@@ -107,7 +107,7 @@ def test_the_three_products_of_a_layer(
     for actual, right in zip(*results):
         tolerance = 2.0**-8 if actual.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
-    fallback.forget()
+    planning.forget()
 
 
 def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
@@ -138,16 +138,35 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
     a[7, 5] = value
     operands = [part for x in (a, b) for part in gemm.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
     with multiplying(*tile):
-        out = gemm.scaled_mm(*operands, how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32), None, seen)
+        how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        out = gemm.scaled_mm_observed(*operands, how, None, seen)
     torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
     expected = out.abs().max()
     torch.testing.assert_close(seen, expected, equal_nan=True, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> None:
+    """Rows of A, and of the result that is added to, as many apart: addresses do not wrap."""
+    emulator.races = False
+    a, b = (
+        operand(numbers(3, 128, 0, True), E4M3, "tensor", True),
+        operand(numbers(16, 128, 1, True), E4M3, "tensor", True),
+    )
+    # Memory that is never touched is never taken.
+    far = torch.empty(2 * 2**31 + 128, dtype=torch.uint8).as_strided((3, 128), (2**31, 1))
+    far.copy_(a.data.view(torch.uint8))
+    out = torch.empty(2 * 2**30 + 16).as_strided((3, 16), (2**30, 1)).fill_(1.0)
+    with multiplying(*tile):
+        how = how_to_multiply(a.layout, b.layout, torch.float32)
+        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, how)
+    assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
+
+
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
-    fallback.forget()
+    planning.forget()
     a, b = (operand(torch.randn(rows, 203), E4M3, layout, True) for rows, layout in ((40, "1x128"), (30, "128x128")))
     right = (a.dequantize().double() @ b.dequantize().double().t()).float()
     wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
@@ -158,7 +177,7 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
         actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), how)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 3
-    fallback.forget()
+    planning.forget()
 
 
 def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +193,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
-    fallback.forget()
+    planning.forget()
     data, scale = gemm.laid_out(b.data, b.scale_inv, Layout.TENSOR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -184,7 +203,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
         "torch._scaled_mm refuses (32, 64) x (64, 32) on cpu"
     ]
     assert not emulator.launched
-    fallback.forget()
+    planning.forget()
 
 
 def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +219,7 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
         return (a.float() @ b.float() * scale_a * scale_b).to(rest["out_dtype"])
 
     monkeypatch.setattr(torch, "_scaled_mm", noted)
-    fallback.forget()
+    planning.forget()
     x = torch.randint(-3, 4, (32, 64)).float()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -209,7 +228,7 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
             right = (a.dequantize() @ b.dequantize().t()).bfloat16()
             placed = [part for each in (a, b) for part in gemm.laid_out(each.data, each.scale_inv, each.layout)]
             torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
-    fallback.forget()
+    planning.forget()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
     assert taken == [(32, 64)]
 

@@ -25,7 +25,7 @@ from cuda_kernels.quantize import quantize_tensor_kernel
 from cuda_kernels.scaling import update_scales_kernel
 from cuda_kernels.tile import tensor_source
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, fallback, reference
+from lightning_fp8.ops import cuda, planning, reference
 from lightning_fp8.ops.schema import empty_operand
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
@@ -284,13 +284,13 @@ def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pyte
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
     x, how = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
-    fallback.forget()
+    planning.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             actual = cuda.quantize(x, how)
-    assert not fallback.runs_kernels(x.device)
-    fallback.forget()
+    assert not planning.runs_kernels(x.device)
+    planning.forget()
     assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),

@@ -103,8 +103,12 @@ def test_scaled_mm(layout: Layout, out_dtype: torch.dtype, bias: bool, power_2: 
     b = ops.quantize(torch.randn(50, 300), Cast(E5M2, weight_layout, power_2)).rowwise
     assert a is not None
     assert b is not None
-    added = torch.randn(50) if bias else None
+    added, seen, high = torch.randn(50) if bias else None, torch.tensor(1.0), torch.tensor(1e9)
     out = ops.scaled_mm(a, b, bias=added, out_dtype=out_dtype)
+    assert torch.equal(ops.scaled_mm(a, b, bias=added, out_dtype=out_dtype, seen=seen), out)
+    assert seen == out.abs().max()
+    ops.scaled_mm(a, b, seen=high)
+    assert high == 1e9
     exact, magnitude = product(a, b)
     rounded_bias = 0 if added is None else (added.bfloat16() if out_dtype == torch.bfloat16 else added).double()
     rounding = torch.finfo(out_dtype).eps / 2
@@ -196,6 +200,8 @@ def test_ops_pass_torchs_own_checks() -> None:
     # The schema check multiplies its inputs by numbers, which torch cannot do with FP8.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(library.scaled_mm, (a, s, b, s, "tensor tensor bfloat16", torch.randn(6)), test_utils=checks)
+    observed = a, s, b, s, "tensor tensor bfloat16", None, torch.tensor(0.0)
+    torch.library.opcheck(library.scaled_mm_observed, observed, test_utils=checks)
     arguments = torch.zeros(5, 6), a, s, b, s, "tensor tensor float32"
     torch.library.opcheck(library.scaled_mm_accumulate, arguments, test_utils=checks)
     rows = [torch.rand(3), torch.rand(4, 3), torch.rand(3), torch.full((3,), 448.0)]

@@ -122,7 +122,8 @@ def scaled_mm(
             f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
         )
     how = how_to_multiply(a.layout, b.layout, out_dtype, fast_accum)
-    return _ops.scaled_mm.default(a.data, a.scale_inv, b.data, b.scale_inv, how, bias, seen)
+    operands = a.data, a.scale_inv, b.data, b.scale_inv, how, bias
+    return _ops.scaled_mm.default(*operands) if seen is None else _ops.scaled_mm_observed.default(*operands, seen)
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:

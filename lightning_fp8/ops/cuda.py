@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.fallback import current_device, planned, refuse_empty
 from lightning_fp8.ops.how import parsed
 from lightning_fp8.ops.operands import Outputs
+from lightning_fp8.ops.planning import current_device, planned, refuse_empty
 from lightning_fp8.ops.plans import Task, plan_of, reading_of
 from lightning_fp8.ops.schema import NAMESPACE
 

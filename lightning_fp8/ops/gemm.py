@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.fallback import current_device, planned, refuse_empty
 from lightning_fp8.ops.how import NAMES, parsed_product
 from lightning_fp8.ops.operands import allocator
+from lightning_fp8.ops.planning import current_device, planned, refuse_empty
 from lightning_fp8.ops.schema import NAMESPACE, empty_operand
 from lightning_fp8.scaled import Layout
 
@@ -89,8 +89,12 @@ def laid_out(data: Tensor, scale: Tensor, layout: Layout) -> tuple[Tensor, Tenso
 # --- Ops --------------------------------------------------------------------------------------------------------------
 
 
-def scaled_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given = None, seen: Given = None
+def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+    return _multiply(a, scale_a, b, scale_b, how, bias, None, None)
+
+
+def scaled_mm_observed(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, seen: Tensor
 ) -> Tensor:
     return _multiply(a, scale_a, b, scale_b, how, bias, seen, None)
 
@@ -344,5 +348,5 @@ class _ScaledMm:
         return self._instead(a, scale_a, b, scale_b, how, bias, seen, out)
 
 
-for _op in (scaled_mm, scaled_mm_accumulate):
+for _op in (scaled_mm, scaled_mm_observed, scaled_mm_accumulate):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)  # type: ignore[operator]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fallback import refuse_empty
 from lightning_fp8.ops.how import NAMES, How
 from lightning_fp8.ops.operands import Operands, Outputs, allocator, comes_in_vectors
+from lightning_fp8.ops.planning import refuse_empty
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:

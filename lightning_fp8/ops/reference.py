@@ -151,23 +151,8 @@ def decode(data: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 
 
-def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    how: str,
-    bias: Tensor | None = None,
-    seen: Tensor | None = None,
-) -> Tensor:
+def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
-    out = _product(a, scale_a, b, scale_b, how, bias)
-    if seen is not None:
-        observe(out, seen)
-    return out
-
-
-def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None) -> Tensor:
     layout_a, layout_b, out_dtype, _ = parsed_product(how)
     left, right, scale = _operands(a, scale_a, layout_a, b, scale_b, layout_b)
     if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
@@ -180,9 +165,18 @@ def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, b
     return out.to(out_dtype)
 
 
+def scaled_mm_observed(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, seen: Tensor
+) -> Tensor:
+    """See :func:`lightning_fp8.ops.scaled_mm`."""
+    out = scaled_mm(a, scale_a, b, scale_b, how, bias)
+    observe(out, seen)
+    return out
+
+
 def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     """See :func:`lightning_fp8.ops.scaled_mm_accumulate`."""
-    out += _product(a, scale_a, b, scale_b, how, None)
+    out += scaled_mm(a, scale_a, b, scale_b, how)
 
 
 def _operands(
@@ -270,5 +264,5 @@ def update_scales(
     seen.zero_()
 
 
-for _op in (observe, quantize, scaled_mm, scaled_mm_accumulate, update_scales):
+for _op in (observe, quantize, scaled_mm, scaled_mm_observed, scaled_mm_accumulate, update_scales):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)

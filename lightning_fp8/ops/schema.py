@@ -31,7 +31,12 @@ torch.library.define(f"{NAMESPACE}::quantize", f"(Tensor x, {CAST}) -> ({OPERAND
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
-    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None, Tensor(a!)? seen=None) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None) -> Tensor",
+)
+# An op of its own: Inductor takes none that gives one tensor and may write to another, or not.
+torch.library.define(
+    f"{NAMESPACE}::scaled_mm_observed",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias, Tensor(a!) seen) -> Tensor",
 )
 torch.library.define(
     f"{NAMESPACE}::scaled_mm_accumulate",
@@ -130,6 +135,7 @@ def _observe(x: Tensor, seen: Tensor) -> None:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm")
+@torch.library.register_fake(f"{NAMESPACE}::scaled_mm_observed")
 def _scaled_mm(
     a: Tensor,
     scale_a: Tensor,

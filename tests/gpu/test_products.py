@@ -13,7 +13,7 @@ from cuda_kernels.gemm import config, tuning
 from cuda_kernels.gemm.config import Library
 from cuda_kernels.gemm.product import Product, Scaling
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.ops import fallback
+from lightning_fp8.ops import planning
 from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 
@@ -37,7 +37,7 @@ def test_case(case: Case) -> None:
 @pytest.fixture(params=["numba", "cublaslt"])
 def wish(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, request.param)
-    fallback.forget()
+    planning.forget()
     return str(request.param)
 
 

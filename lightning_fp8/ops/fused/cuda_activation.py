@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fallback import current_device, planned
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
 from lightning_fp8.ops.fused.schema import ActivationKind, parsed_activation
 from lightning_fp8.ops.how import NAMES, parsed
 from lightning_fp8.ops.operands import allocator, nothing
+from lightning_fp8.ops.planning import current_device, planned
 from lightning_fp8.ops.plans import Task, plan_of
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fallback import current_device, planned
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
 from lightning_fp8.ops.fused.schema import NormKind, parsed_norm
 from lightning_fp8.ops.how import DTYPES, NAMES, parsed
 from lightning_fp8.ops.operands import Operands, allocator, nothing
+from lightning_fp8.ops.planning import current_device, planned
 from lightning_fp8.ops.plans import Task, plan_of
 from lightning_fp8.scaled import Layout
 
@@ -51,20 +51,17 @@ class _Input(NamedTuple):
     place: Place
     rows: int
 
+    def comes_in(self, elements: int, size: int | None = None) -> bool:
+        """Whether the rows, weight and bias are whole vectors; as :meth:`Place.comes_in`."""
+        weight = self.place._replace(dtype=DTYPES[self.norm.weight_dtype], pitch=0)
+        return self.place.comes_in(elements, size) and weight.comes_in(elements, size)
+
     @property
     def spread(self) -> Spread | None:
         """How a row fits into the registers of its threads, if it does."""
         from cuda_kernels.rows import cast_spread
 
-        weight = self.place._replace(dtype=DTYPES[self.norm.weight_dtype], pitch=0)
-        fits = self.place.comes_in(8, 16) and weight.comes_in(8, 16)
-        return cast_spread(self.norm.dtype, self.place.columns) if fits else None
-
-    @property
-    def aligned(self) -> bool:
-        """Whether four elements load at once."""
-        weight = self.place._replace(dtype=DTYPES[self.norm.weight_dtype], pitch=0)
-        return self.place.comes_in(4) and weight.comes_in(4)
+        return cast_spread(self.norm.dtype, self.place.columns) if self.comes_in(8, 16) else None
 
 
 class _NormPlan:
@@ -143,7 +140,7 @@ class _Bands(_NormPlan):
         super().__init__(of)
         how, fp8 = task.how, task.how.float8.name.lower()
         self._operands = Operands(of.device, how, of.rows, of.place.columns)
-        kernel = norm_bands.normalize_bands_kernel(of.norm, of.aligned, fp8, how.rowwise, task.observes)
+        kernel = norm_bands.normalize_bands_kernel(of.norm, of.comes_in(4), fp8, how.rowwise, task.observes)
         pitch, _, pitch_t, _ = self._operands.pitches
         numbers = of.rows, of.place.columns, of.kind.eps, pitch, pitch_t
         self._start = launch.Launch(kernel, -(-of.rows // norm_bands.BAND), numbers, of.device).start
@@ -178,7 +175,7 @@ class _StatisticsFirst(_NormPlan):
             kernel = norm.statistics_of_long_rows_kernel(of.norm.dtype, of.norm.mean, of.place.comes_in(4))
             blocks = of.rows
         self._start = launch.Launch(kernel, blocks, (of.rows, columns, of.kind.eps), of.device).start
-        self._cast = plan_of(of.device, norm.normalized_source(of.norm, of.aligned), of.rows, columns, task).cast
+        self._cast = plan_of(of.device, norm.normalized_source(of.norm, of.comes_in(4)), of.rows, columns, task).cast
 
     def op(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fallback import refuse_empty
 from lightning_fp8.ops.how import NAMES
 from lightning_fp8.ops.operands import allocator, comes_in_vectors
+from lightning_fp8.ops.planning import refuse_empty
 
 Results = tuple[Tensor, ...]
 
