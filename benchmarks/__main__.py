@@ -5,6 +5,7 @@
     python -m benchmarks --dry-run --json out.json           # every line on the CPU, numbers without meaning
     python -m benchmarks table out.json --readme README.md
     python -m benchmarks plot out.json
+    python -m benchmarks choose out.json                     # ship the fastest plans of its card
 
 Exits with 1 where a result was not the reference's or a suite broke off; the JSON is written all the same.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, report
+from benchmarks import choice, machine, report
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, write
 
@@ -33,6 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.command == "plot":
         report.plot([_read(path) for path in args.results], args.out)
+    elif args.command == "choose":
+        try:
+            print(choice.ship(_read(args.results), args.out))
+        except ValueError as error:
+            raise SystemExit(f"{args.results}: {error}") from error
     elif args.command == "table":
         document = _read(args.results)
         if args.readme:
@@ -110,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path)
     table.add_argument("--readme", type=Path, help="write the casts' table between this file's markers instead")
+    choose = commands.add_parser("choose", help="write the products' fastest plans where the package looks for them")
+    choose.add_argument("results", type=Path)
+    choose.add_argument("--out", type=Path, help="another file")
     plot = commands.add_parser("plot", help="draw the casts' share of copy bandwidth")
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, default=Path("docs/benchmarks_casts.png"))

@@ -124,6 +124,7 @@ def _timed(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Result]:
 
 def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
     from cuda_kernels.gemm.config import Library, estimated, plans
+    from cuda_kernels.gemm.tuning import Measured, to_json
     from cuda_kernels.launch import EXECUTORS
 
     left, right = (_operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), PAIRS[work.scaling]))
@@ -142,7 +143,8 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
             continue
         by = CUBLASLT if each is Library.CUBLASLT else OURS if each == best else f"{OURS}, {each}"
         target = work.target if by == OURS else {}
-        result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target)
+        choice = to_json(Measured(str(job.problem.product), shape, each))
+        result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
         operands = left.data, left.scale_inv, right.data, right.scale_inv, how, None, None, None
         try:
             call = partial(gemm.multiplier(job, each), *operands)

@@ -32,6 +32,7 @@ class Result:
         note: why there are no numbers.
         flops: of one call.
         over: by who else does the same work: how many times as fast this is.
+        choice: for ``choose``: problem and plan, as files of measured plans hold them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Result:
     note: str | None = None
     flops: int | None = None
     over: dict[str, float] = field(default_factory=dict)
+    choice: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         times = self.times / 1e-3 if self.times else None
@@ -78,6 +80,7 @@ class Result:
             "target": self.target or None,
             "met": {key: _meets(key, limited.get(key), limit) for key, limit in self.target.items()} or None,
             "note": self.note,
+            "choice": self.choice,
         }
 
 

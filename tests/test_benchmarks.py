@@ -20,8 +20,10 @@ from benchmarks.operations import Call, Operation
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
-from cuda_kernels.gemm import config
+from cuda_kernels.gemm import config, tuning
+from cuda_kernels.gemm.product import Tile
 from tests.emulated import Emulator, executing, needs_compilers
+from tests.test_gemm_config import LLAMA
 
 ROOT = Path(__file__).parent.parent
 
@@ -341,6 +343,7 @@ def test_a_result_as_json() -> None:
         "target": target,
         "met": {"fraction_of_copy": False, "host_microseconds": True, "milliseconds": False},
         "note": None,
+        "choice": None,
     }
     untimed = Result("cast", OURS, (8, 8), "float8_e4m3fn", target=target, note="absent").as_json()
     assert untimed["met"] == dict.fromkeys(target)
@@ -484,6 +487,35 @@ def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(result.over.keys() == {"BF16", "cuBLASLt"} for result in ours if result.name == "fprop")
     document = {"suites": {"products": [result.as_json() for result in results]}}
     assert "64x64" in report._products(document["suites"]["products"])
+
+
+def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of right ones; the package takes them on cards of that name, after what the user measured."""
+    product, sizes = str(LLAMA.product), (LLAMA.m, LLAMA.n, LLAMA.k)
+    slow, fast, wrong, *_ = (plan for plan in config.plans(LLAMA) if isinstance(plan, Tile))
+
+    def timed(plan: config.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes) -> Any:
+        entry = tuning.to_json(tuning.Measured(product, sizes, plan))
+        times = Times(*[1e-3 * milliseconds] * 3, 3)
+        return Result("fprop", OURS, sizes, "e4m3", correct=correct, times=times, choice=entry).as_json()
+
+    results = [timed(slow, 2.0), timed(fast, 1.0), timed(wrong, 0.5, False), timed(slow, 3.0, sizes=(64, 64, 64))]
+    measured, out = tmp_path / "run.json", tmp_path / "a-card.json"
+    machine = {"machine": {"card": {"name": "A Card"}}, "suites": {"products": results}}
+    record.write(machine, measured)
+    assert main(["choose", str(measured), "--out", str(out)]) == 0
+    monkeypatch.setattr(tuning, "shipped_file", lambda card: tmp_path / "a-card.json")
+    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path / "cache")
+    tuning.measured_on.cache_clear()
+    assert [(each.sizes, each.plan) for each in tuning.measured_on("A Card")] == [(sizes, fast), ((64, 64, 64), slow)]
+    assert tuning.plan_for(LLAMA, tuning.measured_on("A Card")) == fast
+    kept = tuning.keep("A Card", [tuning.Measured(product, sizes, wrong)])
+    assert tuning.plan_for(LLAMA, tuning.measured_on("A Card")) == wrong
+    assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
+    tuning.measured_on.cache_clear()
+    record.write({**machine, "machine": {"card": None}}, measured)
+    with pytest.raises(SystemExit, match="no product that was timed on a card"):
+        main(["choose", str(measured)])
 
 
 def test_a_product_as_json() -> None:

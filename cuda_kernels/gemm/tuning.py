@@ -81,7 +81,8 @@ def user_file(card: str) -> Path:
     return cache_folder() / f"gemm-{_slug(card)}.json"
 
 
-def _shipped_file(card: str) -> Path:
+def shipped_file(card: str) -> Path:
+    """Where ours on cards of that name are."""
     return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
 
 
@@ -92,36 +93,46 @@ def _slug(card: str) -> str:
 @cache
 def measured_on(card: str) -> tuple[Measured, ...]:
     """What was measured on cards of that name: by the user, then by us; a damaged file counts as none."""
-    found: list[Measured] = []
-    for path in (user_file(card), _shipped_file(card)):
-        try:
-            found += map(_from_json, json.loads(path.read_text())["measured"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return tuple(found)
+    return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
+
+
+def _kept_in(path: Path) -> list[Measured]:
+    try:
+        return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def keep(card: str, measured: Iterable[Measured]) -> Path:
     """Add measurements to the user's file, in place of older ones of the same problem."""
     path = user_file(card)
-    kept = {(each.product, each.sizes): each for each in measured_on(card)} | {
-        (each.product, each.sizes): each for each in measured
-    }
+    kept = {(each.product, each.sizes): each for each in (*_kept_in(path), *measured)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump({"card": card, "measured": [_to_json(each) for each in kept.values()]}, file, indent=1)
+        json.dump(document(card, kept.values()), file, indent=1)
     os.replace(file.name, path)
     measured_on.cache_clear()
     return path
 
 
-def _to_json(measured: Measured) -> dict[str, Any]:
+def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
+    """What a file of measurements holds."""
+    return {"card": card, "measured": [to_json(each) for each in measured]}
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """An entry of a file."""
     plan: Any = measured.plan
     described = plan.value if isinstance(plan, Library) else {"kind": type(plan).__name__, **asdict(plan)}
     return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
 
 
-def _from_json(entry: dict[str, Any]) -> Measured:
+def from_json(entry: dict[str, Any]) -> Measured:
+    """What an entry says.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
     plan = dict(entry["plan"]) if isinstance(entry["plan"], dict) else entry["plan"]
     kinds = {"Tile": Tile, "MmaTile": MmaTile}
     described: Plan = Library(plan) if isinstance(plan, str) else kinds[plan.pop("kind")](**plan)
