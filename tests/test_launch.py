@@ -11,7 +11,8 @@ import sys
 import threading
 import types as python_types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,30 @@ def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -
     for a, b, c in zip(actual, reference.quantize(x, how), promised):
         assert_same(a, b, layout.value)
         assert not a.numel() or a.stride() == c.stride()
+
+
+def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That card is the current one while memory is taken and kernels start, and while they are made."""
+    current, planned_on = [0], []
+
+    @contextmanager
+    def device(other: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], other.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+    @planning.planned(lambda x: pytest.fail("the reference serves"))
+    def plan(device: torch.device, size: int) -> Callable[[int], tuple[int, int]]:
+        planned_on.append(current[0])
+        return lambda x: (x * size, current[0])
+
+    for card in (torch.device("cuda", 1), torch.device("cuda", 0)):
+        for _ in range(2):
+            assert plan(card, current[0], 7)(6) == (42, card.index)
+    assert current == [0]
+    assert planned_on == [1, 0]
 
 
 def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
