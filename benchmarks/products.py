@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,13 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8 import FP8FabricPrecision
+from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import gemm, reference
 from lightning_fp8.ops.how import how_to_multiply
 from lightning_fp8.scaled import Layout, ScaledTensor
+
+if TYPE_CHECKING:
+    from cuda_kernels.gemm.config import Problem
 
 SECONDS = 0.2
 """Of measuring, for each contender."""
@@ -95,12 +99,28 @@ def unavailable(plan: Plan) -> str | None:
 
 def run(plan: Plan) -> Iterator[Result]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tables of layers
-    for work in TINY if plan.dry else FULL:
+    works = TINY if plan.dry else FULL
+    if plan.device.type == "cuda":
+        _compile([_job(work, plan).problem for work in works], plan)
+    for work in works:
         plan.say(f"products: {work.name} {work.m}x{work.n}x{work.k}")
         yield from _timed(plan, list(_contenders(work, plan)))
     for layer in TINY_LAYERS if plan.dry else LAYERS:
         plan.say(f"products: {layer.name}")
         yield from _timed(plan, list(_layers(layer, plan)))
+
+
+def _compile(problems: Sequence[Problem], plan: Plan) -> None:
+    """All plans of all problems, on all processors: one after the other they would take longer than what is timed."""
+    from cuda_kernels.ahead import compile_ahead, missing
+    from cuda_kernels.gemm.tuning import builds_of
+    from cuda_kernels.launch import architecture_of
+
+    architecture = architecture_of(plan.device)
+    builds = missing([build for problem in problems for build in builds_of(problem)], architecture)
+    plan.say(f"products: compiling {len(builds)} kernels")
+    for _ in compile_ahead(builds, architecture):
+        pass
 
 
 class Candidate(NamedTuple):
@@ -132,11 +152,7 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
     yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(lambda: a @ b.t()))
 
-    of_left, of_right = (
-        gemm.Operand.at(gemm.place_of(each.data, each.scale_inv), each.layout) for each in (left, right)
-    )
-    how = how_to_multiply(left.layout, right.layout, torch.bfloat16, work.fast)
-    job = gemm.job_of(plan.device, of_left, of_right, how)
+    job = _job(work, plan)
     best, runs_kernels = estimated(job.problem), plan.device.type in ("cuda", *EXECUTORS)
     for each in sorted(plans(job.problem), key=lambda each: each != best):
         if each is Library.BF16 or not (runs_kernels or each is Library.CUBLASLT):
@@ -145,7 +161,7 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
         target = work.target if by == OURS else {}
         choice = to_json(Measured(str(job.problem.product), shape, each))
         result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, how, None, None, None
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, job.how, None, None, None
         try:
             call = partial(gemm.multiplier(job, each), *operands)
             result = replace(result, correct=_close(call(), exact))
@@ -153,6 +169,14 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
         except Exception as error:  # one that does not start shall not take the others' numbers along
             note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             yield Candidate(replace(result, correct=False, note=note), None)
+
+
+def _job(work: Work, plan: Plan) -> gemm.Job:
+    a, b = (Layout(layout) for layout in PAIRS[work.scaling])
+    left, right = (
+        gemm.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
+    )
+    return gemm.job_of(plan.device, left, right, how_to_multiply(a, b, torch.bfloat16, work.fast))
 
 
 def _operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:

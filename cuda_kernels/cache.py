@@ -71,6 +71,11 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
     return code
 
 
+def is_cached(key: str) -> bool:
+    """Whether something is kept under ``key``; it may be damaged."""
+    return key in _memory or (cache_folder() / key).exists()
+
+
 def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,25 +59,32 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
     ]
 
 
-def candidates(of: Gemm, recipe: Recipe, device: torch.device) -> tuple[gemm.Job, dict[Plan, Callable[[], Tensor]]]:
-    """The product with random operands, and what computes it: every plan but the slow exact one."""
+def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> gemm.Job:
+    """The product of operands as the recipe casts them."""
+    a, b = recipe.cast(of.a), recipe.cast(of.b)
+    left, right = (
+        Operand.promised(cast.layout, cast.float8.dtype, rows, of.k) for cast, rows in ((a, of.m), (b, of.n))
+    )
+    return gemm.job_of(device, left, right, how_to_multiply(a.layout, b.layout, torch.bfloat16, of.fast))
+
+
+def candidates(of: Gemm, recipe: Recipe, job: gemm.Job) -> dict[Plan, Callable[[], Tensor]]:
+    """What computes the product of random operands: every plan but the slow exact one."""
     from cuda_kernels.gemm.config import Library, plans
 
-    operands = []
+    operands: list[Tensor] = []
     for role, rows in ((of.a, of.m), (of.b, of.n)):
         cast = recipe.cast(role)
-        x = torch.randn(rows, of.k, device=device, dtype=torch.bfloat16)
+        x = torch.randn(rows, of.k, device=job.device, dtype=torch.bfloat16)
         data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how_to(cast))
-        operands.append((*gemm.laid_out(data, scale_inv, cast.layout), cast.layout))
-    (a, scale_a, layout_a), (b, scale_b, layout_b) = operands
-    left, right = Operand.at(gemm.place_of(a, scale_a), layout_a), Operand.at(gemm.place_of(b, scale_b), layout_b)
-    job = gemm.job_of(device, left, right, how_to_multiply(layout_a, layout_b, torch.bfloat16, of.fast))
+        operands += gemm.laid_out(data, scale_inv, cast.layout)
+    a, scale_a, b, scale_b = operands
 
     def call_of(plan: Plan) -> Callable[[], Tensor]:
         made = cache(partial(gemm.multiplier, job, plan))  # at the first call, whose error is reported
         return lambda: made()(a, scale_a, b, scale_b, job.how, None, None, None)
 
-    return job, {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
+    return {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
 
 
 def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
@@ -117,14 +124,20 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         ValueError: the recipe's layouts have no kernels.
     """
     from cuda_kernels import launch
-    from cuda_kernels.gemm.tuning import Measured, keep
+    from cuda_kernels.ahead import compile_ahead, missing
+    from cuda_kernels.gemm.tuning import Measured, builds_of, keep
 
     if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
     card, measured = launch.name_of(device), []
-    for of in tqdm(gemms, desc=card, unit="product"):
-        job, calls = candidates(of, recipe, device)
-        times = timed(calls, clock)
+    jobs = [job_of(of, recipe, device) for of in gemms]
+    if launch.is_card(device):
+        architecture = launch.architecture_of(device)
+        builds = missing([build for job in jobs for build in builds_of(job.problem)], architecture)
+        for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):
+            pass
+    for of, job in zip(tqdm(gemms, desc=card, unit="product"), jobs):
+        times = timed(candidates(of, recipe, job), clock)
         tqdm.write("\n".join(_lines(of, times)))
         if times:
             measured.append(Measured(str(job.problem.product), (of.m, of.n, of.k), next(iter(times))))

@@ -58,7 +58,9 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         assert "32x48 weight gradient: [48, 16] x [32, 16]ᵀ" in printed
         assert printed.count("cublaslt") == 3
         assert f"kept 3 choices in {own_cache / 'gemm-cpu.json'}" in printed
-        job, calls = bench.candidates(bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise"), CPU)
+        of, recipe = bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise")
+        job = bench.job_of(of, recipe, CPU)
+        calls = bench.candidates(of, recipe, job)
     assert set(calls) == {plan for plan in config.plans(job.problem) if plan is not Library.BF16}
     assert sum(ours) == 3 * 3  # products, rounds
     kept = tuning.measured_on("cpu")

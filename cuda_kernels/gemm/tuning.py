@@ -15,11 +15,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuda_kernels.cache import cache_folder
 from cuda_kernels.gemm.config import Library, Plan, Problem, cublaslt_takes, estimated, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
+
+if TYPE_CHECKING:
+    from cuda_kernels.ahead import Build
 
 CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
 """Environment variable: ``numba`` or ``cublaslt`` takes that wherever it can; else what was measured decides."""
@@ -71,6 +74,18 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
 def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     """How far apart sizes are: the largest of the logarithms of their ratios."""
     return max(abs(math.log(x / y)) for x, y in zip(a, b))
+
+
+def builds_of(problem: Problem) -> list[Build]:
+    """What makes the kernels of all its plans."""
+    from cuda_kernels.gemm import hopper, mma
+
+    builds: list[Build] = []
+    for plan in plans(problem):
+        if not isinstance(plan, Library):
+            function = hopper.gemm_kernel if isinstance(plan, Tile) else mma.mma_gemm_kernel
+            builds.append((function, (problem.product, plan)))
+    return builds
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

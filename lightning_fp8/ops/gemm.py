@@ -19,7 +19,7 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.how import NAMES, parsed_product
 from lightning_fp8.ops.operands import allocator
 from lightning_fp8.ops.planning import current_device, planned, refuse_empty
-from lightning_fp8.ops.schema import NAMESPACE, empty_operand
+from lightning_fp8.ops.schema import NAMESPACE, empty_operand, operand_layout
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ class Operand(NamedTuple):
         dtype, (rows, k), strides, address, scale_strides, scale_address = place
         pitch = strides[0] if strides[1] == 1 or k == 1 else 0
         return cls(dtype, layout, rows, k, pitch, address, scale_strides, scale_address)
+
+    @classmethod
+    def promised(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> Operand:
+        """As the ops that cast lay it out."""
+        data, scales = operand_layout(layout, dtype, rows, k)
+        return cls(dtype, layout, rows, k, data.strides[0], 0, scales.strides, 0)
 
     @property
     def lies_well(self) -> bool:

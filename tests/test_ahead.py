@@ -1,0 +1,52 @@
+"""Kernels compiled ahead in processes of their own are in the cache afterwards, and only those that were not."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cuda_kernels import cache as disk
+from cuda_kernels.ahead import Build, compile_ahead, missing
+from cuda_kernels.column_sums import column_sums_kernel
+from cuda_kernels.gemm import hopper, mma
+from cuda_kernels.gemm.config import Problem, plans
+from cuda_kernels.gemm.product import MmaTile, Tile
+from cuda_kernels.gemm.tuning import builds_of
+from cuda_kernels.launch import Kernel
+from cuda_kernels.scaling import update_scales_kernel
+from tests.emulated import needs_compilers
+from tests.test_gemm_config import LLAMA
+
+
+@cache
+def broken_kernel() -> Kernel:
+    def broken() -> None:
+        no_such_name()  # type: ignore[name-defined]  # noqa: F821
+
+    return Kernel("broken", broken, (), 32)
+
+
+@needs_compilers
+def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(disk.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(disk, "_memory", {})
+    sums, scales = (column_sums_kernel, ("float32",)), (update_scales_kernel, (False, True))
+    builds: list[Build] = [sums, scales, (broken_kernel, ()), sums]
+    assert missing(builds, "90a") == builds[:3]
+    assert len(list(compile_ahead(missing(builds, "90a"), "90a"))) == 3
+    assert missing(builds, "90a") == [(broken_kernel, ())]
+    assert missing(builds, "89") == builds[:3]
+    names = {(tmp_path / function(*arguments).key("cubin", "90a")) for function, arguments in (sums, scales)}
+    assert set(tmp_path.iterdir()) == names
+    assert list(compile_ahead([], "90a")) == []
+
+
+@pytest.mark.parametrize("architecture", ["90a", "89", "100"])
+def test_builds_of_all_plans(architecture: str) -> None:
+    problem = Problem(*(256, 256, 256), LLAMA.product, architecture, 132, True, True)
+    tiles = [plan for plan in plans(problem) if isinstance(plan, (Tile, MmaTile))]
+    builder = hopper.gemm_kernel if architecture == "90a" else mma.mma_gemm_kernel
+    assert builds_of(problem) == [(builder, (problem.product, tile)) for tile in tiles]
+    assert bool(tiles) == (architecture != "100")
