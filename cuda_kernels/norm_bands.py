@@ -1,7 +1,7 @@
 """A normalized tensor to FP8 with a given scale, transposed too, from one launch.
 
-A block takes a band of 16 rows: their statistics first, and then, while the rows are still in the second cache, their
-codes. A column's 16 codes of a band leave as one vector.
+A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. A
+column's 16 codes of a band leave as one vector.
 """
 
 from __future__ import annotations
