@@ -171,7 +171,9 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Argument], None]:
         index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
 
     def zero_on_card(address: Argument) -> None:
-        _checked(memset(address, 0, elements, stream(index)))
+        result = memset(address, 0, elements, stream(index))[0]
+        if result:
+            raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
 
     def zero(tensor: Argument) -> None:
         cast(Tensor, tensor).zero_()
