@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import gemm, reference
+from lightning_fp8.ops import jobs, reference
 from lightning_fp8.ops.fused.schema import norm_to
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout
@@ -181,7 +181,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
     def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
         def of(x: Tensor) -> Arguments:
             how = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            operand, scale = gemm.laid_out(*reference.quantize(x, how)[:2], layout)
+            operand, scale = jobs.laid_out(*reference.quantize(x, how)[:2], layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {

@@ -20,8 +20,9 @@ from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import gemm, reference
+from lightning_fp8.ops import jobs, reference
 from lightning_fp8.ops.how import how_to_multiply
+from lightning_fp8.ops.multiply import multiplier
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
         result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
         operands = left.data, left.scale_inv, right.data, right.scale_inv, job.how, None, None, None
         try:
-            call = partial(gemm.multiplier(job, each), *operands)
+            call = partial(multiplier(job, each), *operands)
             result = replace(result, correct=_close(call(), exact))
             yield Candidate(result, Contender(call))
         except Exception as error:  # one that does not start shall not take the others' numbers along
@@ -171,19 +172,19 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
             yield Candidate(replace(result, correct=False, note=note), None)
 
 
-def _job(work: Work, plan: Plan) -> gemm.Job:
+def _job(work: Work, plan: Plan) -> jobs.Job:
     a, b = (Layout(layout) for layout in PAIRS[work.scaling])
     left, right = (
-        gemm.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
+        jobs.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
     )
-    return gemm.job_of(plan.device, left, right, how_to_multiply(a, b, torch.bfloat16, work.fast))
+    return jobs.job_of(plan.device, left, right, how_to_multiply(a, b, torch.bfloat16, work.fast))
 
 
 def _operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
     how = f"e4m3 {layout} power_2 rowwise"
     data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how) if x.is_cuda else reference.quantize(x, how)
-    return ScaledTensor(*gemm.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
+    return ScaledTensor(*jobs.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
 
 
 def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]:

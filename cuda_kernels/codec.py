@@ -12,6 +12,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.ptx import (
+    atomic_max,
     bits,
     divide,
     from_bits,
@@ -20,6 +21,7 @@ from cuda_kernels.ptx import (
     load_4_if,
     load_8_if,
     load_16_if,
+    load_relaxed,
     low_half,
     unsigned_max,
 )
@@ -28,12 +30,19 @@ device = cuda.jit(device=True, inline="always")
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
-"""Here for the kernels, which know no torch: ``lightning_fp8.formats`` says it for everything else."""
+"""Of the kernels, which know no torch."""
 
 _ZERO, _ONE, _INFINITY, _LARGEST = np.float32(0), np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
 _EXPONENT = np.uint32(0x7F800000)
 _MANTISSA = np.uint32(0x7FFFFF)
+
+
+@device
+def raise_to(seen, largest):
+    """Raise the number at ``seen`` to one of these bits. Most raise nothing: a read is cheaper than an atomic."""
+    if largest > load_relaxed(seen):
+        atomic_max(seen, largest)
 
 
 @device

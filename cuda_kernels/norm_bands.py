@@ -11,11 +11,10 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, quad_magnitude
+from cuda_kernels.codec import ITEM_BYTES, quad_magnitude, raise_to
 from cuda_kernels.launch import Kernel
 from cuda_kernels.norm import Norm, long_row_statistics, normalized_source, rstd_address
 from cuda_kernels.ptx import (
-    atomic_max,
     divide,
     dynamic_shared,
     f32,
@@ -23,7 +22,6 @@ from cuda_kernels.ptx import (
     i32,
     i64,
     load_f32,
-    load_relaxed,
     store_16,
     store_f32,
     u32,
@@ -86,8 +84,8 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
             start += i32(4 * THREADS)
         if observe:
             largest = block_max(largest, shared, thread)
-            if thread == 0 and largest > load_relaxed(seen):
-                atomic_max(seen, largest)
+            if thread == 0:
+                raise_to(seen, largest)
 
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",

@@ -14,11 +14,19 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.codec import FP8_MAX, ITEM_BYTES, current_scale, device, quad_decoder, quad_magnitude, quad_words
+from cuda_kernels.codec import (
+    FP8_MAX,
+    ITEM_BYTES,
+    current_scale,
+    device,
+    quad_decoder,
+    quad_magnitude,
+    quad_words,
+    raise_to,
+)
 from cuda_kernels.launch import Kernel
 from cuda_kernels.norm import Norm, normalizer, row_statistics, rstd_address
 from cuda_kernels.ptx import (
-    atomic_max,
     divide,
     dynamic_shared,
     f32,
@@ -28,7 +36,6 @@ from cuda_kernels.ptx import (
     i64,
     load_4,
     load_f32,
-    load_relaxed,
     store_4,
     store_8,
     store_f32,
@@ -128,8 +135,8 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
             if thread == 0:
                 if factor == _ZERO:
                     store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(largest))
-                if observe and largest > load_relaxed(seen):
-                    atomic_max(seen, largest)
+                if observe:
+                    raise_to(seen, largest)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 

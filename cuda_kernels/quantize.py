@@ -16,11 +16,11 @@ from cuda_kernels.codec import (
     current_scale,
     magnitude,
     quad_magnitude,
+    raise_to,
 )
 from cuda_kernels.launch import Kernel
 from cuda_kernels.losses import PITCHES, add_losses, fitting, losses_of
 from cuda_kernels.ptx import (
-    atomic_max,
     divide,
     dynamic_shared,
     f32,
@@ -30,7 +30,6 @@ from cuda_kernels.ptx import (
     i64,
     load_4,
     load_f32,
-    load_relaxed,
     shuffle,
     store_f32,
     u32,
@@ -103,9 +102,8 @@ def quantize_tensor_kernel(
             add_losses(counts, losses, lane)
         if observe:
             largest = block_max(largest, shared + TRANSPOSED_BYTES + 32, thread)
-            # Most tiles raise nothing: a read is cheaper than an atomic operation on one address.
-            if thread == 0 and largest > load_relaxed(seen):
-                atomic_max(seen, largest)
+            if thread == 0:
+                raise_to(seen, largest)
         if columnwise:
             store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
 

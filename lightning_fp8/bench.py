@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_fp8.ops import gemm
-from lightning_fp8.ops.gemm import Operand
+from lightning_fp8.ops import jobs
 from lightning_fp8.ops.how import how_to, how_to_multiply
+from lightning_fp8.ops.jobs import Operand
+from lightning_fp8.ops.multiply import multiplier
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Layout, Role
 
@@ -59,16 +60,16 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
     ]
 
 
-def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> gemm.Job:
+def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
     """The product of operands as the recipe casts them."""
     a, b = recipe.cast(of.a), recipe.cast(of.b)
     left, right = (
         Operand.promised(cast.layout, cast.float8.dtype, rows, of.k) for cast, rows in ((a, of.m), (b, of.n))
     )
-    return gemm.job_of(device, left, right, how_to_multiply(a.layout, b.layout, torch.bfloat16, of.fast))
+    return jobs.job_of(device, left, right, how_to_multiply(a.layout, b.layout, torch.bfloat16, of.fast))
 
 
-def candidates(of: Gemm, recipe: Recipe, job: gemm.Job) -> dict[Plan, Callable[[], Tensor]]:
+def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
     """What computes the product of random operands: every plan but the slow exact one."""
     from cuda_kernels.gemm.config import Library, plans
 
@@ -77,11 +78,11 @@ def candidates(of: Gemm, recipe: Recipe, job: gemm.Job) -> dict[Plan, Callable[[
         cast = recipe.cast(role)
         x = torch.randn(rows, of.k, device=job.device, dtype=torch.bfloat16)
         data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how_to(cast))
-        operands += gemm.laid_out(data, scale_inv, cast.layout)
+        operands += jobs.laid_out(data, scale_inv, cast.layout)
     a, scale_a, b, scale_b = operands
 
     def call_of(plan: Plan) -> Callable[[], Tensor]:
-        made = cache(partial(gemm.multiplier, job, plan))  # at the first call, whose error is reported
+        made = cache(partial(multiplier, job, plan))  # at the first call, whose error is reported
         return lambda: made()(a, scale_a, b, scale_b, job.how, None, None, None)
 
     return {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
@@ -130,13 +131,13 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
     card, measured = launch.name_of(device), []
-    jobs = [job_of(of, recipe, device) for of in gemms]
+    planned = [job_of(of, recipe, device) for of in gemms]
     if launch.is_card(device):
         architecture = launch.architecture_of(device)
-        builds = missing([build for job in jobs for build in builds_of(job.problem)], architecture)
+        builds = missing([build for job in planned for build in builds_of(job.problem)], architecture)
         for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):
             pass
-    for of, job in zip(tqdm(gemms, desc=card, unit="product"), jobs):
+    for of, job in zip(tqdm(gemms, desc=card, unit="product"), planned):
         times = timed(candidates(of, recipe, job), clock)
         tqdm.write("\n".join(_lines(of, times)))
         if times:

@@ -19,7 +19,7 @@ from cuda_kernels.gemm import tuning
 from cuda_kernels.gemm.config import Plan, Problem, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import gemm, planning, reference
+from lightning_fp8.ops import gemm, jobs, planning, reference
 from lightning_fp8.ops.how import NAMES, how_to, how_to_multiply
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
@@ -75,7 +75,7 @@ def check_product(
     size = float(right.abs().max())
     for more in (added, before):
         right = right if more is None else right + more.double()
-    on = [gemm.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout) for each in (a, b)]
+    on = [jobs.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout) for each in (a, b)]
     operands = *on[0], *on[1], how_to_multiply(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)

@@ -11,7 +11,7 @@ import torch
 
 from cuda_kernels import launch
 from cuda_kernels.gemm import tuning
-from lightning_fp8.ops import cuda, gemm, planning, reference
+from lightning_fp8.ops import cuda, gemm, jobs, planning, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
@@ -86,7 +86,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert gemm.Operand.at(gemm.place_of(data, scale), layout).lies_well
+                assert jobs.Operand.at(jobs.place_of(data, scale), layout).lies_well
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         a = operand(x, E4M3, "tensor", True)
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
-            data, scale = gemm.laid_out(a.data, a.scale_inv, Layout.TENSOR)
+            data, scale = jobs.laid_out(a.data, a.scale_inv, Layout.TENSOR)
             how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
             actual = gemm.scaled_mm(data, scale, data, scale, how)
         errors.append(float(((actual - right) / right).abs().max()))
@@ -136,7 +136,7 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
     """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
     a, b, one, seen = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
     a[7, 5] = value
-    operands = [part for x in (a, b) for part in gemm.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
+    operands = [part for x in (a, b) for part in jobs.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
     with multiplying(*tile):
         how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32)
         out = gemm.scaled_mm_observed(*operands, how, None, seen)
@@ -194,7 +194,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
     planning.forget()
-    data, scale = gemm.laid_out(b.data, b.scale_inv, Layout.TENSOR)
+    data, scale = jobs.laid_out(b.data, b.scale_inv, Layout.TENSOR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -204,6 +204,27 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
     ]
     assert not emulator.launched
     planning.forget()
+
+
+@pytest.mark.parametrize("wish", ["numba", "cublaslt"])
+def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever multiplies gets it without: torch._scaled_mm takes no other."""
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, **rest: Any) -> torch.Tensor:
+        assert bias.is_contiguous()
+        return (a.float() @ b.float() * rest["scale_a"] * rest["scale_b"] + bias).to(rest["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
+    planning.forget()
+    a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
+    bias = torch.arange(64).bfloat16()[::2]
+    placed = [part for each in (a, b) for part in jobs.laid_out(each.data, each.scale_inv, each.layout)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = gemm.scaled_mm(*placed, "tensor tensor bfloat16", bias)
+    planning.forget()
+    assert torch.equal(actual, (a.dequantize() @ b.dequantize().t() + bias).bfloat16())
 
 
 def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +247,7 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
         for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
             a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
             right = (a.dequantize() @ b.dequantize().t()).bfloat16()
-            placed = [part for each in (a, b) for part in gemm.laid_out(each.data, each.scale_inv, each.layout)]
+            placed = [part for each in (a, b) for part in jobs.laid_out(each.data, each.scale_inv, each.layout)]
             torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
     planning.forget()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import cuda
 
-from cuda_kernels.codec import device
+from cuda_kernels.codec import device, raise_to
 from cuda_kernels.gemm.product import Product, Scaling, Tile, places
 from cuda_kernels.hopper import (
     named_barrier,
@@ -19,13 +19,11 @@ from cuda_kernels.hopper import (
 )
 from cuda_kernels.ptx import (
     asm,
-    atomic_max,
     bits,
     f32,
     from_bits,
     i64,
     load_4_if,
-    load_relaxed,
     u32,
     unsigned_max,
     warp_max,
@@ -94,32 +92,18 @@ def _row_scaler(count: int, even: bool) -> Any:
 
 
 def _observer(count: int, out: str) -> Any:
-    largest, raise_to = largest_of_rows(count), _raiser(out)
+    largest, rounded = largest_of_rows(count), _ROUNDED[out]
 
     @device
     def observed(acc, factors, row, m, column, n):
         above, below = largest(acc, n - column)
-        raise_to(factors[4], unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
+        value = warp_max(unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
+        if cuda.threadIdx.x & 31 == 0:
+            # Rounding keeps the order: the largest of rounded values is the largest, rounded.
+            raise_to(factors[4], bits(rounded(from_bits(value))))
         return acc
 
     return observed
-
-
-def _raiser(out: str) -> Any:
-    """A device function ``(seen, bits)``: raises the number at ``seen`` to the warp's largest, rounded.
-
-    Rounding keeps the order: the largest of rounded values is the largest, rounded.
-    """
-    rounded = _ROUNDED[out]
-
-    @device
-    def raise_to(seen, value):
-        value = bits(rounded(from_bits(warp_max(value))))
-        # Most tiles raise nothing: a read is cheaper than an atomic operation on one address.
-        if cuda.threadIdx.x & 31 == 0 and value > load_relaxed(seen):
-            atomic_max(seen, value)
-
-    return raise_to
 
 
 _ROUNDED = {

@@ -11,40 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.how import parsed
-from lightning_fp8.ops.operands import Outputs
 from lightning_fp8.ops.planning import current_device, planned, refuse_empty
-from lightning_fp8.ops.plans import Task, plan_of, reading_of
+from lightning_fp8.ops.plans import blocks_of, casting, values_of
 from lightning_fp8.ops.schema import NAMESPACE
 
-
-def quantize(
-    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
-) -> Outputs:
-    op = _quantize_plan(
-        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
-        how, scale is not None, seen is not None, counts is not None,
-    )  # fmt: skip
-    return op(x, how, scale, seen, counts)
-
-
-@planned(reference.quantize, how_at=1)
-def _quantize_plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    address: int,
-    how: str,
-    given: bool,
-    observes: bool,
-    counts: bool,
-) -> Callable[..., Outputs]:
-    reading = reading_of(device, dtype, shape, strides, address)
-    if reading is None:
-        return lambda x, *args: quantize(x.contiguous(), *args)
-    source, _, pitch, rows, columns, _ = reading
-    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)).of_one(pitch)
+quantize = casting(reference.quantize, lambda how, *lies: values_of(*lies))
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
@@ -59,11 +30,11 @@ def _observe_plan(
 ) -> Callable[[Tensor, Tensor], None]:
     from cuda_kernels import amax, launch
 
-    reading = reading_of(device, dtype, shape, strides, address)
-    if reading is None:
+    values = values_of(dtype, shape, strides, address)
+    if values is None:
         return lambda x, seen: observe(x.contiguous(), seen)
-    source, _, pitch, rows, columns, blocks = reading
-    start = launch.Launch(amax.amax_kernel(source, True), blocks, (rows, columns), device).start
+    source, pitch, *size = values
+    start = launch.Launch(amax.amax_kernel(source, True), blocks_of(device, *size), size, device).start
     at = launch.address_on(device)
     return lambda x, seen: start(at(x), pitch, 0, at(seen))
 

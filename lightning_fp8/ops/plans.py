@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.how import NAMES, How
+from lightning_fp8.ops.how import NAMES, How, parsed
 from lightning_fp8.ops.operands import Operands, Outputs, allocator, comes_in_vectors
-from lightning_fp8.ops.planning import refuse_empty
+from lightning_fp8.ops.planning import Op, current_device, planned, refuse_empty
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
@@ -32,28 +33,17 @@ class Task(NamedTuple):
     counts: bool
 
 
-class Reading(NamedTuple):
-    """How kernels read a tensor.
-
-    Attributes:
-        source: what gives them its values.
-        quads: whether four elements load at once.
-        pitch, rows, columns: of the tensor.
-        blocks: how many run side by side, each taking every n-th tile.
-    """
+class Values(NamedTuple):
+    """What one tensor gives kernels to cast: ``[rows, columns]``, by a source; ``pitch``: of the tensor's rows."""
 
     source: Source
-    quads: bool
     pitch: int
     rows: int
     columns: int
-    blocks: int
 
 
-def reading_of(
-    device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
-) -> Reading | None:
-    """How to read a tensor that lies so, its address taken modulo 16; None if it has to be made contiguous first."""
+def values_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int) -> Values | None:
+    """A tensor's own, its address taken modulo 16; None if it has to be made contiguous first."""
     from cuda_kernels import tile
 
     refuse_empty(shape)
@@ -61,8 +51,7 @@ def reading_of(
     if strides[1] != 1 and columns != 1:
         return None
     quads = comes_in_vectors(columns, strides[0], address, dtype.itemsize, 4)
-    source = tile.tensor_source(NAMES[dtype], quads)
-    return Reading(source, quads, strides[0], rows, columns, blocks_of(device, rows, columns))
+    return Values(tile.tensor_source(NAMES[dtype], quads), strides[0], rows, columns)
 
 
 def blocks_of(device: torch.device, rows: int, columns: int) -> int:
@@ -112,15 +101,6 @@ class CastPlan:
     def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
         """Cast; ``words``: what the source takes; ``storing``: what that of the kernel that casts takes."""
         raise NotImplementedError
-
-    def of_one(self, pitch: int) -> Callable[..., Outputs]:
-        """``(x, how, scale, seen, counts) -> operands``, where the source takes one tensor, of ``pitch``."""
-        at, cast = self.at, self.cast
-
-        def op(x: Tensor, how: str, scale: Given, seen: Given, counts: Given) -> Outputs:
-            return cast((at(x), pitch), scale, seen, counts)
-
-        return op
 
 
 class TensorPlan(CastPlan):
@@ -207,3 +187,40 @@ def plan_of(
     """The plan for the layout that the task says; see :class:`CastPlan`."""
     kind = {Layout.TENSOR: TensorPlan, Layout.ROW: RowPlan}.get(task.how.layout, BlockPlan)
     return kind(device, source, rows, columns, task, storing)
+
+
+def casting(reference_op: Op, values: Callable[..., Values | None]) -> Op:
+    """An op ``(x, how, scale, seen, counts) -> operands`` that casts what ``values(how, *lies)`` says of x.
+
+    ``lies``: x's dtype, shape, strides, and address modulo 16. Where there are no values x is made contiguous first.
+    """
+
+    @planned(reference_op, how_at=1)
+    def plan(
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        address: int,
+        how: str,
+        given: bool,
+        observes: bool,
+        counts: bool,
+    ) -> Op:
+        found = values(how, dtype, shape, strides, address)
+        if found is None:
+            return lambda x, *args: op(x.contiguous(), *args)
+        source, pitch, rows, columns = found
+        made = plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts))
+        at, cast = made.at, made.cast
+        return lambda x, how, scale, seen, counts: cast((at(x), pitch), scale, seen, counts)
+
+    @wraps(reference_op)
+    def op(x: Tensor, how: str, scale: Given = None, seen: Given = None, counts: Given = None) -> Outputs:
+        planned_op = plan(
+            x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+            how, scale is not None, seen is not None, counts is not None,
+        )  # fmt: skip
+        return planned_op(x, how, scale, seen, counts)
+
+    return op

@@ -9,44 +9,27 @@ from torch import Tensor
 
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
-from lightning_fp8.ops.fused.schema import ActivationKind, parsed_activation
+from lightning_fp8.ops.fused.schema import ActivationKind, is_gated, parsed_activation
 from lightning_fp8.ops.how import NAMES, parsed
 from lightning_fp8.ops.operands import allocator, nothing
 from lightning_fp8.ops.planning import current_device, planned
-from lightning_fp8.ops.plans import Task, plan_of
+from lightning_fp8.ops.plans import Task, Values, casting, plan_of
 
 
-def activation_quantize(
-    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
-) -> Results:
-    op = _activation_plan(
-        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
-        how, scale is not None, seen is not None, counts is not None,
-    )  # fmt: skip
-    return op(x, how, scale, seen, counts)
-
-
-@planned(reference.activation_quantize, how_at=1)
-def _activation_plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    address: int,
-    how: str,
-    given: bool,
-    observes: bool,
-    counts: bool,
-) -> Callable[..., Results]:
+def _activated(
+    how: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
+) -> Values | None:
     from cuda_kernels.activation import activation_source
 
-    x = place_of(dtype, shape, strides, address)
+    x, name = place_of(dtype, shape, strides, address), parsed_activation(how).name
     if x is None:
-        return lambda x, *args: activation_quantize(x.contiguous(), *args)
-    kind = parsed_activation(how)
-    rows, columns = shape[0], shape[1] // 2 if kind.is_gated else shape[1]
-    source = activation_source(kind.name, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
-    return plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts)).of_one(x.pitch)
+        return None
+    columns = shape[1] // 2 if is_gated(name) else shape[1]
+    source = activation_source(name, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
+    return Values(source, x.pitch, shape[0], columns)
+
+
+activation_quantize = casting(reference.activation_quantize, _activated)
 
 
 def activation_backward_quantize(

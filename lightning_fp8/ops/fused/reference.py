@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fused.schema import NormKind, parsed_activation, parsed_norm
+from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_activation, parsed_norm
 from lightning_fp8.ops.reference import quantize
 from lightning_fp8.ops.schema import NAMESPACE
 
@@ -125,7 +125,7 @@ def activation_quantize(
     """See :func:`lightning_fp8.ops.fused.activation_quantize`."""
     kind = parsed_activation(how)
     value, _ = ACTIVATIONS[kind.name]
-    if kind.is_gated:
+    if is_gated(kind.name):
         x, gate = x.float().chunk(2, 1)
         y = value(x) * gate
     else:
@@ -145,7 +145,7 @@ def activation_backward_quantize(
     kind = parsed_activation(how)
     value, backward = ACTIVATIONS[kind.name]
     dy, x = dy.float(), x.float()
-    if kind.is_gated:
+    if is_gated(kind.name):
         x, gate = x.chunk(2, 1)
         dx = torch.cat([backward(dy * gate, x), dy * value(x)], 1)
     else:

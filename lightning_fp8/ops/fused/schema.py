@@ -81,14 +81,9 @@ class ActivationKind(NamedTuple):
     name: str
     bias: torch.dtype | None
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether the second half of x multiplies the activation of its first."""
-        return is_gated(self.name)
-
 
 def is_gated(activation: str) -> bool:
-    """See :attr:`ActivationKind.is_gated`."""
+    """Whether the second half of x multiplies the activation of its first."""
     return activation.endswith("glu")
 
 
@@ -137,7 +132,7 @@ def _norm_backward(
 def _activation_quantize(
     x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    columns = x.shape[1] // 2 if parsed_activation(how).is_gated else x.shape[1]
+    columns = x.shape[1] // 2 if is_gated(parsed_activation(how).name) else x.shape[1]
     return fake_operands(x, x.shape[0], columns, parsed(how))
 
 
