@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
@@ -165,20 +165,18 @@ class Launch:
         return write, start, torch._C._cuda_getCurrentRawStream, block.extra
 
 
-def zeroing(device: torch.device, elements: int) -> Callable[[Argument], None]:
+def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
-    if is_card(device):
-        index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
+    if not is_card(device):
+        return Tensor.zero_
+    index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
 
-    def zero_on_card(address: Argument) -> None:
+    def zero(address: int) -> None:
         result = memset(address, 0, elements, stream(index))[0]
         if result:
             raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
 
-    def zero(tensor: Argument) -> None:
-        cast(Tensor, tensor).zero_()
-
-    return zero_on_card if is_card(device) else zero
+    return zero
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
