@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import Literal
+from zlib import crc32
 
 import torch
 
 import cuda_kernels
 from cuda_kernels import launch
 from cuda_kernels.cache import cached
-from cuda_kernels.launch import Argument, Executor, Kernel
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.launch import Argument, Executor
 from cuda_kernels.tensor_maps import Map
 from tests.kernel_cases import Case
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
@@ -24,14 +27,18 @@ from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
 def ltoir_of(kernel: Kernel, arch: str) -> bytes:
     """The kernel before linking, the slow step: from disk where it was compiled before."""
-    return cached(kernel.key("ltoir", arch), lambda: kernel.ltoir(arch))
+    from cuda_kernels import compiler
+
+    return cached(kernel.key("ltoir", arch), lambda: compiler.ltoir(kernel, arch))
 
 
 @cache
 def ptx_of(kernel: Kernel) -> str:
     """The kernel's PTX for the first of its architectures, from disk where it was compiled before."""
+    from cuda_kernels import compiler
+
     arch = kernel.architectures[0]
-    ptx = cached(kernel.key("ptx", arch), lambda: launch.link(ltoir_of(kernel, arch), arch, "ptx")[0])
+    ptx = cached(kernel.key("ptx", arch), lambda: compiler.link(ltoir_of(kernel, arch), arch, "ptx")[0])
     return ptx.decode().rstrip("\0")
 
 
@@ -43,6 +50,9 @@ def program_of(ptx: str) -> Program:
 class Emulator:
     """Runs each launched kernel on the CPU, as its PTX says.
 
+    Where no schedule is given, threads and blocks run forward in some launches and in reverse in others, as the names
+    of test and kernel have it: always the same in one test, another in others. Mutated kernels are run in both.
+
     Attributes:
         launched: what was launched, in order.
     """
@@ -51,7 +61,7 @@ class Emulator:
         self,
         *,
         races: bool = True,
-        schedule: Literal["forward", "reverse", "random"] = "forward",
+        schedule: Literal["forward", "reverse", "random"] | None = None,
         seed: int = 0,
         rewrite: Callable[[Kernel, str], str] = lambda kernel, ptx: ptx,
         accumulation: Literal["float32", "hopper"] = "float32",
@@ -62,6 +72,9 @@ class Emulator:
         self.launched: list[Kernel] = []
 
     def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+        alternating: Literal["forward", "reverse"] = (
+            "reverse" if crc32(f"{_this_test()} {kernel.name} {len(self.launched)}".encode()) % 2 else "forward"
+        )
         self.launched.append(kernel)
         program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
             (blocks, 1, 1),
@@ -70,11 +83,15 @@ class Emulator:
             cluster=(kernel.cluster, 1, 1),
             dynamic_shared=kernel.shared_bytes,
             races=self.races,
-            schedule=self.schedule,
+            schedule=self.schedule or alternating,
             seed=self.seed,
             accumulation=self.accumulation,
             copies=self.copies,
         )
+
+
+def _this_test() -> str:
+    return os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
 
 
 def passed(arg: Argument | float) -> torch.Tensor | TensorMap | int | float:
@@ -99,7 +116,12 @@ def executing(executor: Executor) -> Iterator[None]:
 
 
 def is_noticed(cases: Sequence[Case], kernel: Kernel, mutant: str) -> bool:
-    """Whether one of ``cases``, which launch ``kernel``, fails with the PTX ``mutant`` in its place."""
+    """Whether one of ``cases``, which launch ``kernel``, fails with the PTX ``mutant`` in its place.
+
+    Raises:
+        EmulatorError: the mutant is none that the emulator runs.
+    """
+    program_of(mutant)
     for case, (schedule, copies) in itertools.product(cases, (("forward", "eager"), ("reverse", "late"))):
         emulator = Emulator(
             schedule=schedule,  # type: ignore[arg-type]

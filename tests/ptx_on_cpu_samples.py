@@ -332,8 +332,8 @@ def hopper_gemm(n_tile: int, cluster: int, split: bool = False) -> tuple[str, in
                 for kk in range(steps):
                     place, turn = step & 3, (step >> 2) & 1
                     barrier_wait(full + 8 * place, turn)
-                    x = K_MAJOR | ((smem + place * a_bytes + group * (64 * ROW)) >> 4)
-                    y = K_MAJOR | ((smem + stages * a_bytes + place * b_bytes) >> 4)
+                    x = K_MAJOR | (((smem + place * a_bytes + group * (64 * ROW)) & 0x3FFFF) >> 4)
+                    y = K_MAJOR | (((smem + stages * a_bytes + place * b_bytes) & 0x3FFFF) >> 4)
                     wgmma_fence()
                     if split:
                         part = multiply(zeros(), x, y, 0)

@@ -358,7 +358,6 @@ def test_special_registers() -> None:
         "add.u32 %r0, %undeclared, 1;",
         "activemask.b32 %r0;",
         "prmt.b32.f4e %r0, %r1, %r2, %r3;",
-        "mbarrier.test_wait.parity.relaxed.cta.shared::cta.b64 %p0, [memory], 0;",
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, %d0, %d1, %p0, 1, 1, 0, 1;",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.min.u32 [%d0], [memory], 16;",
     ],

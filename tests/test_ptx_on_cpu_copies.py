@@ -99,6 +99,7 @@ INITIALIZED:
 bar.sync 0;
 """
 WAIT = "WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1+{mbarrier}], %r2; @!%p1 bra WAIT;"
+MAP_ADDRESS = "mov.u64 %d9, param_map; cvta.param.u64 %d9, %d9;"
 DUMP = """
 COPY: setp.ge.u32 %p2, %r0, {size}; @%p2 bra END;
 add.u32 %r3, %r1, %r0; ld.shared.b8 %r4, [%r3]; cvt.u64.u32 %d0, %r0; add.u64 %d0, out, %d0; st.global.b8 [%d0], %r4;
@@ -114,7 +115,7 @@ def load_body(rank: int, size: int, corner: str = "") -> str:
     {START}
     @%p0 bra LOADED;
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1+{{mbarrier}}], {size};
-    mov.u64 %d9, param_map; cvta.param.u64 %d9, %d9;
+    {MAP_ADDRESS}
     cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes
       [%r1], [%d9, {{{{{coordinates}}}}}], [%r1+{{mbarrier}}];
     LOADED:
@@ -242,7 +243,10 @@ MISTAKES = {
     "an address": ("      [%r1],", "[%r1+64],", "not aligned to 128 bytes"),
     "a place outside": ("      [%r1],", "[%r1+128],", "out-of-bounds shared"),
     "dimensions": (".2d.", ".1d.", "not supported: 2 coordinates"),
-    "the map": ("mov.u64 %d9, param_map;", "mov.u64 %d9, out;", "no tensor map|not aligned to 64"),
+    "the map": ("mov.u64 %d9, param_map;", "mov.u64 %d9, out;", "cvta.param of address"),
+    "a tensor for the map": (f"{MAP_ADDRESS}", "mov.u64 %d9, out;", "no tensor map|not aligned to 64"),
+    "an address that is none": (f"{MAP_ADDRESS}", "mov.u64 %d9, 0x40000000;", "out-of-bounds global read of 128 bytes"),
+    "the map's space": (f"{MAP_ADDRESS}", "mov.u64 %d9, param_map;", "parameter space: cvta.param is missing"),
 }
 
 
@@ -276,7 +280,7 @@ cvt.rn.f32.u32 %f0, %r0; st.shared.f32 [%r2], %f0;
 fence.proxy.async.shared::cta;
 bar.sync 0;
 @%p0 bra END;
-mov.u64 %d0, param_map;
+mov.u64 %d0, param_map; cvta.param.u64 %d0, %d0;
 {store} [%d0, {{c0, c1}}], [%r1];
 cp.async.bulk.commit_group;
 cp.async.bulk.wait_group{read} 0;
@@ -420,7 +424,7 @@ barrier.cluster.arrive; barrier.cluster.wait;
 mov.u32 %r5, %cluster_ctarank; mov.b16 %h0, {{mask}};
 @%p0 bra LOADED;
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1+256], 256;
-mul.lo.u32 %r6, %r5, 128; add.u32 %r7, %r1, %r6; mov.u64 %d9, param_map; mul.lo.u32 %r8, %r5, 4;
+mul.lo.u32 %r6, %r5, 128; add.u32 %r7, %r1, %r6; {MAP_ADDRESS} mul.lo.u32 %r8, %r5, 4;
 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
   [%r7], [%d9, {{{{c0, %r8}}}}], [%r1+256], %h0;
 LOADED:
@@ -504,3 +508,22 @@ def test_a_copy_between_blocks_needs_a_proxy_fence() -> None:
 
 def run_pair(text: str, out: torch.Tensor, **options: Any) -> None:
     program(ptx("out:u64", text, shared=264)).launch((2, 1, 1), (32, 1, 1), [out], cluster=(2, 1, 1), **options)
+
+
+def test_a_parameter_has_a_32_bit_address() -> None:
+    """As compilers take it who know that a kernel's parameters lie below 4 GiB."""
+    tensor = torch.arange(2048, dtype=torch.int32).to(torch.uint8).view(16, 128)
+    out = torch.zeros(1024, dtype=torch.uint8)
+    text = LOAD.replace(MAP_ADDRESS, "mov.b32 %r9, param_map; cvt.u64.u32 %d9, %r9; cvta.param.u64 %d9, %d9;")
+    program(module(2, text, 1032)).launch(ONE, (32, 1, 1), [TensorMap(tensor, (8, 128), 0), 0, 0, out])
+    assert torch.equal(out.view(8, 128), tensor[:8])
+
+
+def test_the_fence_after_a_barriers_initialisation_may_be_left_out_if_asked() -> None:
+    tensor, out = torch.ones(16, 128, dtype=torch.uint8), torch.zeros(1024, dtype=torch.uint8)
+    launch = program(module(2, LOAD.replace("fence.mbarrier_init.release.cluster;", ""), 1032)).launch
+    arguments: list[Any] = [TensorMap(tensor, (8, 128), 0), 0, 0, out]
+    launch(ONE, (32, 1, 1), arguments, strict=False)
+    assert torch.equal(out, torch.ones_like(out))
+    with pytest.raises(EmulatorError, match=r"no fence\.mbarrier_init"):
+        launch(ONE, (32, 1, 1), arguments)

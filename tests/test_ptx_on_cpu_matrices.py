@@ -243,8 +243,8 @@ def test_operands_of_wgmma_may_lie_in_registers() -> None:
         "fence.proxy.async.shared::cta;": "wgmma reads byte .* no fence.proxy.async",
         "bar.sync 0;": "race|no fence",
         "wgmma.fence.sync.aligned;": "without wgmma.fence",
-        "wgmma.commit_group.sync.aligned;": "while a wgmma is in flight",
-        "wgmma.wait_group.sync.aligned 0;": "while a wgmma is in flight",
+        "wgmma.commit_group.sync.aligned;": "is read before wgmma.wait_group",
+        "wgmma.wait_group.sync.aligned 0;": "is read before wgmma.wait_group",
     }.items():
         assert removed in text
         with pytest.raises(EmulatorError, match=message):

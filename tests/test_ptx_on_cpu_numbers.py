@@ -358,6 +358,52 @@ def test_minimum_and_maximum_of_nan_and_zeros() -> None:
     assert same(compute("max.NaN.f32 %f2, %f0, %f1;", "%f2", x, y), torch.tensor([math.nan] * 3 + [0.0, 0.0, 4.0]))
 
 
+@pytest.mark.parametrize("operation", ["min", "max"])
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_larger_magnitudes(kind: str, operation: str) -> None:
+    """PTX ISA, max: of |a| and |b|, the sign of both by exclusive or; a NaN with .NaN is canonical, else it loses."""
+    codes = torch.arange(1 << 16, dtype=torch.int32)
+    others = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0)).int()
+    others[:4], others[-4:] = torch.tensor([0, 0x8000, 0x7FFF, 0xFFFF]), torch.tensor([0x7F80, 0x7C00, 0xFC01, 1])
+    pairs = codes | others << 16, others | codes << 16
+    infinity = 0x7F80 if kind == "bf16" else 0x7C00
+    a, b = codes & 0x7FFF, others & 0x7FFF
+    a_nan, b_nan = a > infinity, b > infinity
+    # Without their sign, bits of floats order as the floats do.
+    chosen = torch.maximum(a, b) if operation == "max" else torch.minimum(a, b)
+    signed = chosen | (codes ^ others) & 0x8000
+    expected = torch.where(a_nan | b_nan, 0x7FFF, signed)
+    actual = compute(f"{operation}.NaN.xorsign.abs.{kind}x2 %r2, %r0, %r1;", "%r2", *pairs)
+    assert torch.equal(actual & 0xFFFF, expected)
+    assert torch.equal(actual >> 16 & 0xFFFF, expected)
+    numbers = ~(a_nan | b_nan)
+    loses = compute(f"{operation}.xorsign.abs.{kind}x2 %r2, %r0, %r1;", "%r2", *pairs) & 0xFFFF
+    assert torch.equal(loses[numbers], signed[numbers])
+    assert torch.equal(loses[a_nan & ~b_nan] & 0x7FFF, b[a_nan & ~b_nan])
+    assert (loses[a_nan & b_nan] == 0x7FFF).all()
+
+
+def test_larger_magnitudes_of_float32() -> None:
+    x = torch.tensor([math.nan, -1.0, -0.0, 1e-45, -math.inf, -3.0])
+    y = torch.tensor([2.0, math.nan, 0.0, -2e-45, 3.0, -2.0])
+    expected = torch.tensor([math.nan, math.nan, -0.0, -2e-45, -math.inf, 3.0])
+    assert same(compute("max.NaN.xorsign.abs.f32 %f2, %f0, %f1;", "%f2", x, y), expected)
+
+
+def test_the_smaller_magnitude_with_the_sign_of_the_product() -> None:
+    x, y = torch.tensor([3.0, -3.0, 3.0, -0.5]), torch.tensor([2.0, 2.0, -2.0, -2.0])
+    assert compute("min.xorsign.abs.f32 %f2, %f0, %f1;", "%f2", x, y).tolist() == [2.0, -2.0, -2.0, 0.5]
+    assert compute("max.xorsign.abs.f32 %f2, %f0, %f1;", "%f2", x, y).tolist() == [3.0, -3.0, -3.0, 2.0]
+
+
+def test_pairs_of_float32() -> None:
+    x, y = torch.tensor([0.1, -2.5, 1e30]), torch.tensor([0.7, 1.0, 3.0])
+    pairs = "mov.b64 %d0, {%f0, %f1}; mov.b64 %d1, {%f1, %f0}; "
+    for operation, expected in (("add", x + y), ("sub", x - y), ("mul", x * y)):
+        body = f"{pairs} {operation}.rn.f32x2 %d2, %d0, %d1; mov.b64 {{%f2, %f3}}, %d2;"
+        assert same(compute(body, "%f2", x, y), expected)
+
+
 def test_signs_of_floats() -> None:
     codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     x = codes.view(torch.bfloat16)

@@ -190,6 +190,17 @@ def test_a_warp_is_ordered_by_its_barrier_not_by_shuffles(schedule: Any) -> None
 
 
 @schedules
+def test_threads_may_store_copies_of_one_value(schedule: Any) -> None:
+    """If asked, as where a layout holds each element more than once; other values and other instructions race."""
+    body = "mov.u32 %r3, memory; mov.u32 %r2, {}; st.shared.b32 [%r3], %r2; {} bar.sync 0; ld.shared.b32 %r0, [%r3];"
+    loose: dict[str, Any] = {"schedule": schedule, "strict": False}
+    assert per_thread(body.format("7", ""), 64, 16, **loose) == [7] * 64
+    fails("race: thread .* writes", body.format("7", ""), 64, 16, schedule=schedule)
+    fails("race: thread .* writes", body.format("%r1", ""), 64, 16, **loose)
+    fails("race: thread .* writes", body.format("7", "st.shared.b32 [%r3], 8;"), 64, 16, **loose)
+
+
+@schedules
 def test_overwriting_what_others_may_still_read_is_a_race(schedule: Any) -> None:
     once = EXCHANGE.format("bar.sync 0;")
     again = "st.shared.b32 [%r2], 0;"
@@ -313,6 +324,24 @@ ld.shared.b32 %r0, [%r4];
 mov.u32 %r9, %ctaid.x; mov.u32 %r10, %ntid.x; mad.lo.u32 %r9, %r9, %r10, %r6;
 mul.wide.u32 %d0, %r9, 4; add.u64 %d0, out, %d0; st.global.b32 [%d0], %r0;
 """
+
+
+@schedules
+def test_a_relaxed_arrival_publishes_what_a_fence_released(schedule: Any) -> None:
+    """As CUTLASS starts: mbarrier.init, fence.mbarrier_init, and a relaxed arrival at the cluster's barrier."""
+    body = """
+    mov.u32 %r2, memory; setp.ne.u32 %p0, %r1, 0;
+    @!%p0 mbarrier.init.shared.b64 [%r2], 64;
+    FENCE
+    barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+    mbarrier.arrive.shared.b64 _, [%r2];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra WAIT;
+    """
+    fenced = body.replace("FENCE", "@!%p0 fence.mbarrier_init.release.cluster;")
+    assert per_thread(fenced, 64, 16, schedule=schedule) == [0] * 64
+    fails("race|never initialised", body.replace("FENCE", ""), 64, 16, schedule=schedule)
+
+
 CLUSTER_BARRIER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 

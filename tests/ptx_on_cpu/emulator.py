@@ -18,7 +18,7 @@ from tests.ptx_on_cpu.parse import Parameter
 from tests.ptx_on_cpu.tensor_map import TensorMap
 from tests.ptx_on_cpu.translate import translate
 
-Argument = torch.Tensor | TensorMap | int | float | None
+Argument = torch.Tensor | TensorMap | bytes | int | float | None
 Size = tuple[int, int, int]
 
 _SCHEDULES = ("forward", "reverse", "random")
@@ -51,13 +51,18 @@ class _Launch(ctypes.Structure):
         ("dynamic_shared", ctypes.c_uint32),
         ("stack_bytes", ctypes.c_uint32),
         ("ranges_count", ctypes.c_uint32),
+        ("regions_count", ctypes.c_uint32),
         ("ranges", ctypes.POINTER(_Range)),
+        ("regions", ctypes.POINTER(_Range)),
         ("races", ctypes.c_uint32),
         ("schedule", ctypes.c_uint32),
         ("copies", ctypes.c_uint32),
         ("accumulation", ctypes.c_uint32),
         ("uses_cp_async", ctypes.c_uint32),
         ("uses_async_proxy", ctypes.c_uint32),
+        ("registers", ctypes.c_uint32),
+        ("parameters_bytes", ctypes.c_uint32),
+        ("strict", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("error", ctypes.c_char * 4000),
     )
@@ -90,17 +95,27 @@ class Program:
         copies: Literal["eager", "late", "random"] = "eager",
         accumulation: Literal["float32", "hopper"] = "float32",
         read_only: Collection[int] = (),
+        registers: int | None = None,
+        strict: bool = True,
+        memory: Sequence[torch.Tensor] = (),
     ) -> None:
         """Runs the kernel to its end.
 
         `args` are the kernel's parameters in their order. A tensor is passed as its address, and its whole storage
-        may then be accessed; None is a null pointer; a :class:`TensorMap` is passed by value; numbers are packed as the
-        parameter's type. `read_only` holds indices of arguments that must not be written.
+        may then be accessed; None is a null pointer; a :class:`TensorMap` is passed by value, and so are bytes; numbers
+        are packed as the parameter's type. `read_only` holds indices of arguments that must not be written, `memory`
+        tensors whose addresses lie in bytes.
 
-        `schedule` is the order in which threads run between two synchronisations, `copies` when asynchronous copies
-        arrive: at once, not before somebody waits, or at random; `seed` fixes what is random. `races` looks for
-        accesses to shared memory that nothing orders. `accumulation` is the arithmetic of FP8 tensor cores:
-        ``"hopper"`` keeps 13 bits after the leading product's point, an approximation.
+        `schedule` is the order in which threads run between two synchronisations, and that of blocks; `copies` when
+        asynchronous copies arrive: at once, not before somebody waits (stores that nobody waits for, not before all
+        blocks have ended), or at random; `seed` fixes what is random. `races` looks for accesses that nothing orders,
+        of threads to shared memory and of blocks to global memory. `accumulation` is the arithmetic of FP8 tensor
+        cores: ``"hopper"`` keeps 13 bits after the leading product's point, an approximation. `registers` is what a
+        thread has at entry, which setmaxnreg changes; None for what the PTX's directives leave it.
+
+        `strict` holds kernels to what CUTLASS holds to: a fence.mbarrier_init before a copy signals a new mbarrier, and
+        no two threads that store to one place, be it the same value. Without it they may do as Triton's do: synchronise
+        the block alone, and store copies of one value by one instruction.
 
         Raises :class:`EmulatorError` for an access out of bounds, misaligned or to read-only memory; a race; a
         deadlock; divergence at a collective instruction; a missing proxy fence; a copy that nobody waited for.
@@ -109,7 +124,8 @@ class Program:
         translation = self._translation
         self._check_shape(grid, block, cluster, dynamic_shared)
         parameters, parameters_address = self._pack(args, read_only)
-        ranges = self._ranges(args, read_only)
+        ranges = self._ranges([*args, *memory], read_only)
+        regions = _regions([*args, *memory], ranges)
         launch = _Launch(
             grid=grid,
             block=block,
@@ -119,12 +135,17 @@ class Program:
             stack_bytes=_STACK_BYTES + -(-translation.depot_bytes // 4096) * 4096,
             ranges_count=len(ranges),
             ranges=(_Range * len(ranges))(*ranges),
+            regions_count=len(regions),
+            regions=(_Range * len(regions))(*regions),
             races=races,
             schedule=_SCHEDULES.index(schedule),
             copies=_COPIES.index(copies),
             accumulation=_ACCUMULATIONS.index(accumulation),
             uses_cp_async=translation.uses_cp_async,
             uses_async_proxy=translation.uses_async_proxy,
+            registers=translation.registers if registers is None else registers,
+            parameters_bytes=max((p.offset + p.size for p in translation.parameters), default=0),
+            strict=strict,
             seed=seed,
         )
         with _one_launch:
@@ -197,11 +218,23 @@ class Program:
         return re.sub(r"PTX line (\d+)", describe, message)
 
 
+def _regions(args: Sequence[Argument], ranges: Sequence[_Range]) -> list[_Range]:
+    """Memory that blocks share, each storage once."""
+    storages = [arg.tensor.untyped_storage() for arg in args if isinstance(arg, TensorMap)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    sizes |= {each.start: each.bytes for each in ranges if each.bytes}
+    return [_Range(start, size, True) for start, size in sizes.items()]
+
+
 def _packed(parameter: Parameter, argument: Argument, writable: bool) -> bytes:
     if isinstance(argument, TensorMap):
         if parameter.size != tensor_map.BYTES:
             raise ValueError("a tensor map is passed by value, in 128 bytes")
         return argument.encode(writable=writable)
+    if isinstance(argument, bytes):
+        if len(argument) != parameter.size:
+            raise ValueError(f"{len(argument)} bytes: it has {parameter.size}")
+        return argument
     if isinstance(argument, torch.Tensor):
         if argument.device.type != "cpu":
             raise ValueError(f"the tensor is on {argument.device}")

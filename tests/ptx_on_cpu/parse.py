@@ -12,7 +12,7 @@ BITS = {
     **dict.fromkeys(("b8", "u8", "s8"), 8),
     **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16", "e4m3x2", "e5m2x2"), 16),
     **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2"), 32),
-    **dict.fromkeys(("b64", "u64", "s64", "f64"), 64),
+    **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
     "pred": 1,
 }
 

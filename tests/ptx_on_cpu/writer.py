@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from tests.ptx_on_cpu.accumulators import accumulators_of
 from tests.ptx_on_cpu.parse import BITS, Function, Instruction, Label, Module, Registers, Scope, Statement, Variable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SHARED_BASE = 1024  # the runtime's SHARED_BASE
+PARAMETERS_BASE = 0x400  # the runtime's PARAMETERS_BASE
 
 _SPECIAL_REGISTERS = {
     "%laneid": "t->lane",
@@ -83,6 +84,7 @@ def as_bits(value: str, kind: str) -> str:
 class Register:
     name: str
     type: str
+    number: int | None = None  # among those that may hold what a wgmma in flight will give
 
 
 @dataclass
@@ -130,7 +132,8 @@ class Writer:
         self.unit = unit
         self.function = function
         self.lines: list[str] = []
-        self.declarations: list[str] = []
+        self.accumulators = accumulators_of(function)
+        self.declarations = self.accumulators.declarations
         self.depot_bytes = 0
         self.line = 0
         self._scopes: list[tuple[int, dict[str, Register]]] = [(0, {})]
@@ -185,6 +188,10 @@ class Writer:
 
     def _declare(self, name: str, kind: str) -> None:
         scope, registers = self._scopes[-1]
+        number = self.accumulators.numbers.get(name)
+        if number is not None and BITS[kind] == 32:
+            registers[name] = Register(f"accumulator_registers[{number}]", kind, number)
+            return
         register = Register(f"r{scope}_{c_name(name)}", kind)
         registers[name] = register
         self.declarations.append(f"    {unsigned(kind)} {register.name} = 0;")
@@ -244,7 +251,7 @@ class Writer:
         """The C condition of ``p``, ``!p`` or an immediate."""
         if operand.startswith("!"):
             return f"!{self.predicate(operand[1:].strip())}"
-        if re.fullmatch(r"\d+", operand):
+        if re.fullmatch(r"-?\d+", operand):
             return str(int(int(operand) != 0))
         return self.register(operand).name
 
@@ -253,10 +260,12 @@ class Writer:
         if name in self._locals:
             return f"(u64)(depot + {self._locals[name]})"
         if name in self.unit.shared_offsets:
-            return f"{SHARED_BASE + self.unit.shared_offsets[name]}ull"
+            return f"(t->block->first_shared + {self.unit.shared_offsets[name]})"
         if name in self.unit.global_names:
             return f"(u64){c_name('g_' + name)}"
         for parameter in self.function.parameters:
+            if parameter.name == name and self.function.is_entry:
+                return f"{PARAMETERS_BASE + parameter.offset}ull"
             if parameter.name == name:
                 return f"(u64)(parameters + {parameter.offset})"
         raise Unsupported(f"operand {name}")
@@ -270,7 +279,10 @@ class Writer:
         if register and register.type == "param":
             return f"(u64){register.name}"
         if register:
-            return register.name if BITS[register.type] == BITS[kind] else f"(({unsigned(kind)}){register.name})"
+            name = register.name
+            if register.number is not None:
+                name = f"settled(t, &accumulators, {register.number}, {self.line})"
+            return name if BITS[register.type] == BITS[kind] else f"(({unsigned(kind)}){name})"
         exact = re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", operand)
         if exact:
             return f"0x{exact[1]}u" if exact[1] else f"0x{exact[2]}ull"
@@ -281,6 +293,12 @@ class Writer:
             return f"{WRITERS[kind]}({operand})"
         return self.symbol_with_offset(operand)
 
+    def copied(self, operand: str, kind: str) -> str:
+        """The same for a mov, which may copy what is in flight."""
+        register = self.find(operand)
+        accumulates = register and register.number is not None and BITS[kind] == 32
+        return register.name if register and accumulates else self.bits(operand, kind)
+
     def symbol_with_offset(self, operand: str) -> str:
         name, offset = _base_and_offset(operand)
         return f"({self._symbol(name)} + ({offset}))" if offset else self._symbol(name)
@@ -289,8 +307,10 @@ class Writer:
         """The C pointer of ``[name + offset]`` in the parameter space: of a call, the result, or the function."""
         name, offset = _base_and_offset(operand.strip("[] "))
         register = self.find(name)
-        if register:
+        if register and register.type == "param":
             return f"{register.name} + {offset}"
+        if register:
+            return f"(u8 *)rt_parameter_to_generic(t, {self.bits(name, 'u64')} + {offset})"
         for prefix, parameters in (("result", self.function.results), ("parameters", self.function.parameters)):
             for parameter in parameters:
                 if parameter.name == name:
@@ -302,9 +322,9 @@ class Writer:
         return as_value(self.bits(operand, kind), kind)
 
     def halves(self, operand: str, kind: str) -> tuple[str, str]:
-        """The two values of an f16x2 or bf16x2 operand, low half first."""
-        reader, bits = READERS[kind[:-2]], self.bits(operand, kind)
-        return f"{reader}((u16){bits})", f"{reader}((u16)({bits} >> 16))"
+        """The two values of an operand of type f16x2, bf16x2 or f32x2, low half first."""
+        reader, bits, width = READERS[kind[:-2]], self.bits(operand, kind), BITS[kind] // 2
+        return f"{reader}((u{width}){bits})", f"{reader}((u{width})({bits} >> {width}))"
 
     def assign(self, register: str, kind: str, expression: str) -> None:
         """Sets a register to a number of type `kind`: extended by its sign where the register is wider."""
@@ -323,8 +343,8 @@ class Writer:
         self.emit(f"{target.name} = {expression};")
 
     def assign_halves(self, register: str, kind: str, low: str, high: str) -> None:
-        writer = WRITERS[kind[:-2]]
-        self.assign(register, "b32", f"(u32){writer}({low}) | (u32){writer}({high}) << 16")
+        writer, width = WRITERS[kind[:-2]], BITS[kind]
+        self.assign(register, f"b{width}", f"(u{width}){writer}({low}) | (u{width}){writer}({high}) << {width // 2}")
 
     def address(self, operand: str) -> str:
         """The u64 expression of ``[register + offset]``."""

@@ -8,13 +8,13 @@ from tests.ptx_on_cpu.parse import BITS, Instruction
 from tests.ptx_on_cpu.writer import READERS, Unsupported, Writer, instruction, is_integer, signed, unsigned
 
 _INTEGERS = "u16 s16 u32 s32 u64 s64"
-_FLOATS = "f16 bf16 f32 f64 f16x2 bf16x2"
+_FLOATS = "f16 bf16 f32 f64 f16x2 bf16x2 f32x2"
 
 
 def elementwise(w: Writer, i: Instruction, formula: Callable[..., str]) -> None:
     """destination = formula(sources), of floating-point numbers, of both halves where there are two."""
     kind, sources = i.type, i.operands[1:]
-    if i.has("ftz") and kind not in ("f32", "bf16", "bf16x2"):
+    if i.has("ftz") and kind not in ("f32", "bf16", "bf16x2", "f32x2"):
         raise Unsupported(f"{i.opcode}.ftz.{kind}")
 
     def result(values: list[str]) -> str:
@@ -85,7 +85,7 @@ def mad(w: Writer, i: Instruction) -> None:
 
 @instruction("fma", types=_FLOATS, options="rn ftz sat")
 def fma(w: Writer, i: Instruction) -> None:
-    function = {"f32": "fmaf", "f64": "fma"}.get(i.type, "fma_to_odd")
+    function = {"f32": "fmaf", "f32x2": "fmaf", "f64": "fma"}.get(i.type, "fma_to_odd")
     elementwise(w, i, lambda x, y, z: f"{function}({x}, {y}, {z})")
 
 
@@ -147,8 +147,10 @@ def abs_(w: Writer, i: Instruction) -> None:
         _change_sign(w, i, "({x} & ~{sign})")
 
 
-@instruction("min", "max", types=f"{_INTEGERS} {_FLOATS}", options="ftz NaN")
+@instruction("min", "max", types=f"{_INTEGERS} {_FLOATS}", options="ftz NaN xorsign abs")
 def minimum(w: Writer, i: Instruction) -> None:
+    if i.has("xorsign") != i.has("abs") or (i.has("xorsign") and (is_integer(i.type) or i.type == "f64")):
+        raise Unsupported(".".join((i.opcode, *i.modifiers)))
     if is_integer(i.type):
         x, y = (w.value(o, i.type) for o in i.operands[1:])
         w.assign(i.operands[0], i.type, f"({x} {'<' if i.opcode == 'min' else '>'} {y} ? {x} : {y})")
@@ -159,6 +161,8 @@ def minimum(w: Writer, i: Instruction) -> None:
         if z:  # of three numbers, since sm_100
             y = formula(y, z)
         result = f"{function}({x}, {y})"
+        if i.has("xorsign"):  # of the magnitudes, with the product's sign
+            result = f"sign_of_product({x}, {y}, {function}(fabs({x}), fabs({y})))"
         if i.has("NaN"):
             result = f"nan_if_either({x}, {y}, {result})"
         return result if i.type == "f64" else f"canonical({result})"

@@ -8,7 +8,11 @@ from tests.ptx_on_cpu.writer import Unsupported, Writer, c_name, instruction
 
 @instruction("bra", options="uni")
 def bra(w: Writer, i: Instruction) -> None:
-    w.emit(f"goto {w.label(i.operands[0])};")
+    label = w.label(i.operands[0])
+    if f"{label}:;" in w.lines:
+        w.mark()
+        w.emit("turn(t);")
+    w.emit(f"goto {label};")
 
 
 @instruction("ret", options="uni")
@@ -22,10 +26,10 @@ def exit_(w: Writer, i: Instruction) -> None:
     w.emit("rt_exit(t);")
 
 
-@instruction("trap")
+@instruction("trap", "brkpt")
 def trap(w: Writer, i: Instruction) -> None:
     w.mark()
-    w.emit('rt_fail(t, "trap");')
+    w.emit(f'rt_fail(t, "{i.opcode}");')
 
 
 @instruction("call", options="uni")

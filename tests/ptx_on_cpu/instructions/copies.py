@@ -32,12 +32,13 @@ def _small(w: Writer, i: Instruction) -> None:
         w.emit(f"rt_cp_async_wait(t, {w.bits(i.operands[0], 'u32')});")
     else:
         target, source, size, *rest = i.operands[:-1] if i.has("L2::cache_hint") else i.operands
-        if size not in ("4", "8", "16") or (i.has("cg") and size != "16"):
+        bytes_ = int(size, 0)
+        if bytes_ not in (4, 8, 16) or (i.has("cg") and bytes_ != 16):
             raise Unsupported(f"cp.async of {size} bytes")
-        read = w.bits(rest[0], "u32") if rest else size
+        read = w.bits(rest[0], "u32") if rest else bytes_
         with w.braces():
             w.emit("static u32 hit;")
-            w.emit(f"rt_cp_async(t, {w.address(target)}, {w.address(source)}, {size}, {read}, &hit);")
+            w.emit(f"rt_cp_async(t, {w.address(target)}, {w.address(source)}, {bytes_}, {read}, &hit);")
 
 
 def _bulk(w: Writer, i: Instruction) -> None:

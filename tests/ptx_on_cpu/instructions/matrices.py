@@ -69,7 +69,8 @@ def wgmma(w: Writer, i: Instruction) -> None:
     elif i.has("commit_group"):
         w.emit("rt_wgmma_commit(t);")
     elif i.has("wait_group"):
-        w.emit(f"rt_wgmma_wait(t, {w.bits(i.operands[0], 'u32')});")
+        accumulators = "&accumulators" if w.accumulators.numbers else "NULL"
+        w.emit(f"rt_wgmma_wait(t, {w.bits(i.operands[0], 'u32')}, {accumulators});")
     else:
         _multiply_warpgroup(w, i)
 
@@ -88,10 +89,14 @@ def _multiply_warpgroup(w: Writer, i: Instruction) -> None:
     if any(t != "0" for t in transposed):
         raise Unsupported("wgmma of an operand that is not K-major")
     with w.braces():
-        w.emit(f"u32 accumulators[{n // 2}] = {{{_listing(w, registers)}}};")
+        numbers = [w.register(register).number for register in registers]
+        if None in numbers:
+            raise Unsupported("wgmma with accumulators that do not have 32 bits")
+        w.emit(f"static const u16 registers[] = {{{', '.join(map(str, numbers))}}};")
         w.emit(
             f"Wgmma wgmma = {{.a_type = {_ELEMENTS[a_type]}, .b_type = {_ELEMENTS[b_type]}, .n = {n}, "
-            f".accumulators = accumulators, .b_descriptor = {w.bits(b, 'b64')}, .keep = {w.predicate(keep)}, "
+            f".accumulators = &accumulators, .registers = registers, "
+            f".b_descriptor = {w.bits(b, 'b64')}, .keep = {w.predicate(keep)}, "
             f".negate_a = {int(negate_a == '-1')}, .negate_b = {int(negate_b == '-1')}, "
             f".a_in_registers = {int(a.startswith('{'))}}};"
         )
@@ -100,5 +105,3 @@ def _multiply_warpgroup(w: Writer, i: Instruction) -> None:
         else:
             w.emit(f"wgmma.a_descriptor = {w.bits(a, 'b64')};")
         w.emit("rt_wgmma(t, &wgmma);")
-        for k, register in enumerate(registers):
-            w.assign(register, "b32", f"accumulators[{k}]")

@@ -13,15 +13,13 @@ from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction
 )
 def mbarrier(w: Writer, i: Instruction) -> None:
     kind = i.modifiers[0]
-    if i.has("relaxed") and kind != "expect_tx":
-        raise Unsupported(f"mbarrier.{kind}.relaxed")
     w.mark()
     if kind == "init":
         w.emit(f"rt_mbarrier_init(t, {w.address(i.operands[0])}, {w.bits(i.operands[1], 'u32')});")
     elif kind == "inval":
         w.emit(f"rt_mbarrier_invalidate(t, {w.address(i.operands[0])});")
     elif kind == "expect_tx":
-        w.emit(f"rt_mbarrier_expect(t, {w.address(i.operands[0])}, {w.bits(i.operands[1], 'u32')});")
+        w.emit(f"rt_mbarrier_expect(t, {w.address(i.operands[0])}, {w.bits(i.operands[1], 'u32')}, {_in_cluster(i)});")
     elif kind == "arrive":
         _arrive(w, i)
     elif kind in ("test_wait", "try_wait"):
@@ -30,17 +28,31 @@ def mbarrier(w: Writer, i: Instruction) -> None:
         raise Unsupported(f"mbarrier.{kind}")
 
 
+def _in_cluster(i: Instruction) -> str:
+    return str(i.has("shared::cluster")).lower()
+
+
+def _release(i: Instruction) -> str:
+    """Where nothing else is said, a release at the scope of the block (PTX ISA, mbarrier.arrive)."""
+    if i.has("relaxed"):
+        return "RELAXED"
+    return "RELEASE_CLUSTER" if i.has("cluster") else "RELEASE_CTA"
+
+
 def _arrive(w: Writer, i: Instruction) -> None:
     operands = list(i.operands)
     token = operands.pop(0) if not operands[0].startswith("[") else "_"
+    if token != "_" and i.has("shared::cluster"):
+        raise Unsupported("a token from an mbarrier of shared::cluster")
     argument = w.bits(operands[1], "u32") if len(operands) > 1 else None
     count, expected = ("1", argument) if i.has("expect_tx") else (argument or "1", "0")
-    w.assign(token, "b64", f"rt_mbarrier_arrive(t, {w.address(operands[0])}, {count}, {expected})")
+    what = f"{w.address(operands[0])}, {count}, {expected}, {_in_cluster(i)}, {_release(i)}"
+    w.assign(token, "b64", f"rt_mbarrier_arrive(t, {what})")
 
 
 def _test(w: Writer, i: Instruction) -> None:
     """try_wait may also give up after a time, an operand that has no meaning here."""
     target, address, phase = i.operands[:3]
     parity = w.bits(phase, "u32") if i.has("parity") else f"(u32){w.bits(phase, 'b64')}"
-    may_block = str(i.modifiers[0] == "try_wait").lower()
-    w.assign(target, "pred", f"rt_mbarrier_test(t, {w.address(address)}, {parity}, {may_block})")
+    may_block, acquires = (str(x).lower() for x in (i.modifiers[0] == "try_wait", not i.has("relaxed")))
+    w.assign(target, "pred", f"rt_mbarrier_test(t, {w.address(address)}, {parity}, {may_block}, {acquires})")

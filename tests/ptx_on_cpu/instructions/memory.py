@@ -23,7 +23,8 @@ def mov(w: Writer, i: Instruction) -> None:
     elif source.startswith("{"):
         w.assign(target, f"b{BITS[i.type]}", _packed(w, w.vector(source), BITS[i.type]))
     else:
-        w.assign(target, f"b{BITS[i.type]}", w.bits(source, i.type))
+        keeps = w.register(target).number is not None
+        w.assign(target, f"b{BITS[i.type]}", (w.copied if keeps else w.bits)(source, i.type))
 
 
 def _unpack(w: Writer, targets: list[str], source: str, width: int) -> None:
@@ -55,6 +56,9 @@ def cvta(w: Writer, i: Instruction) -> None:
     if _space(i) == "shared":
         source = f"rt_generic_to_shared(t, {source})" if i.has("to") else f"rt_shared_to_generic(t, {source})"
         w.mark()
+    elif _space(i) == "param":
+        source = f"rt_generic_to_parameter(t, {source})" if i.has("to") else f"rt_parameter_to_generic(t, {source})"
+        w.mark()
     w.assign(i.operands[0], i.type, source)
 
 
@@ -81,11 +85,23 @@ def _access(w: Writer, i: Instruction, address: str, size: int, access: str) -> 
     """The host's pointer for an access, after its checks. Needs braces around, for `hit`."""
     space, pointer = _space(i), w.address(address)
     if space == "shared":
-        return f"shared_at(t, {pointer}, {size}, {access})"
+        window = "cluster_shared_at" if i.has("shared::cluster") else "shared_at"
+        return f"{window}(t, {pointer}, {size}, {access})"
     if space == "local":
         return f"local_at(t, {pointer}, {size}, {'depot' if w.depot_bytes else '0'}, DEPOT_BYTES)"
     w.emit("static u32 hit;")
     return f"{space}_at(t, {pointer}, {size}, {access}, &hit)"
+
+
+_STRONG = ("volatile", "relaxed", "acquire", "release")
+
+
+def _is_global(i: Instruction) -> bool:
+    return _space(i) in ("global", "generic")
+
+
+def _reaches_other_blocks(i: Instruction) -> bool:
+    return _is_global(i) and i.has("gpu", "sys")
 
 
 def _memory_type(kind: str) -> str:
@@ -115,10 +131,16 @@ def ld(w: Writer, i: Instruction) -> None:
         else:
             w.mark()
             pointer = _access(w, i, i.operands[1], size * count, "READ")
-        w.emit(f"{_c_type(i.type)} loaded[{count}];", f"memcpy(loaded, {pointer}, {size * count});")
+        w.emit(f"const u8 *source = {pointer};", f"{_c_type(i.type)} loaded[{count}];")
+        if _is_global(i):
+            access = "CONSTANT_READ" if i.has("nc") else "STRONG_READ" if i.has(*_STRONG) else "PLAIN_READ"
+            w.emit(f"rt_global_access(t, source, {size * count}, {access});")
+        w.emit(f"memcpy(loaded, source, {size * count});")
         for k, target in enumerate(targets):
             w.assign(target, _memory_type(i.type), f"loaded[{k}]")
-    if i.has("volatile", "relaxed", "acquire") and _space(i) in ("global", "generic"):
+    if i.has("acquire") and _reaches_other_blocks(i):
+        w.emit("rt_global_acquire(t);")
+    if i.has(*_STRONG) and _is_global(i):
         w.emit('rt_spin(t, "a value in memory");')  # it may be polled: let the thread that will write it run
 
 
@@ -144,7 +166,13 @@ def st(w: Writer, i: Instruction) -> None:
         else:
             w.mark()
             pointer = _access(w, i, i.operands[0], size * count, "WRITE")
-        w.emit(f"memcpy({pointer}, stored, {size * count});")
+        w.emit("t->stored = (u8 *)stored;", f"u8 *target = {pointer};", "t->stored = NULL;")
+        if i.has("release") and _reaches_other_blocks(i):
+            w.emit("rt_global_release(t);")
+        if _is_global(i):
+            access = "ATOMIC_WRITE" if i.has(*_STRONG) else "PLAIN_WRITE"
+            w.emit(f"rt_global_access(t, target, {size * count}, {access});")
+        w.emit(f"memcpy(target, stored, {size * count});")
 
 
 @instruction("prefetch", options=f"{_SPACES} {_HINTS} L1 L2 tensormap")
@@ -192,12 +220,18 @@ def _atomic(w: Writer, i: Instruction, target: str | None, address: str, operand
     w.mark()
     with w.braces():
         w.emit(f"u8 *word = {_access(w, i, address, BITS[i.type] // 8, 'ATOMIC')};")
+        if i.has("release", "acq_rel") and _reaches_other_blocks(i):
+            w.emit("rt_global_release(t);")
+        if _is_global(i):
+            w.emit(f"rt_global_access(t, word, {BITS[i.type] // 8}, ATOMIC_WRITE);")
         w.emit(f"{kind} old;", "memcpy(&old, word, sizeof old);")
         w.emit(f"{kind} new = {_updated(w, i, operation, operands)};", "memcpy(word, &new, sizeof new);")
         if target:
             w.assign(target, f"b{BITS[i.type]}", "old")
-    if operation in ("cas", "exch"):
-        w.emit('rt_spin(t, "a lock");')  # it may be tried again until another thread gives way
+    if i.has("acquire", "acq_rel") and _reaches_other_blocks(i):
+        w.emit("rt_global_acquire(t);")
+    if target:
+        w.emit('rt_spin(t, "a value in memory");')  # as in ld: it may be asked again until another thread gives way
 
 
 @instruction("atom", types=_ATOMIC_TYPES, options=_ATOMIC_OPTIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ptx_on_cpu.parse import Instruction
-from tests.ptx_on_cpu.writer import Writer, instruction
+from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction
 
 _KINDS = "sync arrive red and or popc cta aligned warp"
 
@@ -44,7 +44,9 @@ def _cluster_barrier(w: Writer, i: Instruction) -> None:
 
 @instruction("membar", options="cta gl sys")
 def membar(w: Writer, i: Instruction) -> None:
-    """Threads see each other's accesses at once."""
+    """Threads see each other's accesses at once; what blocks release and acquire is counted."""
+    if i.has("gl", "sys"):
+        w.emit("rt_global_release(t);", "rt_global_acquire(t);")
 
 
 @instruction(
@@ -52,7 +54,10 @@ def membar(w: Writer, i: Instruction) -> None:
     options="cta cluster gpu sys sc acq_rel acquire release proxy alias async async::* shared::* global mbarrier_init",
 )
 def fence(w: Writer, i: Instruction) -> None:
-    """Only what makes shared memory visible to the asynchronous proxy has an effect here."""
+    """What makes shared memory visible to the asynchronous proxy, and orders blocks, has an effect here."""
+    if i.has("gpu", "sys") and i.has("sc", "acq_rel", "acquire", "release") and not i.has("proxy"):
+        w.emit(*(() if i.has("acquire") else ("rt_global_release(t);",)))
+        w.emit(*(() if i.has("release") else ("rt_global_acquire(t);",)))
     to_async = i.has("async") or any(m.startswith("async::") for m in i.modifiers)
     if i.has("mbarrier_init"):
         w.emit("rt_barrier_init_fence(t);")
@@ -62,5 +67,8 @@ def fence(w: Writer, i: Instruction) -> None:
 
 @instruction("setmaxnreg", types="u32", options="inc dec sync aligned")
 def setmaxnreg(w: Writer, i: Instruction) -> None:
+    count = int(i.operands[0])
+    if not 24 <= count <= 256 or count % 8:
+        raise Unsupported(f"setmaxnreg to {count} registers: a multiple of 8 from 24 to 256")
     w.mark()
-    w.emit("rt_converge(t);")
+    w.emit(f"rt_set_registers(t, {count}, {str(i.has('inc')).lower()});")

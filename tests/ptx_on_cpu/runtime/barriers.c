@@ -191,8 +191,11 @@ void rt_cluster_arrive(Thread *t, bool aligned, bool release)
     t->cluster_arrival = cluster->generation + 1;
     cluster->arrived++;
     cluster->progress++;
+    u32 *clock = cluster->barrier_clocks[cluster->generation & 1];
     if (release)
-        race_release(t, cluster->barrier_clocks[cluster->generation & 1]);
+        race_release(t, clock);
+    else
+        race_release_initialized(t, clock);
     complete_cluster(cluster);
 }
 
@@ -220,4 +223,5 @@ void rt_proxy_fence(Thread *t)
 void rt_barrier_init_fence(Thread *t)
 {
     t->last_barrier_fence = ++t->block->cluster->fences;
+    mbarriers_publish(t);
 }

@@ -24,6 +24,7 @@ struct Copy {
     u32 group;
     bool waited;
     u8 *staged;                 /* what a store has read */
+    u32 owner;                  /* the number of its cluster */
 };
 
 static bool is_store(const Copy *copy)
@@ -47,11 +48,15 @@ static u32 piece(const Copy *copy, u32 offset)
     return copy->bytes - offset < CHUNK ? copy->bytes - offset : CHUNK;
 }
 
-static void remove_copy(Copy *copy)
+static void unlink_copy(Cluster *cluster, Copy *copy)
 {
-    Cluster *cluster = copy->thread->block->cluster;
     *(copy->previous ? &copy->previous->next : &cluster->first_copy) = copy->next;
     *(copy->next ? &copy->next->previous : &cluster->last_copy) = copy->previous;
+}
+
+static void remove_copy(Copy *copy)
+{
+    unlink_copy(copy->thread->block->cluster, copy);
     free(copy->staged);
     free(copy);
 }
@@ -61,6 +66,7 @@ static Copy *add_copy(const Copy *description)
     Cluster *cluster = description->thread->block->cluster;
     Copy *copy = malloc(sizeof *copy);
     *copy = *description;
+    copy->owner = cluster->number;
     copy->previous = cluster->last_copy;
     copy->next = NULL;
     *(cluster->last_copy ? &cluster->last_copy->next : &cluster->first_copy) = copy;
@@ -80,11 +86,14 @@ static void fill(const Copy *copy, Block *block)
         case TENSOR_LOAD: {
             Chunk chunk = box_chunk(&copy->box, offset / CHUNK);
             memset(target, 0, bytes);
-            if (chunk.last > chunk.first)
+            if (chunk.last > chunk.first) {
+                rt_global_access(copy->thread, chunk.global + chunk.first, chunk.last - chunk.first, PLAIN_READ);
                 memcpy(target + chunk.first, chunk.global + chunk.first, chunk.last - chunk.first);
+            }
             break;
         }
         case BYTES_LOAD:
+            rt_global_access(copy->thread, copy->global + offset, bytes, PLAIN_READ);
             memcpy(target, copy->global + offset, bytes);
             break;
         case BETWEEN_BLOCKS:
@@ -117,7 +126,7 @@ static void aim(Copy *copy, u64 target, u64 mbarrier, bool multicast, u16 blocks
 {
     Thread *t = copy->thread;
     Block *block = shared_window(t, target, copy->bytes, alignment, &copy->box.shared);
-    copy->mbarrier = mbarrier_offset(t, mbarrier, &copy->mbarrier_block);
+    copy->mbarrier_block = shared_window(t, mbarrier, 8, 8, &copy->mbarrier);
     copy->targets = (u16)(1u << block->rank);
     if (multicast) {
         copy->targets = blocks;
@@ -169,10 +178,10 @@ void rt_bulk_load(Thread *t, u64 target, u64 source, u32 bytes, u64 mbarrier, bo
 
 void rt_bulk_between_blocks(Thread *t, u64 target, u64 source, u32 bytes, u64 mbarrier)
 {
-    u32 offset;
     if (bytes % CHUNK)
         rt_fail(t, "cp.async.bulk of %u bytes, not a multiple of 16", bytes);
-    Block *block = shared_window(t, source, bytes, CHUNK, &offset);
+    Block *block = t->block;
+    u32 offset = own_window(t, source, bytes, CHUNK);
     check_proxy_fence(t, block, offset, bytes, "cp.async.bulk");
     Copy copy = {.thread = t, .kind = BETWEEN_BLOCKS, .bytes = bytes, .source = block->shared + offset};
     aim(&copy, target, mbarrier, false, 0, CHUNK);
@@ -224,8 +233,12 @@ static void land_store(Copy *copy)
         Chunk chunk = {.global = copy->global + offset, .last = CHUNK};
         if (copy->kind == TENSOR_STORE)
             chunk = box_chunk(&copy->box, offset / CHUNK);
-        if (chunk.last > chunk.first)
-            put(chunk.global + chunk.first, copy->staged + offset + chunk.first, chunk.last - chunk.first, copy->add);
+        if (chunk.last <= chunk.first)
+            continue;
+        u8 *target = chunk.global + chunk.first;
+        u32 bytes = chunk.last - chunk.first;
+        global_access(copy->thread, copy->owner, (u64)target, bytes, copy->add ? ATOMIC_WRITE : PLAIN_WRITE);
+        put(target, copy->staged + offset + chunk.first, bytes, copy->add);
     }
     copy->bytes = 0;
 }
@@ -250,7 +263,8 @@ void rt_tensor_store(Thread *t, u64 map, const s32 *corner, u32 rank, u64 source
     copy.box.map = read_tensor_map(t, map, rank, source);
     memcpy(copy.box.corner, corner, rank * sizeof *corner);
     copy.bytes = box_bytes(&copy.box.map);
-    copy.block = shared_window(t, source, copy.bytes, 1, &copy.box.shared);
+    copy.block = t->block;
+    copy.box.shared = own_window(t, source, copy.bytes, 1);
     if (!copy.box.map.writable)
         rt_fail(t, "a bulk store to a tensor that is read-only");
     if (add && !copy.box.map.is_float32)
@@ -266,7 +280,8 @@ void rt_bulk_store(Thread *t, u64 target, u64 source, u32 bytes, bool add)
                 bytes, (unsigned long long)target);
     check_global(t, target, bytes, WRITE, &hit);
     Copy copy = {.thread = t, .kind = BYTES_STORE, .add = add, .bytes = bytes, .global = (u8 *)target};
-    copy.block = shared_window(t, source, bytes, CHUNK, &copy.box.shared);
+    copy.block = t->block;
+    copy.box.shared = own_window(t, source, bytes, CHUNK);
     start_store(&copy);
 }
 
@@ -332,19 +347,46 @@ void bulk_copies_thread_exits(Thread *t)
             rt_fail(t, "the thread exits without cp.async.bulk.wait_group for a store from shared memory");
 }
 
+/* Other blocks run before the store arrives. */
+static void hold(Cluster *cluster, Copy *copy)
+{
+    stage(copy);
+    unlink_copy(cluster, copy);
+    copy->next = cluster->held;
+    cluster->held = copy;
+}
+
 void bulk_copies_end(Cluster *cluster)
 {
     while (cluster->first_copy) {
         Copy *copy = cluster->first_copy;
         if (!is_store(copy))
             rt_fail(copy->thread, "the block ends while a bulk load is in flight");
+        u32 copies = cluster->launch->copies;
+        if (copy->bytes && (copies == 1 || (copies == 2 && random_number(cluster) & 1))) {
+            hold(cluster, copy);
+            continue;
+        }
         land_store(copy);
         remove_copy(copy);
     }
+}
+
+/* Only now is what blocks stored without waiting for it certain to be there. */
+void bulk_copies_end_of_grid(Cluster *cluster)
+{
+    for (Copy *copy = cluster->held; copy; copy = copy->next)
+        land_store(copy);
 }
 
 void bulk_copies_free(Cluster *cluster)
 {
     while (cluster->first_copy)
         remove_copy(cluster->first_copy);
+    while (cluster->held) {
+        Copy *next = cluster->held->next;
+        free(cluster->held->staged);
+        free(cluster->held);
+        cluster->held = next;
+    }
 }

@@ -42,16 +42,15 @@ static struct CopyQueue *queue_of(Thread *t)
 void rt_cp_async(Thread *t, u64 target, u64 source, u32 bytes, u32 source_bytes, u32 *hit)
 {
     struct CopyQueue *queue = queue_of(t);
-    u32 offset;
-    Block *block = shared_window(t, target, bytes, bytes, &offset);
-    if (block != t->block)
-        rt_fail(t, "cp.async to the shared memory of another block");
+    Block *block = t->block;
+    u32 offset = own_window(t, target, bytes, bytes);
     if (source_bytes > bytes)
         rt_fail(t, "cp.async reads %u bytes but copies %u", source_bytes, bytes);
     if (source & (bytes - 1))
         rt_fail(t, "misaligned cp.async of %u bytes from address 0x%llx", bytes, (unsigned long long)source);
     if (source_bytes)
         check_global(t, source, source_bytes, READ, hit);
+    rt_global_access(t, (const void *)source, source_bytes, PLAIN_READ);
     race_cp_async(t, offset, bytes, queue->committed);
     written_through_generic_proxy(t, block, offset, bytes);
     SmallCopy copy = {block->shared + offset, (const u8 *)source, bytes, source_bytes, queue->committed};

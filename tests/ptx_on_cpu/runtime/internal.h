@@ -25,6 +25,11 @@ struct Cluster {
     u32 *barrier_clocks[2];            /* of even and of odd generations */
     Races *races;
     Copy *first_copy, *last_copy; /* asynchronous bulk copies in flight, oldest first */
+    Copy *held;                   /* stores of clusters that have ended */
+    u32 number;                   /* in the grid */
+    struct GlobalRaces *global_races;
+    bool acquired;                /* at the GPU's scope, since it began */
+    u32 era;                      /* how often it has released there */
     bool failed;
     Kernel kernel;
     const u8 *parameters;
@@ -43,9 +48,11 @@ void wait_for_change(Thread *t, const u32 *counter, u32 seen, const char *what);
 u64 random_number(Cluster *cluster);
 
 /* memory.c */
-Block *block_of_rank(Thread *t, u32 rank);
+Block *block_of_rank(Thread *t, u64 rank);
 Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offset);
+u32 own_window(Thread *t, u64 address, u32 bytes, u32 alignment);
 Block *block_of_pointer(Cluster *cluster, const u8 *pointer);
+bool is_parameter(const Thread *t, u64 address, u32 bytes);
 void check_global(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
 void written_through_generic_proxy(Thread *t, Block *block, u32 offset, u32 bytes);
 void written_through_async_proxy(Block *block, u32 offset, u32 bytes);
@@ -58,21 +65,35 @@ void barriers_free(Block *block);
 void barriers_thread_exited(Thread *t);
 void cluster_thread_exited(Thread *t);
 
+/* global_races.c */
+struct GlobalRaces *global_races_new(const Launch *launch, u32 clusters);
+void global_races_free(struct GlobalRaces *races);
+void global_access(Thread *t, u32 owner, u64 address, u32 bytes, GlobalAccess access);
+
+/* registers.c */
+void registers_reset(Block *block);
+void registers_block_exits(Thread *last);
+
 /* warps.c */
 typedef void (*Together)(Warp *warp, u32 mask, void **arguments);
 struct Meeting *meetings_new(void);
 void meet(Thread *t, u32 mask, void *argument, Together together);
 
 /* mbarriers.c */
-u32 mbarrier_offset(Thread *t, u64 address, Block **block);
 void mbarriers_free(Block *block);
 void mbarriers_reset(Block *block);
+void mbarriers_publish(Thread *t);
 
 /* wgmma.c */
 struct Warpgroup *warpgroups_new(const Races *races, u32 count);
 void warpgroups_reset(struct Warpgroup *groups, u32 count);
 void warpgroups_free(struct Warpgroup *groups, u32 count);
 void wgmma_thread_exits(Thread *t);
+
+/* accumulators.c */
+void accumulators_take(Thread *t, const Wgmma *wgmma, u32 shape, u32 *values);
+void accumulators_give(Thread *t, const Wgmma *wgmma, u32 shape, u32 group, const u32 *values);
+void accumulators_settle(Thread *t, Accumulators *accumulators, u32 done);
 
 /* cp_async.c and bulk_copies.c */
 void cp_async_reset(Thread *t);
@@ -81,6 +102,7 @@ bool bulk_copies_land(Cluster *cluster);
 void bulk_copies_at_random(Cluster *cluster);
 void bulk_copies_thread_exits(Thread *t);
 void bulk_copies_end(Cluster *cluster);
+void bulk_copies_end_of_grid(Cluster *cluster);
 void bulk_copies_free(Cluster *cluster);
 
 /* matrices.c */

@@ -48,12 +48,6 @@ static Mbarrier *record_at(Block *block, u32 offset)
     return barrier->offset == offset ? barrier : NULL;
 }
 
-u32 mbarrier_offset(Thread *t, u64 address, Block **block)
-{
-    u32 offset;
-    *block = shared_window(t, address, 8, 8, &offset);
-    return offset;
-}
 
 static Mbarrier *live_record(Thread *t, Block *block, u32 offset)
 {
@@ -63,10 +57,18 @@ static Mbarrier *live_record(Thread *t, Block *block, u32 offset)
     return barrier;
 }
 
+/* What this thread initialised, those it synchronises with see, even where nothing else is released. */
+void mbarriers_publish(Thread *t)
+{
+    const struct MbarrierTable *table = t->block->mbarriers;
+    for (u32 i = 0; table && i < table->count; i++)
+        race_initialized(t, table->records[i].offset, 8);
+}
+
 void rt_mbarrier_init(Thread *t, u64 address, u32 count)
 {
-    Block *block;
-    u32 offset = mbarrier_offset(t, address, &block);
+    Block *block = t->block;
+    u32 offset = own_window(t, address, 8, 8);
     if (!count || count > LARGEST_COUNT)
         rt_fail(t, "mbarrier.init with a count of %u", count);
     race_thread(t, block, offset, 8, WRITE);
@@ -98,8 +100,8 @@ void rt_mbarrier_init(Thread *t, u64 address, u32 count)
 
 void rt_mbarrier_invalidate(Thread *t, u64 address)
 {
-    Block *block;
-    u32 offset = mbarrier_offset(t, address, &block);
+    Block *block = t->block;
+    u32 offset = own_window(t, address, 8, 8);
     live_record(t, block, offset);
     race_thread(t, block, offset, 8, WRITE);
     memset(block->shared + offset, 0xa5, 8);
@@ -124,38 +126,51 @@ static void advance(Thread *t, Mbarrier *barrier, u32 arrivals, s32 bytes)
     }
 }
 
-u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes)
+static Block *window(Thread *t, u64 address, bool in_cluster, u32 *offset)
 {
-    Block *block;
-    u32 offset = mbarrier_offset(t, address, &block);
+    if (in_cluster)
+        return shared_window(t, address, 8, 8, offset);
+    *offset = own_window(t, address, 8, 8);
+    return t->block;
+}
+
+/* A release at the scope of a block gives other blocks nothing of what it wrote. */
+u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes, bool in_cluster, Release release)
+{
+    u32 offset;
+    Block *block = window(t, address, in_cluster, &offset);
     Mbarrier *barrier = live_record(t, block, offset);
     race_thread(t, block, offset, 8, READ);
-    race_release(t, barrier->arrivals);
+    if (release == RELEASE_CLUSTER || (release == RELEASE_CTA && block == t->block))
+        race_release(t, barrier->arrivals);
+    else if (release == RELEASE_CTA)
+        race_release_reads(t, barrier->arrivals);
+    else
+        race_release_initialized(t, barrier->arrivals);
     u64 token = barrier->phase & 1;
     advance(t, barrier, 0, (s32)expected_bytes);
     advance(t, barrier, count, 0);
     return token;
 }
 
-void rt_mbarrier_expect(Thread *t, u64 address, u32 bytes)
+void rt_mbarrier_expect(Thread *t, u64 address, u32 bytes, bool in_cluster)
 {
-    Block *block;
-    u32 offset = mbarrier_offset(t, address, &block);
+    u32 offset;
+    Block *block = window(t, address, in_cluster, &offset);
     Mbarrier *barrier = live_record(t, block, offset);
     race_thread(t, block, offset, 8, READ);
     advance(t, barrier, 0, (s32)bytes);
 }
 
-bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block)
+bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block, bool acquire)
 {
-    Block *block;
-    u32 offset = mbarrier_offset(t, address, &block);
-    if (block != t->block)
-        rt_fail(t, "a thread can wait for the mbarriers of its own block only");
+    Block *block = t->block;
+    u32 offset = own_window(t, address, 8, 8);
     Mbarrier *barrier = live_record(t, block, offset);
     race_thread(t, block, offset, 8, READ);
     if ((barrier->phase & 1) != (parity & 1)) {
-        race_acquire(t, barrier->completed);
+        if (acquire)
+            race_acquire(t, barrier->completed);
         return true;
     }
     if (may_block)
@@ -170,7 +185,8 @@ void mbarrier_complete(Thread *t, Block *block, u32 offset, u32 bytes, BulkClock
 {
     Mbarrier *barrier = live_record(t, block, offset);
     const Thread *initializer = &block->cluster->threads[barrier->initializer];
-    if (initializer->last_barrier_fence <= barrier->init_time && t->last_barrier_fence <= barrier->init_time)
+    bool fenced = initializer->last_barrier_fence > barrier->init_time || t->last_barrier_fence > barrier->init_time;
+    if (!fenced && (t->launch->strict || t->block != block))
         rt_fail(t, "no fence.mbarrier_init (or proxy.async) between mbarrier.init at byte %u and a copy's signal",
                 offset);
     if (barrier->arrivals)

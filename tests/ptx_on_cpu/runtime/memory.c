@@ -9,37 +9,62 @@ static const char *verb(Access access)
     return access == READ ? "read" : access == WRITE ? "write" : "atomic";
 }
 
-Block *block_of_rank(Thread *t, u32 rank)
+Block *block_of_rank(Thread *t, u64 rank)
 {
     Cluster *cluster = t->block->cluster;
     if (rank >= cluster->blocks_count)
-        rt_fail(t, "shared memory of block %u in a cluster of %u", rank, cluster->blocks_count);
+        rt_fail(t, "shared memory of block %llu in a cluster of %u", (unsigned long long)rank, cluster->blocks_count);
     Block *block = &cluster->blocks[rank];
     if (!block->live)
-        rt_fail(t, "shared memory of block %u of the cluster, which has exited", rank);
+        rt_fail(t, "shared memory of block %u of the cluster, which has exited", block->rank);
     return block;
 }
 
-void rt_shared_fault(Thread *t, u64 address, u32 bytes, Access access)
+__attribute__((noreturn, cold)) static void shared_fault(Thread *t, const Block *block, u64 address, u32 bytes,
+                                                         Access access)
 {
-    u32 size = t->block->shared_bytes;
-    s64 offset = (s64)(address & ((1u << RANK_SHIFT) - 1)) - SHARED_BASE;
+    u32 size = block->shared_bytes;
+    s64 offset = (s64)(address - block->first_shared);
     if (offset < 0 || offset + bytes > size)
         rt_fail(t, "out-of-bounds shared %s of %u bytes at byte %lld of %u",
                 verb(access), bytes, (long long)offset, size);
     rt_fail(t, "misaligned shared %s of %u bytes at byte %lld", verb(access), bytes, (long long)offset);
 }
 
+void rt_shared_fault(Thread *t, u64 address, u32 bytes, Access access)
+{
+    u64 rank = address >> RANK_SHIFT;
+    if (rank != t->block->rank && rank < t->block->cluster->blocks_count)
+        rt_fail(t, "%s of %u bytes in shared::cta at 0x%llx, an address of the cluster's block %llu: block %u's own "
+                "begin at 0x%llx", verb(access), bytes, (unsigned long long)address, (unsigned long long)rank,
+                t->block->rank, (unsigned long long)t->block->first_shared);
+    shared_fault(t, t->block, address, bytes, access);
+}
+
+static u32 checked_offset(Thread *t, const Block *block, u64 address, u32 bytes, u32 alignment)
+{
+    u64 offset = address - block->first_shared;
+    bool inside = offset <= block->shared_bytes && bytes <= block->shared_bytes - offset;
+    if (inside && !(offset & (alignment - 1)))
+        return (u32)offset;
+    if (block == t->block)
+        rt_shared_fault(t, address, bytes, READ);
+    shared_fault(t, block, address, bytes, READ);
+}
+
 /* The block and offset of an address of the shared::cluster window. Checks bounds and alignment, nothing else. */
 Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offset)
 {
-    u32 rank = (u32)(address >> RANK_SHIFT);
-    Block *block = rank ? block_of_rank(t, rank - 1) : t->block;
-    *offset = (u32)(address & ((1u << RANK_SHIFT) - 1)) - SHARED_BASE;
-    bool inside = *offset <= block->shared_bytes && bytes <= block->shared_bytes - *offset;
-    if (!inside || *offset & (alignment - 1))
-        rt_shared_fault(t, address, bytes, READ);
+    u64 rank = address >> RANK_SHIFT;
+    Block *block = rank == t->block->rank ? t->block : block_of_rank(t, rank);
+    *offset = checked_offset(t, block, address, bytes, alignment);
     return block;
+}
+
+/* The same of shared::cta. */
+u32 own_window(Thread *t, u64 address, u32 bytes, u32 alignment)
+{
+    return checked_offset(t, t->block, address, bytes, alignment);
 }
 
 u8 *rt_remote_shared(Thread *t, u64 address, u32 bytes, Access access)
@@ -103,6 +128,9 @@ Block *block_of_pointer(Cluster *cluster, const u8 *pointer)
 __attribute__((noreturn, cold)) static void global_fault(Thread *t, u64 address, u32 bytes, Access access)
 {
     const Launch *launch = t->launch;
+    if (address - PARAMETERS_BASE < launch->parameters_bytes)
+        rt_fail(t, "%s of %u bytes at address 0x%llx of the parameter space: cvta.param is missing", verb(access), bytes,
+                (unsigned long long)address);
     if (address < 4096)
         rt_fail(t, "%s of %u bytes through a null pointer (address %llu)",
                 verb(access), bytes, (unsigned long long)address);
@@ -166,8 +194,13 @@ u8 *rt_generic_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit)
     if (block) {
         u32 offset = (u32)(pointer - block->shared);
         if (bytes > block->shared_bytes - offset || offset & (bytes - 1))
-            rt_shared_fault(t, offset + SHARED_BASE, bytes, access);
+            shared_fault(t, block, block->first_shared + offset, bytes, access);
         rt_shared_access(t, block, offset, bytes, access);
+        return pointer;
+    }
+    if (is_parameter(t, address, bytes) && !(address & (bytes - 1))) {
+        if (access != READ)
+            rt_fail(t, "%s of %u bytes to the kernel's parameters", verb(access), bytes);
         return pointer;
     }
     if (pointer >= (u8 *)t->stack && pointer + bytes <= (u8 *)t->stack + t->launch->stack_bytes)
@@ -182,18 +215,41 @@ bool rt_is_shared(Thread *t, u64 address)
 
 u64 rt_generic_to_shared(Thread *t, u64 address)
 {
+    if (!address) /* a null pointer may be asked for its alignment, as CUTLASS does; an access to it fails */
+        return 0;
     Block *block = block_of_pointer(t->block->cluster, (u8 *)address);
     if (!block)
         rt_fail(t, "cvta.to.shared of address 0x%llx, which is not in shared memory", (unsigned long long)address);
-    u64 offset = (u64)((u8 *)address - block->shared) + SHARED_BASE;
-    return block == t->block ? offset : (u64)(block->rank + 1) << RANK_SHIFT | offset;
+    return block->first_shared + (u64)((u8 *)address - block->shared);
 }
 
 u64 rt_shared_to_generic(Thread *t, u64 address)
 {
-    u32 rank = (u32)(address >> RANK_SHIFT);
-    Block *block = rank ? block_of_rank(t, rank - 1) : t->block;
-    return (u64)(block->shared + (address & ((1u << RANK_SHIFT) - 1)) - SHARED_BASE);
+    Block *block = block_of_rank(t, address >> RANK_SHIFT);
+    return (u64)(block->shared + (address - block->first_shared));
+}
+
+/* Of a generic address, which is the host's. */
+bool is_parameter(const Thread *t, u64 address, u32 bytes)
+{
+    u64 offset = address - (u64)t->block->cluster->parameters;
+    return offset < t->launch->parameters_bytes && bytes <= t->launch->parameters_bytes - offset;
+}
+
+u64 rt_parameter_to_generic(Thread *t, u64 address)
+{
+    u64 offset = address - PARAMETERS_BASE;
+    if (offset >= t->launch->parameters_bytes)
+        rt_fail(t, "cvta.param of address 0x%llx, which is not in the kernel's parameters", (unsigned long long)address);
+    return (u64)t->block->cluster->parameters + offset;
+}
+
+u64 rt_generic_to_parameter(Thread *t, u64 address)
+{
+    if (!is_parameter(t, address, 1))
+        rt_fail(t, "cvta.to.param of address 0x%llx, which is not in the kernel's parameters",
+                (unsigned long long)address);
+    return address - (u64)t->block->cluster->parameters + PARAMETERS_BASE;
 }
 
 u64 rt_map_shared_rank(Thread *t, u64 address, u32 rank, bool generic)
@@ -201,6 +257,6 @@ u64 rt_map_shared_rank(Thread *t, u64 address, u32 rank, bool generic)
     u64 window = generic ? rt_generic_to_shared(t, address) : address;
     if (rank >= t->block->cluster->blocks_count)
         rt_fail(t, "mapa to block %u of a cluster of %u", rank, t->block->cluster->blocks_count);
-    window = (u64)(rank + 1) << RANK_SHIFT | (window & ((1u << RANK_SHIFT) - 1));
+    window = (u64)rank << RANK_SHIFT | (window & ((1u << RANK_SHIFT) - 1));
     return generic ? rt_shared_to_generic(t, window) : window;
 }

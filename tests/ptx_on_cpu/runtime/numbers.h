@@ -220,6 +220,11 @@ static inline double larger(double a, double b)
     return a > b || (a == b && !signbit(a)) ? a : b;
 }
 
+static inline double sign_of_product(double a, double b, double magnitude)
+{
+    return signbit(a) != signbit(b) ? -magnitude : magnitude;
+}
+
 /* The canonical NaN where both are NaN (or, for .NaN, where either is). */
 static inline float canonical(double x)
 {

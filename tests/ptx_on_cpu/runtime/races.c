@@ -8,11 +8,13 @@
 #define BULK_AGENTS 64u
 
 struct Races {
-    u32 agents, threads, first_wgmma, first_cp_async, first_bulk;
+    u32 agents, threads, first_wgmma, first_cp_async, first_bulk, first_initialization;
+    u32 reads;          /* where clocks of the threads' reads begin: in clusters behind all others, else they are one */
+    u32 length;         /* of a clock */
     u32 warpgroups;     /* of a block */
     u32 base, latest;   /* all clocks of earlier clusters are at most `base`; no clock is above `latest` */
     u32 bulk_copies;    /* started so far */
-    u32 *known;         /* [threads][agents] */
+    u32 *known;         /* [threads][length] */
 };
 
 /* An epoch is an agent and its clock at an access; 0 stands for none. */
@@ -32,7 +34,7 @@ static u32 *known_by(const Thread *t)
 {
     Races *races = t->block->cluster->races;
     u32 thread = (u32)(t - t->block->cluster->threads);
-    return races->known + (size_t)thread * races->agents;
+    return races->known + (size_t)thread * races->length;
 }
 
 static u32 agent_of(const Thread *t)
@@ -42,9 +44,9 @@ static u32 agent_of(const Thread *t)
 
 static void tick(Thread *t, Races *races, u32 *clock)
 {
-    ++*clock;
-    if (*clock > races->latest)
-        races->latest = *clock;
+    if (++*clock <= races->latest)
+        return;
+    races->latest = *clock;
     if (*clock == CLOCK_MASK)
         rt_fail(t, "limit of the emulator: more than %u synchronisations; launch with races=False", CLOCK_MASK);
 }
@@ -72,8 +74,11 @@ Races *races_new(Cluster *cluster)
     races->first_wgmma = races->threads;
     races->first_cp_async = races->first_wgmma + races->warpgroups * cluster->blocks_count;
     races->first_bulk = races->first_cp_async + (cluster->launch->uses_cp_async ? races->threads : 0);
-    races->agents = races->first_bulk + BULK_AGENTS;
-    races->known = calloc((size_t)races->threads * races->agents, sizeof(u32));
+    races->first_initialization = races->first_bulk + BULK_AGENTS;
+    races->agents = races->first_initialization + cluster->blocks_count;
+    races->reads = cluster->blocks_count > 1 ? races->agents : 0;
+    races->length = races->reads + (races->reads ? races->threads : races->agents);
+    races->known = calloc((size_t)races->threads * races->length, sizeof(u32));
     for (u32 i = 0; i < cluster->blocks_count; i++) {
         Block *block = &cluster->blocks[i];
         block->shadow = shadow_new(cluster, races, block->shared_bytes);
@@ -105,10 +110,10 @@ void races_begin_cluster(Cluster *cluster)
     for (u32 i = 0; i < cluster->blocks_count; i++)
         clock_clear(races, cluster->blocks[i].shadow->exits);
     for (u32 i = 0; i < races->threads; i++) {
-        u32 *known = races->known + (size_t)i * races->agents;
-        for (u32 k = 0; k < races->agents; k++)
+        u32 *known = races->known + (size_t)i * races->length;
+        for (u32 k = 0; k < races->length; k++)
             known[k] = races->base;
-        known[i] = races->base + 1;
+        known[i] = known[races->reads + i] = races->base + 1;
     }
 }
 
@@ -132,27 +137,38 @@ void races_free(Cluster *cluster)
 
 u32 *clock_new(const Races *races)
 {
-    return races ? calloc(races->agents, sizeof(u32)) : NULL;
+    return races ? calloc(races->length, sizeof(u32)) : NULL;
 }
 
 void clock_clear(const Races *races, u32 *clock)
 {
     if (races)
-        memset(clock, 0, races->agents * sizeof(u32));
+        memset(clock, 0, races->length * sizeof(u32));
+}
+
+static void join_part(u32 *into, const u32 *from, u32 first, u32 last)
+{
+    for (u32 i = first; i < last; i++)
+        into[i] = into[i] > from[i] ? into[i] : from[i];
 }
 
 void clock_join(const Races *races, u32 *into, const u32 *from)
 {
-    if (!races)
-        return;
-    for (u32 i = 0; i < races->agents; i++)
-        into[i] = into[i] > from[i] ? into[i] : from[i];
+    if (races)
+        join_part(into, from, 0, races->length);
 }
 
 void clock_meet(const Races *races, u32 *into, const u32 *from)
 {
-    for (u32 i = 0; i < races->agents; i++)
+    for (u32 i = 0; i < races->length; i++)
         into[i] = into[i] < from[i] ? into[i] : from[i];
+}
+
+static void tick_thread(Thread *t, Races *races)
+{
+    u32 *known = known_by(t);
+    tick(t, races, &known[agent_of(t)]);
+    known[races->reads + agent_of(t)] = known[agent_of(t)];
 }
 
 void race_release(Thread *t, u32 *into)
@@ -160,9 +176,39 @@ void race_release(Thread *t, u32 *into)
     Races *races = t->block->cluster->races;
     if (!races)
         return;
-    u32 *known = known_by(t);
-    clock_join(races, into, known);
-    tick(t, races, &known[agent_of(t)]);
+    clock_join(races, into, known_by(t));
+    tick_thread(t, races);
+}
+
+void race_release_reads(Thread *t, u32 *into)
+{
+    Races *races = t->block->cluster->races;
+    if (!races)
+        return;
+    join_part(into, known_by(t), races->first_wgmma, races->first_cp_async);
+    join_part(into, known_by(t), races->first_bulk, races->length);
+    tick_thread(t, races);
+}
+
+void race_release_initialized(Thread *t, u32 *into)
+{
+    const Races *races = t->block->cluster->races;
+    if (races)
+        join_part(into, known_by(t), races->first_initialization, races->agents);
+}
+
+void race_initialized(Thread *t, u32 offset, u32 bytes)
+{
+    Races *races = t->block->cluster->races;
+    if (!races)
+        return;
+    struct Shadow *shadow = t->block->shadow;
+    u32 agent = races->first_initialization + t->block->rank;
+    u32 *clock = &known_by(t)[agent];
+    tick(t, races, clock);
+    for (u32 byte = offset; byte < offset + bytes; byte++)
+        if (shadow->writes[byte] >> CLOCK_BITS == agent_of(t))
+            shadow->writes[byte] = epoch(agent, *clock);
 }
 
 void race_acquire(Thread *t, const u32 *from)
@@ -183,6 +229,10 @@ static void describe(const Cluster *cluster, u32 agent, char *text, size_t size)
     u32 threads = races->threads / cluster->blocks_count;
     const char *kind = "thread";
     u32 number = agent % threads, rank = agent / threads;
+    if (agent >= races->first_initialization) {
+        snprintf(text, size, "the initialization of block %u's mbarriers", agent - races->first_initialization);
+        return;
+    }
     if (agent >= races->first_bulk) {
         snprintf(text, size, "a bulk copy");
         return;
@@ -206,6 +256,7 @@ static void describe(const Cluster *cluster, u32 agent, char *text, size_t size)
 typedef struct {
     u32 agent, clock, slot;
     const u32 *known;
+    const u8 *stored, *present; /* of an st: the bytes it writes, and those it finds */
 } Actor;
 
 __attribute__((noreturn, cold)) static void report(Thread *t, Actor actor, Access access, u32 byte, u32 earlier,
@@ -234,15 +285,28 @@ static bool unordered(Actor actor, u32 earlier)
     return (earlier & CLOCK_MASK) > actor.known[earlier >> CLOCK_BITS];
 }
 
-static void check_byte(Thread *t, struct Shadow *shadow, Actor actor, u32 byte, Access access)
+/* The same of a read. */
+static bool unordered_read(const Races *races, Actor actor, u32 earlier)
 {
-    if (unordered(actor, shadow->writes[byte]))
+    u32 agent = earlier >> CLOCK_BITS;
+    return (earlier & CLOCK_MASK) > actor.known[agent < races->threads ? races->reads + agent : agent];
+}
+
+/* Threads that hold copies of one value may all store it: at one instruction, the same bytes at the same place. */
+static bool repeats(const Thread *t, const struct Shadow *shadow, Actor actor, u32 byte, u32 index)
+{
+    return actor.stored && shadow->lines[byte] == t->line && actor.stored[index] == actor.present[index];
+}
+
+static void check_byte(Thread *t, struct Shadow *shadow, Actor actor, u32 byte, u32 index, Access access)
+{
+    if (unordered(actor, shadow->writes[byte]) && !repeats(t, shadow, actor, byte, index))
         report(t, actor, access, byte, shadow->writes[byte], "wrote", shadow->lines[byte]);
     if (access != ATOMIC && unordered(actor, shadow->atomics[byte]))
         report(t, actor, access, byte, shadow->atomics[byte], "updated", 0);
     for (u32 slot = 0; access != READ && slot < shadow->slots; slot++) {
         u32 earlier = shadow->reads[(size_t)slot * shadow->bytes + byte];
-        if (unordered(actor, earlier))
+        if (unordered_read(t->block->cluster->races, actor, earlier))
             report(t, actor, access, byte, earlier, "may still be reading", 0);
     }
 }
@@ -252,7 +316,7 @@ static void record(Thread *t, struct Shadow *shadow, Actor actor, u32 offset, u3
     u32 *reads = shadow->reads + (size_t)actor.slot * shadow->bytes;
     u32 *noted = access == READ ? reads : access == WRITE ? shadow->writes : shadow->atomics;
     for (u32 byte = offset; byte < offset + bytes; byte++) {
-        check_byte(t, shadow, actor, byte, access);
+        check_byte(t, shadow, actor, byte, byte - offset, access);
         noted[byte] = epoch(actor.agent, actor.clock);
         if (access == WRITE)
             shadow->lines[byte] = t->line;
@@ -267,6 +331,10 @@ void race_thread(Thread *t, Block *block, u32 offset, u32 bytes, Access access)
     u32 slot = block == t->block ? t->number / WARP : shadow->slots - 1;
     const u32 *known = known_by(t);
     Actor actor = {agent_of(t), known[agent_of(t)], slot, known};
+    if (access == WRITE && t->stored && !t->launch->strict) {
+        actor.stored = t->stored;
+        actor.present = block->shared + offset;
+    }
     record(t, shadow, actor, offset, bytes, access);
 }
 
@@ -281,11 +349,14 @@ void race_thread_exited(Thread *t)
         return;
     Actor last = {.agent = agent_of(t), .known = shadow->exits};
     const u32 *remote_reads = shadow->reads + (size_t)(shadow->slots - 1) * shadow->bytes;
-    const u32 *const accesses[] = {remote_reads, shadow->writes, shadow->atomics};
-    for (u32 kind = 0; kind < 3; kind++)
-        for (u32 byte = 0; byte < shadow->bytes; byte++)
-            if (unordered(last, accesses[kind][byte]))
-                report_exit(t, byte, accesses[kind][byte]);
+    for (u32 byte = 0; byte < shadow->bytes; byte++) {
+        if (unordered_read(block->cluster->races, last, remote_reads[byte]))
+            report_exit(t, byte, remote_reads[byte]);
+        if (unordered(last, shadow->writes[byte]))
+            report_exit(t, byte, shadow->writes[byte]);
+        if (unordered(last, shadow->atomics[byte]))
+            report_exit(t, byte, shadow->atomics[byte]);
+    }
 }
 
 void race_cp_async(Thread *t, u32 offset, u32 bytes, u32 group)

@@ -3,7 +3,8 @@
 #include "numbers.h"
 
 #define SHARED_BASE 1024u /* the first shared address of a kernel: the driver keeps the KiB below */
-#define RANK_SHIFT 24     /* a shared::cluster address is (rank + 1) << 24 | address; rank field 0 is the own block */
+#define PARAMETERS_BASE 0x400u /* the address of the first parameter in the parameter space */
+#define RANK_SHIFT 24     /* shared addresses carry their block's rank from here up: a block's own ones, too */
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
@@ -24,14 +25,18 @@ typedef struct {
 /* A launch as Python describes it: emulator.py holds the same structure. */
 typedef struct {
     u32 grid[3], block[3], cluster[3];
-    u32 static_shared, dynamic_shared, stack_bytes, ranges_count;
+    u32 static_shared, dynamic_shared, stack_bytes, ranges_count, regions_count;
     const Range *ranges;
-    u32 races;          /* happens-before detection on shared memory */
-    u32 schedule;       /* 0 forward, 1 reverse, 2 random */
+    const Range *regions; /* of memory that blocks share, each once; `writable` says nothing */
+    u32 races;          /* happens-before detection on shared memory, and between blocks on global memory */
+    u32 schedule;       /* of threads and of blocks: 0 forward, 1 reverse, 2 random */
     u32 copies;         /* 0 eager, 1 late, 2 random */
     u32 accumulation;   /* 0 float32, 1 hopper */
     u32 uses_cp_async;  /* the kernel has instructions of these kinds */
     u32 uses_async_proxy;
+    u32 registers;      /* of a thread at entry; 0: unknown, and setmaxnreg has no effect */
+    u32 parameters_bytes;
+    u32 strict; /* holds kernels to more than other compilers hold to; see emulator.py */
     u64 seed;
     char error[4000];
 } Launch;
@@ -41,16 +46,19 @@ struct Thread {
     Block *block;
     const Launch *launch;
     u32 tid[3], number, lane; /* `number` counts the threads of the block */
+    u32 turns;                /* of its loops */
     u32 line;                 /* of the PTX, of the last instruction with an effect outside registers */
     u32 last_fence;           /* when it last executed fence.proxy.async, in fences of the cluster */
     u32 last_barrier_fence;   /* the same of fence.mbarrier_init */
     u32 cluster_arrival;      /* the generation of the cluster's barrier that it arrived at, plus 1 */
     u32 wgmma_done;           /* groups of wgmma that it has waited for */
+    bool wgmma_fenced;        /* since it last waited for one, or began */
     u32 bulk_groups;          /* groups of bulk copies that it has committed */
     enum { READY, SPINNING, WAITING, DONE } state;
     const u32 *counter; /* WAITING: until *counter differs from seen */
     u32 seen;
     const char *waits_for;
+    const u8 *stored;   /* the bytes that an st is about to write */
     void *stack, *stack_pointer;
     struct CopyQueue *copies; /* its cp.async in flight */
 };
@@ -60,6 +68,9 @@ struct Warp {
     u32 id, live; /* `live` is the mask of lanes that have not exited */
     u32 meeting_line, met; /* lanes that reached the aligned instruction at that line */
     u32 meetings_done;     /* how often all of them had */
+    u32 registers;         /* of each of its threads */
+    u32 register_changes, register_history; /* executed setmaxnreg: how often, and a hash of what */
+    bool changes_registers;                 /* one of its lanes is at it */
     u32 open;              /* which of its meetings, at instructions with a mask of lanes, are under way */
     struct Meeting *meetings;
 };
@@ -69,8 +80,10 @@ struct Block {
     u32 id[3], rank, threads_count, live;
     u8 *shared;
     u32 shared_bytes;
+    u64 first_shared; /* its first shared address */
     Thread *threads;
     Warp *warps;
+    u32 free_registers, registers_returned; /* in the pool of setmaxnreg; how often warps gave some back */
     struct Barrier *barriers;
     struct Warpgroup *warpgroups;
     u32 warpgroups_count;
@@ -83,7 +96,16 @@ __attribute__((noreturn, cold)) void rt_fail(Thread *t, const char *format, ...)
 __attribute__((noreturn)) void rt_exit(Thread *t);
 void rt_spin(Thread *t, const char *what);
 
-/* Memory. Each returns the host's address of an access that is allowed. */
+#define LARGEST_TURNS (1u << 29) /* of all loops of a thread: half a second, and more than any kernel needs */
+
+/* At the end of a loop's body. */
+static inline void turn(Thread *t)
+{
+    if (unlikely(++t->turns > LARGEST_TURNS))
+        rt_fail(t, "loops of more than %u turns: this one does not end", LARGEST_TURNS);
+}
+
+/* Memory. Each returns the host's address of an access that is allowed. `shared_at` is for shared::cta. */
 __attribute__((cold)) u8 *rt_remote_shared(Thread *t, u64 address, u32 bytes, Access access);
 __attribute__((noreturn, cold)) void rt_shared_fault(Thread *t, u64 address, u32 bytes, Access access);
 u8 *rt_global_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
@@ -92,19 +114,27 @@ void rt_shared_access(Thread *t, Block *block, u32 offset, u32 bytes, Access acc
 u64 rt_generic_to_shared(Thread *t, u64 address);
 u64 rt_shared_to_generic(Thread *t, u64 address);
 bool rt_is_shared(Thread *t, u64 address);
+u64 rt_parameter_to_generic(Thread *t, u64 address);
+u64 rt_generic_to_parameter(Thread *t, u64 address);
 u64 rt_map_shared_rank(Thread *t, u64 address, u32 rank, bool generic);
 
 static inline u8 *shared_at(Thread *t, u64 address, u32 bytes, Access access)
 {
     Block *block = t->block;
-    u32 offset = (u32)address - SHARED_BASE;
-    if (unlikely(address >> RANK_SHIFT))
-        return rt_remote_shared(t, address, bytes, access);
+    u64 offset = address - block->first_shared;
     if (unlikely(offset > block->shared_bytes || bytes > block->shared_bytes - offset || address & (bytes - 1)))
         rt_shared_fault(t, address, bytes, access);
     if (unlikely(block->shadow || block->writers))
-        rt_shared_access(t, block, offset, bytes, access);
+        rt_shared_access(t, block, (u32)offset, bytes, access);
     return block->shared + offset;
+}
+
+/* Of any block of the cluster. */
+static inline u8 *cluster_shared_at(Thread *t, u64 address, u32 bytes, Access access)
+{
+    if (address >> RANK_SHIFT != t->block->first_shared >> RANK_SHIFT)
+        return rt_remote_shared(t, address, bytes, access);
+    return shared_at(t, address, bytes, access);
 }
 
 /* `hit`, one per instruction, is the range that the last access fell into. */
@@ -141,6 +171,12 @@ static inline u8 *local_at(Thread *t, u64 address, u32 bytes, u8 *depot, u32 dep
     return (u8 *)address;
 }
 
+/* What other blocks may not do at the same time: a strong access is relaxed, volatile, acquire or release. */
+typedef enum { PLAIN_READ, CONSTANT_READ, STRONG_READ, PLAIN_WRITE, ATOMIC_WRITE } GlobalAccess;
+void rt_global_access(Thread *t, const void *address, u32 bytes, GlobalAccess access);
+void rt_global_release(Thread *t);
+void rt_global_acquire(Thread *t);
+
 /* Barriers */
 void rt_bar_sync(Thread *t, u32 id, u32 count, bool aligned);
 void rt_bar_arrive(Thread *t, u32 id, u32 count, bool aligned);
@@ -149,6 +185,7 @@ void rt_cluster_arrive(Thread *t, bool aligned, bool release);
 void rt_cluster_wait(Thread *t, bool aligned, bool acquire);
 void rt_proxy_fence(Thread *t);
 void rt_barrier_init_fence(Thread *t);
+void rt_set_registers(Thread *t, u32 count, bool increase);
 
 /* Warps */
 enum { SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_BUTTERFLY, SHUFFLE_INDEX };
@@ -188,11 +225,34 @@ typedef struct {
 } Mma;
 void rt_mma(Thread *t, Mma *mma);
 
+/* Of one function: registers that a wgmma writes, the first ones, and copies of them. `results` belong to the first. */
+typedef struct {
+    u32 value, group, line, shape; /* `group`: of the wgmma in flight, counted from 1; 0 where there is none */
+} Result;
+typedef struct {
+    u32 *registers;
+    Result *results;
+    u32 count, written;
+} Accumulators;
+
+#define IN_FLIGHT 0xfff00000u /* a NaN: the register of that number, once its wgmma is done */
+__attribute__((noreturn, cold)) void rt_in_flight(Thread *t, const Accumulators *accumulators, u32 mark, u32 line);
+
+static inline u32 settled(Thread *t, const Accumulators *accumulators, u32 number, u32 line)
+{
+    u32 bits = accumulators->registers[number];
+    if (unlikely(bits - IN_FLIGHT < accumulators->written))
+        rt_in_flight(t, accumulators, bits, line);
+    return bits;
+}
+
 typedef struct {
     Thread *thread;
     Element a_type, b_type;
     int n;
-    u32 *accumulators; /* n / 2 */
+    Accumulators *accumulators;
+    const u16 *registers; /* n / 2 of them */
+    u32 *values;          /* what they hold, and then what they will */
     bool a_in_registers, keep, negate_a, negate_b;
     u32 a[4];
     u64 a_descriptor, b_descriptor;
@@ -200,14 +260,15 @@ typedef struct {
 void rt_wgmma(Thread *t, Wgmma *wgmma);
 void rt_wgmma_fence(Thread *t);
 void rt_wgmma_commit(Thread *t);
-void rt_wgmma_wait(Thread *t, u32 pending);
+void rt_wgmma_wait(Thread *t, u32 pending, Accumulators *accumulators);
 
 /* mbarriers */
 void rt_mbarrier_init(Thread *t, u64 address, u32 count);
 void rt_mbarrier_invalidate(Thread *t, u64 address);
-u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes);
-void rt_mbarrier_expect(Thread *t, u64 address, u32 bytes);
-bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block);
+typedef enum { RELAXED, RELEASE_CTA, RELEASE_CLUSTER } Release;
+u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes, bool in_cluster, Release release);
+void rt_mbarrier_expect(Thread *t, u64 address, u32 bytes, bool in_cluster);
+bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block, bool acquire);
 
 /* Asynchronous copies */
 void rt_cp_async(Thread *t, u64 target, u64 source, u32 bytes, u32 source_bytes, u32 *hit);

@@ -1,4 +1,4 @@
-/* Runs a grid, one cluster of blocks after another. */
+/* Runs a grid, one cluster of blocks after another, in the order of the schedule. */
 #include "races.h"
 #include <setjmp.h>
 #include <stdarg.h>
@@ -79,6 +79,8 @@ static void exited(Thread *t)
     t->warp->live &= ~(1u << t->lane);
     t->block->live--;
     t->block->cluster->progress++;
+    if (!t->block->live)
+        registers_block_exits(t);
     race_thread_exited(t);
     barriers_thread_exited(t);
     cluster_thread_exited(t);
@@ -89,9 +91,9 @@ static bool runnable(const Thread *t)
     return t->state == READY || t->state == SPINNING || (t->state == WAITING && *t->counter != t->seen);
 }
 
-static void shuffle(Cluster *cluster, u32 *order)
+static void shuffle(Cluster *cluster, u32 *order, u32 count)
 {
-    for (u32 i = cluster->threads_count - 1; i > 0; i--) {
+    for (u32 i = count - 1; i > 0; i--) {
         u32 other = random_number(cluster) % (i + 1);
         u32 swapped = order[i];
         order[i] = order[other];
@@ -106,12 +108,18 @@ static bool in_same_state(const Thread *a, const Thread *b)
     return a->state == DONE || (a->line == b->line && a->waits_for == b->waits_for);
 }
 
+static u32 blocks_of_grid(const Launch *launch)
+{
+    return launch->grid[0] * launch->grid[1] * launch->grid[2];
+}
+
 /* "threads 0-31 wait for barrier 0 at PTX line 12; threads 32-63 have exited" */
 static void report_deadlock(Cluster *cluster)
 {
     char *end = ((Launch *)cluster->launch)->error;
     const char *limit = end + sizeof cluster->launch->error - 200;
     const u32 *id = cluster->blocks[0].id;
+    bool polls = false;
     end += sprintf(end, "deadlock [block (%u, %u, %u)]:", id[0], id[1], id[2]);
     for (u32 i = 0, next; i < cluster->threads_count && end < limit; i = next) {
         const Thread *t = &cluster->threads[i];
@@ -125,7 +133,10 @@ static void report_deadlock(Cluster *cluster)
             end += sprintf(end, " have exited");
         else
             end += sprintf(end, " wait for %s at PTX line %u", t->waits_for, t->line);
+        polls |= t->state == SPINNING;
     }
+    if (polls && cluster->blocks_count < blocks_of_grid(cluster->launch))
+        sprintf(end, "; blocks run one after another: this one may wait for another that has not begun");
     cluster->failed = true;
 }
 
@@ -170,7 +181,7 @@ static void run_cluster(Cluster *cluster, u32 *order)
     while (!all_done(cluster)) {
         u64 before = cluster->progress;
         if (cluster->launch->schedule == 2)
-            shuffle(cluster, order);
+            shuffle(cluster, order, cluster->threads_count);
         u32 ran = run_round(cluster, order);
         if (cluster->failed)
             return;
@@ -222,6 +233,7 @@ static void begin_block(Block *block)
     }
     for (u32 i = 0; i < block->threads_count; i++)
         begin_thread(block, &block->threads[i], i);
+    registers_reset(block);
     barriers_reset(block);
     mbarriers_reset(block);
     warpgroups_reset(block->warpgroups, block->warpgroups_count);
@@ -232,7 +244,8 @@ static void begin_cluster(Cluster *cluster, const u32 *id)
     const Launch *launch = cluster->launch;
     const u32 *shape = launch->cluster;
     cluster->arrived = cluster->exited = cluster->exited_after_arrival = 0;
-    cluster->fences = 0;
+    cluster->fences = cluster->era = 0;
+    cluster->acquired = false;
     for (u32 i = 0; i < cluster->blocks_count; i++) {
         Block *block = &cluster->blocks[i];
         block->id[0] = id[0] * shape[0] + i % shape[0];
@@ -253,6 +266,7 @@ static void new_block(Cluster *cluster, u32 rank)
     block->threads_count = launch->block[0] * launch->block[1] * launch->block[2];
     block->threads = cluster->threads + rank * block->threads_count;
     block->shared_bytes = launch->static_shared + launch->dynamic_shared;
+    block->first_shared = (u64)rank << RANK_SHIFT | SHARED_BASE;
     block->shared = aligned_alloc(1024, (block->shared_bytes + 2047) / 1024 * 1024);
     if (launch->uses_async_proxy)
         block->writers = calloc(block->shared_bytes, sizeof(u32));
@@ -307,22 +321,28 @@ static void destroy(Cluster *cluster)
     free(cluster->threads);
 }
 
-static void run_grid(Cluster *cluster, u32 *order)
+static u32 *new_order(const Launch *launch, u32 count)
+{
+    u32 *order = malloc(count * sizeof *order);
+    for (u32 i = 0; i < count; i++)
+        order[i] = launch->schedule == 1 ? count - 1 - i : i;
+    return order;
+}
+
+static void run_grid(Cluster *cluster, u32 *order, u32 *clusters_order, u32 count)
 {
     const Launch *launch = cluster->launch;
-    u32 clusters[3], id[3];
-    for (u32 i = 0; i < 3; i++)
-        clusters[i] = launch->grid[i] / launch->cluster[i];
-    for (id[2] = 0; id[2] < clusters[2]; id[2]++) {
-        for (id[1] = 0; id[1] < clusters[1]; id[1]++) {
-            for (id[0] = 0; id[0] < clusters[0]; id[0]++) {
-                begin_cluster(cluster, id);
-                run_cluster(cluster, order);
-                if (cluster->failed)
-                    return;
-            }
-        }
+    u32 columns = launch->grid[0] / launch->cluster[0], rows = launch->grid[1] / launch->cluster[1];
+    if (launch->schedule == 2)
+        shuffle(cluster, clusters_order, count);
+    for (u32 i = 0; i < count && !cluster->failed; i++) {
+        cluster->number = clusters_order[i];
+        u32 id[3] = {cluster->number % columns, cluster->number / columns % rows, cluster->number / columns / rows};
+        begin_cluster(cluster, id);
+        run_cluster(cluster, order);
     }
+    if (!cluster->failed)
+        bulk_copies_end_of_grid(cluster);
 }
 
 /* Returns whether the launch failed: then launch->error says why. */
@@ -332,17 +352,19 @@ int rt_launch(Launch *launch, Kernel kernel, const u8 *parameters)
     cluster = (Cluster){.launch = launch, .kernel = kernel, .parameters = parameters};
     cluster.random = launch->seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
     build(&cluster);
-    u32 *order = malloc(cluster.threads_count * sizeof *order);
-    for (u32 i = 0; i < cluster.threads_count; i++)
-        order[i] = launch->schedule == 1 ? cluster.threads_count - 1 - i : i;
+    u32 count = blocks_of_grid(launch) / cluster.blocks_count;
+    u32 *order = new_order(launch, cluster.threads_count), *clusters_order = new_order(launch, count);
+    cluster.global_races = global_races_new(launch, count);
     if (!fibers_reserve(cluster.threads_count, launch->stack_bytes)) {
         snprintf(launch->error, sizeof launch->error, "no memory for the stacks of %u threads", cluster.threads_count);
         cluster.failed = true;
     } else if (!setjmp(outside)) {
-        run_grid(&cluster, order);
+        run_grid(&cluster, order, clusters_order, count);
     }
     int failed = cluster.failed;
     free(order);
+    free(clusters_order);
+    global_races_free(cluster.global_races);
     destroy(&cluster);
     return failed;
 }

@@ -1,16 +1,28 @@
 #include "tensor_map.h"
 
+#define TENSOR_MAP_BYTES 128
+
+/* A map lies in the kernel's parameters, or in global memory. */
+static const u8 *tensor_map_at(Thread *t, u64 address)
+{
+    u32 hit = 0;
+    if (is_parameter(t, address, TENSOR_MAP_BYTES))
+        return (const u8 *)address;
+    check_global(t, address, TENSOR_MAP_BYTES, READ, &hit);
+    return (const u8 *)address;
+}
+
 TensorMap read_tensor_map(Thread *t, u64 address, u32 rank, u64 shared)
 {
     TensorMap map;
     if (address & 63)
         rt_fail(t, "the tensor map at address 0x%llx is not aligned to 64 bytes", (unsigned long long)address);
-    memcpy(&map, (const void *)address, sizeof map);
+    memcpy(&map, tensor_map_at(t, address), sizeof map);
     if (map.magic != TENSOR_MAP_MAGIC)
         rt_fail(t, "there is no tensor map at address 0x%llx", (unsigned long long)address);
     if (map.rank != rank)
         rt_fail(t, "an instruction of %u dimensions with a tensor map of %u", rank, map.rank);
-    if ((shared - SHARED_BASE) & 127)
+    if (shared & 127)
         rt_fail(t, "the shared address of a tensor copy is not aligned to 128 bytes");
     return map;
 }

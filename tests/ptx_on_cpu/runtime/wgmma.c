@@ -10,7 +10,6 @@ struct Warpgroup {
     u32 arrived, generation, line;
     u32 committed; /* groups */
     bool open;     /* instructions after the last commit */
-    bool fenced;   /* wgmma.fence was executed */
     void *arguments[WARPGROUP];
     u32 *known;
 };
@@ -27,7 +26,7 @@ void warpgroups_reset(struct Warpgroup *groups, u32 count)
 {
     for (u32 i = 0; i < count; i++) {
         groups[i].arrived = groups[i].committed = 0;
-        groups[i].open = groups[i].fenced = false;
+        groups[i].open = false;
     }
 }
 
@@ -65,6 +64,25 @@ static void meet_group(Thread *t, void *argument, GroupTogether together)
     group->generation++;
 }
 
+#define RESERVED (3ull << 14 | 3ull << 30 | 7ull << 46 | 0x3ffull << 52)
+
+/* PTX ISA, "Matrix Descriptor Format": an address takes 18 bits, and a K-major operand that is swizzled is no wider than
+ * its swizzle, so that nothing lies a leading dimension away; there 0 or 1 is written. */
+static void check_descriptor(Thread *t, u64 descriptor)
+{
+    u64 leading = descriptor >> 16 & 0x3fff, swizzle = descriptor >> 62, base = descriptor >> 49 & 7;
+    if (descriptor & RESERVED)
+        rt_fail(t, "the matrix descriptor 0x%llx has reserved bits set, 0x%llx: an address is (address & 0x3ffff) >> 4",
+                (unsigned long long)descriptor, (unsigned long long)(descriptor & RESERVED));
+    if (swizzle && leading > 1)
+        rt_fail(t, "the matrix descriptor 0x%llx is swizzled and has a leading dimension offset of %llu, not 0 or 1: an "
+                "address is (address & 0x3ffff) >> 4", (unsigned long long)descriptor, (unsigned long long)leading);
+    if (base && !swizzle)
+        rt_fail(t, "the matrix descriptor 0x%llx has a base offset, but no swizzle", (unsigned long long)descriptor);
+    if (base)
+        rt_fail(t, "limit of the emulator: a matrix descriptor with a base offset");
+}
+
 /* Where a matrix descriptor puts 16 bytes of a row: K-major, its 14-bit fields in units of 16 bytes. */
 static u32 descriptor_address(u64 descriptor, u32 row, u32 byte)
 {
@@ -92,13 +110,12 @@ static void load_operand(Thread *t, struct Warpgroup *group, u64 descriptor, u32
 {
     u32 size = type == E4M3 || type == E5M2 ? 1 : 2;
     u32 k = ROW_BYTES / size;
-    if (descriptor >> 49 & 7)
-        rt_fail(t, "limit of the emulator: a matrix descriptor with a base offset");
+    Block *block = t->block;
+    check_descriptor(t, descriptor);
     for (u32 row = 0; row < rows; row++) {
         for (u32 byte = 0; byte < ROW_BYTES; byte += 16) {
-            u32 offset;
-            u32 address = descriptor_address(descriptor, row, byte);
-            Block *block = shared_window(t, address, 16, 16, &offset);
+            u64 address = (u64)block->rank << RANK_SHIFT | descriptor_address(descriptor, row, byte);
+            u32 offset = own_window(t, address, 16, 16);
             check_proxy_fence(t, block, offset, 16, "wgmma");
             race_wgmma(t, group->known, offset, 16, group->committed);
             const u8 *source = block->shared + offset;
@@ -140,7 +157,7 @@ static void check_uniform(Wgmma *const *lanes)
 static u32 *accumulator(Wgmma *const *lanes, int row, int column)
 {
     int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
-    return &lanes[thread]->accumulators[column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
+    return &lanes[thread]->values[column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
 }
 
 static void negate(float *values, int count)
@@ -158,6 +175,12 @@ static void multiply_row(const float *row, const float *transposed, int n, int k
             sums[column] += row[i] * transposed[i * n + column];
 }
 
+/* K of one instruction. */
+static int depth(const Wgmma *wgmma)
+{
+    return wgmma->a_type == E4M3 || wgmma->a_type == E5M2 ? 32 : 16;
+}
+
 static void multiply_group(Thread *t, struct Warpgroup *group)
 {
     static float a[64 * LARGEST_K], b[LARGEST_N * LARGEST_K], transposed[LARGEST_K * LARGEST_N];
@@ -165,10 +188,8 @@ static void multiply_group(Thread *t, struct Warpgroup *group)
     const Wgmma *first = lanes[0];
     const Launch *launch = t->launch;
     bool fp8 = first->a_type == E4M3 || first->a_type == E5M2;
-    int n = first->n, k = fp8 ? 32 : 16;
+    int n = first->n, k = depth(first);
     check_uniform(lanes);
-    if (!group->fenced)
-        rt_fail(t, "wgmma.mma_async without wgmma.fence before it");
     learn_common_knowledge(t, group);
     group->open = true;
     load_operand(t, group, first->b_descriptor, n, first->b_type, b);
@@ -202,14 +223,20 @@ static void multiply_group(Thread *t, struct Warpgroup *group)
 
 void rt_wgmma(Thread *t, Wgmma *wgmma)
 {
+    u32 values[LARGEST_N / 2], shape = (u32)wgmma->n << 8 | (u32)depth(wgmma);
     wgmma->thread = t;
+    wgmma->values = values;
+    if (wgmma->a_in_registers && !t->wgmma_fenced)
+        rt_fail(t, "wgmma.mma_async without wgmma.fence since its registers could be accessed");
+    accumulators_take(t, wgmma, shape, values);
     meet_group(t, wgmma, multiply_group);
+    accumulators_give(t, wgmma, shape, group_of(t)->committed + 1, values);
 }
 
 void rt_wgmma_fence(Thread *t)
 {
     rt_converge(t);
-    group_of(t)->fenced = true;
+    t->wgmma_fenced = true;
 }
 
 static void commit_group(Thread *t, struct Warpgroup *group)
@@ -224,7 +251,7 @@ void rt_wgmma_commit(Thread *t)
     meet_group(t, NULL, commit_group);
 }
 
-void rt_wgmma_wait(Thread *t, u32 pending)
+void rt_wgmma_wait(Thread *t, u32 pending, Accumulators *accumulators)
 {
     struct Warpgroup *group = group_of(t);
     rt_converge(t);
@@ -232,6 +259,8 @@ void rt_wgmma_wait(Thread *t, u32 pending)
         return;
     t->wgmma_done = group->committed - pending;
     race_wgmma_done(t, t->wgmma_done);
+    if (accumulators)
+        accumulators_settle(t, accumulators, t->wgmma_done);
 }
 
 void wgmma_thread_exits(Thread *t)

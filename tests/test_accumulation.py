@@ -1,0 +1,41 @@
+"""Which of a layer's three products may take the tensor core's shorter accumulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.recipes import RECIPES
+
+
+class Products(TorchDispatchMode):
+    """Notes how each product is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_mm" in func.name():
+            (how,) = (arg for arg in args if isinstance(arg, str))
+            self.asked.append(how)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_the_forward_product_is_fast(recipe: str, main_grad: bool) -> None:
+    """Transformer Engine's _2X_ACC_FPROP = False, _2X_ACC_DGRAD = _2X_ACC_WGRAD = True."""
+    linear = Linear(64, 32, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=main_grad)
+    if main_grad:
+        linear.weight.main_grad = torch.zeros(32, 64)
+    x = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Products() as products:
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(x)
+        y.backward(torch.ones_like(y))
+    assert [how.endswith(" fast") for how in products.asked] == [True, False, False]
