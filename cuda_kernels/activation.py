@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
-from cuda_kernels.ptx import asm, bits, f32, i64, load_2_if, load_4_if, u32
+from cuda_kernels.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.language import asm, cuda, device, f32, i64, u32
+from cuda_kernels.ptx import bits, load_2_if, load_4_if
 from cuda_kernels.tile import WARP_ROWS, Source
 
 _exp2 = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
@@ -133,12 +133,13 @@ def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, com
         load_row: device function ``(words, columns, row, column, inside, registers, start)``.
         compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
     """
-    halves = raw > 4  # what is read of eight rows and what is computed of the others fit into the registers
-    together = WARP_ROWS >> 1 if halves else WARP_ROWS
+    # What is read of some rows and what is computed of the others fit into the registers.
+    parts = 1 if raw <= 4 else 2 if aligned else 4
+    together = WARP_ROWS // parts
     in_flight, decode_quad = together * raw, quad_decoder("float32")
 
     @device
-    def load_rows(words, rows, columns, row, column, registers, first):
+    def load_rows(words, rows, columns, row, column, whole, registers, first):
         read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
             at = row + first + step
@@ -149,17 +150,20 @@ def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, com
                 registers[4 * (first + step) + index] = bits(values[index])
 
     @device
-    def load(words, rows, columns, row, column, registers):
-        load_rows(words, rows, columns, row, column, registers, 0)
-        if halves:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(words, rows, columns, row, column, registers, together)
+    def load(words, rows, columns, row, column, whole, registers):
+        load_rows(words, rows, columns, row, column, whole, registers, 0)
+        if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
+            load_rows(words, rows, columns, row, column, whole, registers, together)
+        if parts > 2:
+            load_rows(words, rows, columns, row, column, whole, registers, 2 * together)
+            load_rows(words, rows, columns, row, column, whole, registers, 3 * together)
 
     @device
     def decode(registers, step):
         return decode_quad(registers, 4 * step)
 
     blocks = 2 if raw <= 4 or (aligned and raw <= 6) else 1
-    return Source(f"{name}, {aligned=}", words, 4 * WARP_ROWS, load, decode, blocks)
+    return Source(f"{name}, {aligned=}", words, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
 
 
 @device

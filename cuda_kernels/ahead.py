@@ -9,17 +9,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from cuda_kernels.cache import is_cached
-from cuda_kernels.launch import Kernel
+from cuda_kernels.cache import is_cached, is_carried
+from cuda_kernels.kernel import Kernel
 
 Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
 """What makes a kernel: a function that a module has, and its arguments."""
 
 
 def missing(builds: Iterable[Build], arch: str) -> list[Build]:
-    """Those whose machine code for ``arch`` is not in the cache; each kernel once."""
+    """Those whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
     kernels = {function(*arguments): (function, arguments) for function, arguments in builds}
-    return [build for kernel, build in kernels.items() if not is_cached(kernel.key("cubin", arch))]
+    return [
+        build
+        for kernel, build in kernels.items()
+        if not is_carried(kernel.source_key("cubin", arch)) and not is_cached(kernel.key("cubin", arch))
+    ]
 
 
 def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:

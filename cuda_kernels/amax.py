@@ -5,25 +5,17 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import (
-    largest_of,
-    magnitude,
-    quad_magnitude,
-)
-from cuda_kernels.launch import Kernel
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, i32, i64, u32
 from cuda_kernels.ptx import (
     atomic_max,
     dynamic_shared,
     from_bits,
-    i32,
-    i64,
     load_f32,
     shared_load_4,
     shared_store_16,
     store_f32,
-    u32,
     unsigned_max,
     warp_max,
 )
@@ -35,6 +27,7 @@ from cuda_kernels.tile import (
     Source,
     block_max,
     position,
+    share,
 )
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -47,26 +40,28 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, held = source.load, source.decode, source.registers
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    share_of = share(source.vector)
+    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        registers = cuda.local.array(held, u32)
-        largest = u32(0)
-        across = (columns + i32(TILE - 1)) >> i32(7)
-        end = ((rows + i32(TILE - 1)) >> i32(7)) * across
-        tile = cuda.blockIdx.x
+        registers, kept = cuda.local.array(held, u32), cuda.local.array(n_kept, u32)
+        clear(kept)
+        across = i32(i32(columns + TILE - 1) >> 7)
+        end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
+        tile = i32(cuda.blockIdx.x)
+        row_of_thread, column_of_thread = share_of(thread)
         while tile < end:
-            first_row, first_column = position(tile, columns)
-            row, column = first_row + WARP_ROWS * (thread >> 5), first_column + 4 * (thread & 31)
-            load(x, rows, columns, row, column, registers)
+            first_row, first_column, whole = position(tile, rows, columns)
+            row, column = i32(first_row + row_of_thread), i32(first_column + column_of_thread)
+            load(x, rows, columns, row, column, whole, registers)
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
-                largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
-            tile += cuda.gridDim.x
-        largest = block_max(largest, dynamic_shared(), thread)
+                fold(registers, step, decode(registers, step), kept)
+            tile = i32(tile + cuda.gridDim.x)
+        largest = block_max(largest_kept(kept), dynamic_shared(), thread)
         if thread == 0:
             if accumulate:
                 atomic_max(amax, largest)
@@ -86,34 +81,33 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
 @cache
 def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, held = source.load, source.decode, source.registers
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        first_row, first_column = position(cuda.blockIdx.x, columns)
-        row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
+        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
+        row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
         registers = cuda.local.array(held, u32)
-        load(x, rows, columns, row, column, registers)
-        of_columns = cuda.local.array(4, u32)
-        for index in range(4):
-            of_columns[index] = u32(0)
+        of_quad, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        load(x, rows, columns, row, column, whole, registers)
         of_row = u32(0)
+        clear(of_columns)
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step)
-            a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
+            quad = decode(registers, step)
+            take(registers, step, quad, of_quad)
             if by_row:
-                largest = warp_max(largest_of(a, b, c, d))
+                largest = warp_max(largest_of(of_quad))
                 of_row = largest if lane == step else of_row
-            of_columns[0], of_columns[1] = unsigned_max(of_columns[0], a), unsigned_max(of_columns[1], b)
-            of_columns[2], of_columns[3] = unsigned_max(of_columns[2], c), unsigned_max(of_columns[3], d)
+            fold(registers, step, quad, of_columns)
         if by_row and lane < WARP_ROWS and row + lane < rows:
             atomic_max(rows_amax + i64(row + lane) * 4, of_row)
         if by_column:
             shared = dynamic_shared()
-            shared_store_16(
-                shared + warp * (4 * TILE) + lane * 16, of_columns[0], of_columns[1], of_columns[2], of_columns[3]
-            )
+            a, b, c, d = columns_of(of_columns)
+            shared_store_16(shared + warp * (4 * TILE) + lane * 16, a, b, c, d)
             cuda.syncthreads()
             if thread < TILE and first_column + thread < columns:
                 largest = u32(0)

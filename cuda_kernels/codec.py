@@ -6,17 +6,19 @@ maximum is an integer's, keeps NaN, and is the same in any order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
+from cuda_kernels.language import device
 from cuda_kernels.ptx import (
     atomic_max,
     bits,
     divide,
     from_bits,
     high_half,
+    larger_magnitudes,
     load_2_if,
     load_4_if,
     load_8_if,
@@ -25,8 +27,6 @@ from cuda_kernels.ptx import (
     low_half,
     unsigned_max,
 )
-
-device = cuda.jit(device=True, inline="always")
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
@@ -130,6 +130,32 @@ def quad_loader(dtype: str, aligned: bool) -> Any:
     return load
 
 
+def vector_loader(dtype: str, elements: int) -> Any:
+    """A device function ``address -> words`` that loads neighbouring elements, none of them outside the tensor.
+
+    The address is a multiple of their bytes, which are 8 or 16.
+    """
+    load_if = load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
+
+    @device
+    def load(address):
+        return load_if(address, True)
+
+    return load
+
+
+def edge_loader(dtype: str, vector: int) -> Any:
+    """As :func:`quad_loader`, of eight elements where rows are multiples of ``vector`` 8; of four with 4 and 1."""
+    if vector < 8:
+        return quad_loader(dtype, vector == 4)
+
+    @device
+    def load(address, column, columns, inside):
+        return load_16_if(address, inside and column < columns)
+
+    return load
+
+
 def quad_words(dtype: str) -> int:
     """Registers that hold four elements."""
     return ITEM_BYTES[dtype]
@@ -156,3 +182,86 @@ def quad_decoder(dtype: str) -> Any:
             return low(a), high(a), low(b), high(b)
 
     return decode
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """How the largest magnitudes of quads, each of four columns, are kept while more of them are looked at.
+
+    Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
+
+    Attributes:
+        words: registers that keep four columns' maxima.
+        clear: device function ``kept``: of nothing.
+        take: device function ``(registers, step, quad, kept)``: those of one quad alone; ``quad``: what it decodes to.
+        fold: the same: those of what was kept and of the quad.
+        columns: device function ``kept -> bits of four float32``.
+        largest: device function ``kept -> bits`` of the largest.
+    """
+
+    words: int
+    clear: Any
+    take: Any
+    fold: Any
+    columns: Any
+    largest: Any
+
+
+def _clearer(words: int) -> Any:
+    @device
+    def clear(kept):
+        for index in range(words):
+            kept[index] = np.uint32(0)
+
+    return clear
+
+
+def packed_maxima(dtype: str) -> Maxima:
+    """Of registers that hold elements of 16 bits as they were loaded."""
+    larger, low, high = larger_magnitudes[dtype], low_half[dtype], high_half[dtype]
+
+    @device
+    def take(registers, step, quad, kept):
+        kept[0], kept[1] = registers[2 * step], registers[2 * step + 1]
+
+    @device
+    def fold(registers, step, quad, kept):
+        kept[0], kept[1] = larger(kept[0], registers[2 * step]), larger(kept[1], registers[2 * step + 1])
+
+    @device
+    def columns(kept):
+        a, b = kept[0], kept[1]
+        return magnitude(low(a)), magnitude(high(a)), magnitude(low(b)), magnitude(high(b))
+
+    @device
+    def largest(kept):
+        word = larger(kept[0], kept[1])
+        return unsigned_max(magnitude(low(word)), magnitude(high(word)))
+
+    return Maxima(2, _clearer(2), take, fold, columns, largest)
+
+
+def decoded_maxima() -> Maxima:
+    """Of quads as they are decoded."""
+    larger = larger_magnitudes["float32"]
+
+    @device
+    def take(registers, step, quad, kept):
+        for index in range(4):
+            kept[index] = bits(quad[index])
+
+    @device
+    def fold(registers, step, quad, kept):
+        for index in range(4):
+            kept[index] = bits(larger(from_bits(kept[index]), quad[index]))
+
+    @device
+    def columns(kept):
+        return kept[0] & _SIGNLESS, kept[1] & _SIGNLESS, kept[2] & _SIGNLESS, kept[3] & _SIGNLESS
+
+    @device
+    def largest(kept):
+        a, b = larger(from_bits(kept[0]), from_bits(kept[1])), larger(from_bits(kept[2]), from_bits(kept[3]))
+        return magnitude(larger(a, b))
+
+    return Maxima(4, _clearer(4), take, fold, columns, largest)

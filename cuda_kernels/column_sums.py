@@ -6,25 +6,15 @@ them up.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, device
-from cuda_kernels.launch import Kernel
-from cuda_kernels.ptx import (
-    bits,
-    dynamic_shared,
-    f32,
-    from_bits,
-    i32,
-    i64,
-    load_f32,
-    shared_load_4,
-    shared_store_4,
-    store_16,
-)
+from cuda_kernels.codec import ITEM_BYTES
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, device, f32, i32, i64
+from cuda_kernels.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
 from cuda_kernels.rows import element_storer
 from cuda_kernels.tile import WARP_ROWS, Source
 
@@ -46,8 +36,8 @@ def summed_source(source: Source) -> Source:
     load_values, decode, partials = source.load, source.decode, source.words
 
     @device
-    def load(words, rows, columns, row, column, registers):
-        load_values(words, rows, columns, row, column, registers)
+    def load(words, rows, columns, row, column, whole, registers):
+        load_values(words, rows, columns, row, column, whole, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
@@ -57,7 +47,7 @@ def summed_source(source: Source) -> Source:
             address = words[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
-    return Source(f"{source.name}, summed", source.words + 1, source.registers, load, decode, source.blocks)
+    return replace(source, name=f"{source.name}, summed", words=source.words + 1, load=load)
 
 
 @cache

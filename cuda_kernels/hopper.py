@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.cgutils import get_or_insert_named_metadata
-from numba.cuda.extending import core_models, register_model
-from numba.cuda.typing import signature
-
-from cuda_kernels.ptx import asm, const, i32, i64, intrinsic_of, void
-from cuda_kernels.registers import registers
+from cuda_kernels.fragments import registers
+from cuda_kernels.language import asm, const, i16, i32, i64, lowered, void
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 
 barrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
 barrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
 barrier_arrive_at = asm(
-    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }",
+    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
     void, i32, i32,
 )  # fmt: skip
-"""At the barrier in the same place of the cluster's block of that rank."""
+"""At the barrier in the same place of the cluster's block of that rank.
+
+With ``.release.cluster`` each would wait until the whole card sees what was written; nothing was.
+"""
 barrier_expect = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
 barrier_wait = asm(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }", void, i32, i32
 )
+barrier_wait_or_trap = asm(
+    "{ .reg .pred p; .reg .u32 n; mov.u32 n, 0;"
+    " again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 1000000; @p bra done;"
+    " add.u32 n, n, 1; setp.gt.u32 p, n, 10000; @p trap; bra again; done: }",
+    void, i32, i32,
+)  # fmt: skip
+"""The same, but an error after 10,000 times a millisecond, which is as long as the hardware likes."""
 barrier_init_fence = asm("fence.mbarrier_init.release.cluster;")
 named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
 
@@ -39,74 +42,27 @@ broadcast = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
 warp_sync = asm("bar.warp.sync 0xffffffff;")
 more_registers = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
 fewer_registers = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
+cluster_start = asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;")
+"""After ``barrier_init_fence``, which makes barriers known to the cluster; it makes nothing else known."""
 cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
 
-
-def _annotate(builder: Any, name: str, value: Any) -> None:
-    module, function = builder.module, builder.function
-    node = module.add_metadata([function, ir.MetaDataString(module, name), value])
-    get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
-
-
-@cache
-def in_clusters_of(blocks: int) -> Any:
-    """A function whose call in a kernel makes it run in clusters of so many blocks."""
-
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
-            _annotate(builder, name, ir.IntType(32)(size))
-        return context.get_dummy_value()
-
-    return intrinsic_of("in_clusters", 0, lambda context: (signature(void), lower))
-
+in_clusters_of = lowered("entry", "in_clusters_of")
+"""Of so many blocks: a function whose call in a kernel makes it run in such clusters."""
 
 # --- Tensor maps and copies -------------------------------------------------------------------------------------------
 
-
-class _TensorMap(types.Type):  # type: ignore[misc]
-    """A ``CUtensorMap`` that is passed to a kernel by value."""
-
-
-tensor_map = _TensorMap("tensor_map")
-_BYTES = ir.ArrayType(ir.IntType(64), 16)
-
-
-@register_model(_TensorMap)
-class _TensorMapModel(core_models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _BYTES.as_pointer())
-
-
-def _maps_by_value(context: Any) -> Any:
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        maps = [index for index, arg in enumerate(builder.function.args) if arg.type == _BYTES.as_pointer()]
-        for index in maps:
-            attributes = builder.function.args[index].attributes
-            set.add(attributes, "byval ")  # NVVM's dialect spells it without a type
-            attributes.align = 64
-        _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
-        return context.get_dummy_value()
-
-    return signature(void), lower
-
-
-maps_by_value = intrinsic_of("maps_by_value", 0, _maps_by_value)
+maps_by_value = lowered("entry", "maps_by_value")()
 """Called in a kernel that has tensor maps: they lie in its parameters."""
+address_of = lowered("entry", "address_of")()
+"""``map -> int64``: for the copies."""
 
-
-def _address_of(context: Any, x: Any) -> Any:
-    return signature(i64, x), lambda context, builder, sig, values: builder.ptrtoint(values[0], ir.IntType(64))
-
-
-address_of = intrinsic_of("address_of", 1, _address_of)
-"""Of a tensor map, for the copies."""
-
+prefetch_map = asm("prefetch.tensormap [$0];", void, i64)
 _LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 tensor_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
 """``(shared, map, barrier, column, row)``."""
 tensor_load_to_all = asm(
-    f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, types.int16
+    f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, i16
 )
 """The same to those blocks of the cluster whose bits are set in the last operand."""
 tensor_store = asm(

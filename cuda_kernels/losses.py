@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.codec import FP8_MAX, device
-from cuda_kernels.ptx import atomic_add, i64, u32, warp_sum
+from cuda_kernels.codec import FP8_MAX
+from cuda_kernels.language import device, i64, u32
+from cuda_kernels.ptx import atomic_add, warp_sum
 from cuda_kernels.tile import Source
 
 PITCHES = (i64, i64, i64, i64)

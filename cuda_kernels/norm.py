@@ -13,25 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
-from cuda_kernels.launch import Kernel
-from cuda_kernels.ptx import (
-    asm,
-    bits,
-    divide,
-    dynamic_shared,
-    f32,
-    from_bits,
-    i32,
-    i64,
-    load_f32,
-    shuffle,
-    store_f32,
-    u32,
-)
-from cuda_kernels.rows import THREADS, Spread, quad_column, quad_reader, registers_of, row_loader, row_sum
+from cuda_kernels.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import asm, cuda, device, f32, i32, i64, u32
+from cuda_kernels.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
+from cuda_kernels.rows import THREADS, Spread, inside_row, quad_column, quad_reader, registers_of, row_loader, row_sum
 from cuda_kernels.tile import WARP_ROWS, Source, tensor_source
 
 _square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
@@ -79,7 +66,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x, normalize, rstds_at = tensor_source(norm.dtype, aligned), normalizer(norm), rstd_address(norm.mean)
+    x, normalize, rstds_at = tensor_source(norm.dtype, 4 if aligned else 1), normalizer(norm), rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
@@ -97,8 +84,8 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
 
     @device
-    def load(words, rows, columns, row, column, registers):
-        load_x(words, rows, columns, row, column, registers)
+    def load(words, rows, columns, row, column, whole, registers):
+        load_x(words, rows, columns, row, column, whole, registers)
         lane = cuda.threadIdx.x & 31
         of_lane = i64(row + lane) * 4
         inside = lane < WARP_ROWS and row + lane < rows
@@ -131,7 +118,8 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
             element(registers, step, 3, d, m, r),
         )
 
-    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, 2 if norm.dtype == "float32" else 3)
+    blocks = 2 if norm.dtype == "float32" else 3
+    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, decoded_maxima(), blocks)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
     ``shared``: two times 32 bytes.
     """
     held, quads, column_of = quad_words(dtype), spread.all_quads, quad_column(spread)
-    decode, total = quad_decoder(dtype), row_sum(spread.threads)
+    decode, total, inside = quad_decoder(dtype), row_sum(spread.threads), inside_row(spread)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
@@ -171,7 +159,7 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
         for quad in range(quads):
             a, b, c, d = decode(registers, quad * held)
             a, b, c, d = a - m, b - m, c - m, d - m
-            squares += (a * a + b * b) + (c * c + d * d) if column_of(quad, lane) < columns else _ZERO
+            squares += (a * a + b * b) + (c * c + d * d) if inside(column_of(quad, lane), columns) else _ZERO
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics
@@ -243,7 +231,8 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
         thread = cuda.threadIdx.x
         lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(held, u32)
-        load_row(x + row * pitch * item, columns, lane, row < rows, registers)
+        # A thread without a row reads the last again.
+        load_row(x + i64(row if row < rows else rows - 1) * pitch * item, columns, lane, registers)
         m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:

@@ -9,25 +9,13 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import ITEM_BYTES, quad_magnitude, raise_to
-from cuda_kernels.launch import Kernel
+from cuda_kernels.codec import ITEM_BYTES, raise_to
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, f32, i32, i64, u32
 from cuda_kernels.norm import Norm, long_row_statistics, normalized_source, rstd_address
-from cuda_kernels.ptx import (
-    divide,
-    dynamic_shared,
-    f32,
-    float8x4,
-    i32,
-    i64,
-    load_f32,
-    store_16,
-    store_f32,
-    u32,
-    unsigned_max,
-)
-from cuda_kernels.tile import THREADS, WARP_ROWS, WARPS, block_max, store_row, transpose_quads
+from cuda_kernels.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
+from cuda_kernels.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
 
 BAND = WARP_ROWS
 _ONE = np.float32(1)
@@ -41,7 +29,9 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
     """
     source, pack = normalized_source(norm, aligned), float8x4[fp8]
-    load, decode, held = source.load, source.decode, source.registers
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    store_rows = row_storer(source.vector)
     statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
     has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
 
@@ -51,7 +41,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     ):  # fmt: skip
         thread, shared = cuda.threadIdx.x, dynamic_shared()
         lane, warp = thread & 31, thread >> 5
-        first = i32(BAND) * cuda.blockIdx.x
+        first = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
             row = first + warp + i32(WARPS * index)
             address = x[0] + i64(row) * x[1] * item
@@ -62,28 +52,30 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                 store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
-        factor, largest, start = load_f32(scale), u32(0), i32(0)
+        factor, start = load_f32(scale), i32(0)
+        kept = cuda.local.array(n_kept, u32)
+        clear(kept)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
         while start < columns:
-            column = start + 4 * thread
+            column = i32(start + 4 * thread)
             registers, words = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
-            load(x, rows, columns, first, column, registers)
+            load(x, rows, columns, first, column, False, registers)
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
                 words[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
-                    largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
-                if rowwise:
-                    store_row(out, out_pitch, first + step, rows, column, words[step])
+                    fold(registers, step, (a, b, c, d), kept)
+            if rowwise:
+                store_rows(words, out, out_pitch, first, rows, column, False)
             transpose_quads(words)
             for step in range(4):
                 if column + step < columns:
                     address = out_t + i64(column + step) * out_t_pitch + i64(first)
                     store_16(address, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
-            start += i32(4 * THREADS)
+            start = i32(start + 4 * THREADS)
         if observe:
-            largest = block_max(largest, shared, thread)
+            largest = block_max(largest_kept(kept), shared, thread)
             if thread == 0:
                 raise_to(seen, largest)
 

@@ -8,41 +8,39 @@ or, where that is 0, leaves the amax of each of its blocks; ``cast_normalized`` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import (
-    FP8_MAX,
-    ITEM_BYTES,
-    current_scale,
-    device,
-    quad_decoder,
-    quad_magnitude,
-    quad_words,
-    raise_to,
-)
-from cuda_kernels.launch import Kernel
+from cuda_kernels.codec import FP8_MAX, ITEM_BYTES, current_scale, magnitude, quad_decoder, quad_words, raise_to
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.norm import Norm, normalizer, row_statistics, rstd_address
 from cuda_kernels.ptx import (
     divide,
     dynamic_shared,
-    f32,
     float8x4,
     from_bits,
-    i32,
-    i64,
+    larger_magnitudes,
     load_4,
     load_f32,
     store_4,
     store_8,
     store_f32,
-    u32,
     unsigned_max,
 )
-from cuda_kernels.rows import THREADS, Spread, parameter_quad, quad_column, registers_of, row_loader
+from cuda_kernels.rows import (
+    THREADS,
+    Spread,
+    inside_row,
+    parameter_quad,
+    quad_address,
+    quad_column,
+    registers_of,
+    row_loader,
+)
 from cuda_kernels.tile import block_max
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -50,45 +48,48 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
-    """A device function that normalizes the row in registers, stores its codes and returns its amax's bits.
+    """A device function that normalizes the row in registers, stores its codes if asked and returns its amax.
 
-    ``columns`` is 0 for a thread without a row, ``pitch`` where no codes are stored.
+    ``codes``: where the thread's first go.
     """
     quads, last, column_of = spread.all_quads, spread.quads - 1, quad_column(spread)
     held, item, has_bias = quad_words(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
     decode, parameters, normalize, pack = (
         quad_decoder(norm.dtype), parameter_quad(norm.weight_dtype), normalizer(norm), float8x4[fp8]
     )  # fmt: skip
+    inside_of, larger = inside_row(spread), larger_magnitudes["float32"]
+    parameter_at, code_at = quad_address(item, spread), quad_address(1, spread)
 
     @device
-    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch):
-        largest = u32(0)
+    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch, stored):
+        largest = _ZERO
         word = cuda.local.array(2, u32)
         for quad in range(quads):
             column, part = column_of(quad, lane), quad & last
-            inside = column < columns
+            inside = inside_of(column, columns)
             kept = _ALL if inside else u32(0)
             a, b, c, d = decode(registers, quad * held)
-            w, x, y, z = parameters(weight + i64(column) * item, inside)
-            p, q, r, s = parameters(bias + i64(column) * item, inside and has_bias)
+            w, x, y, z = parameters(parameter_at(weight, quad, lane), inside)
+            p, q, r, s = parameters(parameter_at(bias, quad, lane), inside and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
             b = normalize(b, mean, rstd, x + offset, q)
             c = normalize(c, mean, rstd, y + offset, r)
             d = normalize(d, mean, rstd, z + offset, s)
-            largest = unsigned_max(largest, quad_magnitude(a, b, c, d) & kept)
+            of_quad = larger(larger(a, b), larger(c, d))
+            largest = larger(largest, of_quad if inside else _ZERO)
             word[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
-            if part == last and column < pitch:
+            if part == last and stored and inside_of(column, pitch):
                 if last:
-                    store_8(codes + i64(column - 4), word[0], word[1])
+                    store_8(code_at(codes, quad - 1, 0), word[0], word[1])
                 else:
-                    store_4(codes + i64(column), word[0])
+                    store_4(code_at(codes, quad, 0), word[0])
         return largest
 
     return cast
 
 
 def _blocks(norm: Norm, spread: Spread) -> int:
-    return 2 if registers_of(norm.dtype, spread) > 32 else 3
+    return 2 if registers_of(norm.dtype, spread) > 32 or norm.bias else 3
 
 
 @cache
@@ -102,6 +103,7 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     cast, has_mean, rstds_at = _row_caster(norm, fp8, spread), norm.mean, rstd_address(norm.mean)
     held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    larger, codes_at = larger_magnitudes["float32"], quad_address(1, spread)
 
     def normalize(
         x, pitch, weight, bias, means, scale, own, seen, out, out_scale,
@@ -112,31 +114,35 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
         factor = _ZERO
         if scale != 0:
             factor = load_f32(scale)
-        largest = u32(0)
+        largest = _ZERO
         phase = i32(0)
         first = i64(cuda.blockIdx.x) * rows_of_block
+        # From row to row by an addition: the product would be made again for each of a row's stores.
+        codes = codes_at(out + (first + (thread >> shift)) * out_pitch, 0, lane)
         while first < rows:
             row = first + (thread >> shift)
             inside = row < rows
             registers = cuda.local.array(held, u32)
-            load_row(x + row * pitch * item, columns, lane, inside, registers)
+            # A thread without a row reads the last again, whose amax changes nothing.
+            load_row(x + (row if inside else i64(rows - 1)) * pitch * item, columns, lane, registers)
             m, r = statistics(registers, columns, lane, eps, shared + phase, thread)
             if lane == 0 and inside:
                 if has_mean:
                     store_f32(means + row * 4, m)
                 store_f32(rstds_at(means, rows) + row * 4, r)
-            width, stored = columns if inside else 0, out_pitch if inside and factor != _ZERO else 0
-            amax = cast(registers, width, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, stored)
-            largest = unsigned_max(largest, amax)
+            stored = inside and factor != _ZERO
+            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, stored)
+            largest = larger(largest, amax)
             phase ^= i32(64)  # a warp may write its sums of the next rows before another has read these
             first += i64(cuda.gridDim.x) * rows_of_block
+            codes += i64(cuda.gridDim.x) * rows_of_block * out_pitch
         if observe or factor == _ZERO:
-            largest = block_max(largest, shared + 128, thread)
+            of_block = block_max(magnitude(largest), shared + 128, thread)
             if thread == 0:
                 if factor == _ZERO:
-                    store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(largest))
+                    store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(of_block))
                 if observe:
-                    raise_to(seen, largest)
+                    raise_to(seen, of_block)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
@@ -153,10 +159,13 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
 @cache
 def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
-    load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, spread)
+    # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
+    predicated = replace(spread, full=False)
+    load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, predicated)
     held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
     has_mean, largest_code, rstds_at = norm.mean, FP8_MAX[fp8], rstd_address(norm.mean)
     lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    codes_at = quad_address(1, spread)
 
     def cast_normalized(
         x, pitch, weight, bias, means, scale, own, out, out_scale,
@@ -176,10 +185,11 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
             registers = cuda.local.array(held, u32)
-            load_row(x + row * pitch * item, columns, lane, True, registers)
+            load_row(x + row * pitch * item, columns, lane, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
             r = load_f32(rstds_at(means, rows) + row * 4)
-            cast(registers, columns, lane, weight, bias, offset, m, r, factor, out + row * out_pitch, out_pitch)
+            codes = codes_at(out + row * out_pitch, 0, lane)
+            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, True)
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(

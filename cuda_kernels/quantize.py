@@ -9,30 +9,20 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import (
-    FP8_MAX,
-    current_scale,
-    magnitude,
-    quad_magnitude,
-    raise_to,
-)
-from cuda_kernels.launch import Kernel
+from cuda_kernels.codec import FP8_MAX, current_scale, magnitude, raise_to
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, f32, i32, i64, u32
 from cuda_kernels.losses import PITCHES, add_losses, fitting, losses_of
 from cuda_kernels.ptx import (
     divide,
     dynamic_shared,
-    f32,
     float8x4,
     from_bits,
-    i32,
-    i64,
     load_4,
     load_f32,
     shuffle,
     store_f32,
-    u32,
     unsigned_max,
 )
 from cuda_kernels.tile import (
@@ -42,7 +32,9 @@ from cuda_kernels.tile import (
     Source,
     block_max,
     position,
-    store_row,
+    row_of_quad,
+    row_storer,
+    share,
     store_transposed,
 )
 
@@ -58,20 +50,22 @@ def quantize_tensor_kernel(
     ``observe`` raises ``seen [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of those
     flushed to zero to the int64 ``counts [2]``.
     """
-    load, decode, held = source.load, source.decode, source.registers
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    share_of, store_rows = share(source.vector), row_storer(source.vector)
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
         x, scale, own, seen, counts, out, out_scale, out_t,
         rows, columns, n_own, power_2, epsilon, out_pitch, out_t_pitch,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
-        lane, warp = thread & 31, thread >> 5
         shared = dynamic_shared()
-        first_row, first_column = position(cuda.blockIdx.x, columns)
-        row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
+        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
+        row, column = share_of(thread)
+        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(held, u32)
-        load(x, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, whole, registers)
 
         factor = _ZERO
         if scale != 0:
@@ -87,21 +81,22 @@ def quantize_tensor_kernel(
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
-        words = cuda.local.array(WARP_ROWS, u32)
-        largest, losses = u32(0), u32(0)
+        words, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
+        losses = u32(0)
+        clear(kept)
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
             words[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
-                largest = unsigned_max(largest, quad_magnitude(a, b, c, d))
+                fold(registers, step, (a, b, c, d), kept)
             if count:
                 losses += lost(a, b, c, d, factor, factor, factor, factor)
-            if rowwise:
-                store_row(out, out_pitch, row + step, rows, column, words[step])
+        if rowwise:
+            store_rows(words, out, out_pitch, row, rows, column, whole)
         if count:
-            add_losses(counts, losses, lane)
+            add_losses(counts, losses, thread & 31)
         if observe:
-            largest = block_max(largest, shared + TRANSPOSED_BYTES + 32, thread)
+            largest = block_max(largest_kept(kept), shared + TRANSPOSED_BYTES + 32, thread)
             if thread == 0:
                 raise_to(seen, largest)
         if columnwise:
@@ -121,7 +116,9 @@ def quantize_tensor_kernel(
 def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
     load, decode, held = source.load, source.decode, source.registers
+    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    quads_of_row = source.vector // 4
 
     def quantize_rows(
         x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
@@ -129,26 +126,28 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        first_row, first_column = position(cuda.blockIdx.x, columns)
-        row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
+        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
+        row, column = share_of(thread)
+        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(held, u32)
-        load(x, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, whole, registers)
         words = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if rowwise:
-            scale = _ONE  # of row `lane` of the warp's 16
-            if lane < WARP_ROWS and row + lane < rows:
-                scale = current_scale(load_f32(rows_amax + i64(row + lane) * 4), largest_code, power_2, epsilon)
+            scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
+            row_of_lane = i32(first_row + WARP_ROWS * warp + lane)
+            if lane < WARP_ROWS and row_of_lane < rows:
+                scale = current_scale(load_f32(rows_amax + i64(row_of_lane) * 4), largest_code, power_2, epsilon)
                 if first_column == 0:
-                    store_f32(out_scale + i64(row + lane) * 4, divide(_ONE, scale))
+                    store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                factor = from_bits(shuffle(magnitude(scale), step))
-                store_row(
-                    out, out_pitch, row + step, rows, column, pack(a * factor, b * factor, c * factor, d * factor)
-                )
+                if step & (quads_of_row - 1) == 0:
+                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
+                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
                     losses += lost(a, b, c, d, factor, factor, factor, factor)
+            store_rows(words, out, out_pitch, row, rows, column, whole)
         if columnwise:
             scales = cuda.local.array(4, f32)
             for index in range(4):

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.codec import (
-    FP8_MAX,
-    current_scale,
-    e8m0_code,
-    e8m0_scale,
-    largest_of,
-    magnitude,
-    quad_magnitude,
-)
-from cuda_kernels.launch import Kernel
+from cuda_kernels.codec import FP8_MAX, current_scale, e8m0_code, e8m0_scale, magnitude
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.losses import PITCHES, add_losses, fitting, losses_of
 from cuda_kernels.ptx import (
     divide,
     dynamic_shared,
-    f32,
     float8x4,
     from_bits,
-    i32,
-    i64,
     shared_load_4,
     shared_load_16,
     shared_store_4,
@@ -34,7 +24,6 @@ from cuda_kernels.ptx import (
     shuffle_xor,
     store_1,
     store_f32,
-    u32,
     unsigned_max,
     warp_max,
 )
@@ -47,11 +36,53 @@ from cuda_kernels.tile import (
     Source,
     block_max,
     position,
-    store_row,
+    row_of_quad,
+    row_storer,
+    share,
     store_transposed,
 )
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
+
+
+def _exchange(values: int, distance: int) -> Any:
+    """A device function ``(maxima, lane)`` between lanes that are ``distance`` apart: each keeps half of ``values``.
+
+    Those of the upper lane are the upper half.
+    """
+    half = values // 2
+
+    @device
+    def exchange(maxima, lane):
+        upper = lane & distance != 0
+        for index in range(half):
+            low, high = maxima[index], maxima[half + index]
+            kept, sent = high if upper else low, low if upper else high
+            maxima[index] = unsigned_max(kept, shuffle_xor(sent, distance))
+
+    return exchange
+
+
+def _spread_maxima(lanes: int) -> Any:
+    """A device function ``(maxima, lane)`` of ``2 * lanes`` maxima that ``lanes`` neighbouring lanes have of their own.
+
+    Then lane n of them has the common maxima number 2 n and 2 n + 1, as its first two.
+    """
+    first = _exchange(2 * lanes, lanes // 2)
+    second, third = _exchange(lanes, lanes // 4), _exchange(4, 1)
+
+    @device
+    def of_4(maxima, lane):
+        first(maxima, lane)
+        second(maxima, lane)
+
+    @device
+    def of_8(maxima, lane):
+        first(maxima, lane)
+        second(maxima, lane)
+        third(maxima, lane)
+
+    return of_4 if lanes == 4 else of_8
 
 
 @cache
@@ -64,11 +95,16 @@ def quantize_blocks_kernel(
     likewise with the columns: neighbouring threads write neighbours, and a GEMM reads them so. Those of ``"128x128"``
     lie as the blocks do, in ``out_t_scale`` transposed.
     """
-    load, decode, held = source.load, source.decode, source.registers
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
+    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    columns_of, largest_of = maxima.columns, maxima.largest
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
     reciprocal_max = _ONE / largest_code
     square, microscaled = layout == "128x128", layout == "1x32"
     rows_share = rowwise and layout == "1x128"
+    quads_of_row, lanes_of_32 = source.vector // 4, 32 // source.vector
+    n_vectors, spread_maxima = WARP_ROWS // quads_of_row, _spread_maxima(lanes_of_32)
     exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
@@ -78,30 +114,35 @@ def quantize_blocks_kernel(
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         shared = dynamic_shared()
-        first_row, first_column = position(cuda.blockIdx.x, columns)
+        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
-        row, column = first_row + WARP_ROWS * warp, first_column + 4 * lane
+        row, column = share_of(thread)
+        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(held, u32)
-        load(x, rows, columns, row, column, registers)
+        load(x, rows, columns, row, column, whole, registers)
 
-        of_columns = cuda.local.array(4, u32)
-        for index in range(4):
-            of_columns[index] = u32(0)
+        # Quads are decoded once for what they are needed for before they are cast.
+        of_vector, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        of_vectors = cuda.local.array(n_vectors, u32)
         of_row = u32(0)  # of row `lane` of the warp's 16
+        clear(of_columns)
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step)
-            a, b, c, d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
-            of_columns[0], of_columns[1] = unsigned_max(of_columns[0], a), unsigned_max(of_columns[1], b)
-            of_columns[2], of_columns[3] = unsigned_max(of_columns[2], c), unsigned_max(of_columns[3], d)
+            quad = decode(registers, step)
+            if square or columnwise:
+                fold(registers, step, quad, of_columns)
+            if step & (quads_of_row - 1) == 0:
+                take(registers, step, quad, of_vector)
+            else:
+                fold(registers, step, quad, of_vector)
             if rows_share:
-                largest = warp_max(largest_of(a, b, c, d))
+                largest = warp_max(largest_of(of_vector))
                 of_row = largest if lane == step else of_row
+            of_vectors[step // quads_of_row] = largest_of(of_vector)
 
         words = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if square:
-            largest = largest_of(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
-            amax = from_bits(block_max(largest, shared + exchange, thread))
+            amax = from_bits(block_max(largest_of(of_columns), shared + exchange, thread))
             factor = current_scale(amax, largest_code, power_2, epsilon)
             if thread == 0:
                 if rowwise:
@@ -111,41 +152,43 @@ def quantize_blocks_kernel(
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
                 words[step] = pack(a * factor, b * factor, c * factor, d * factor)
-                if rowwise:
-                    store_row(out, out_pitch, row + step, rows, column, words[step])
                 if count:
                     losses += lost(a, b, c, d, factor, factor, factor, factor)
+            if rowwise:
+                store_rows(words, out, out_pitch, row, rows, column, whole)
         else:
             if rowwise:
-                scale = _ONE
+                scale, factor = _ONE, _ONE
                 if rows_share:
                     scale = current_scale(from_bits(of_row), largest_code, power_2, epsilon)
                     if lane < WARP_ROWS and row + lane < rows:
                         place = block_column * out_scale_pitch + i64(row + lane)
                         store_f32(out_scale + place * 4, divide(_ONE, scale))
+                if microscaled:
+                    # Of the rows of a thread each lane of a block's makes the scales of two.
+                    spread_maxima(of_vectors, lane)
+                    of_lane = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
+                    place = out_scale + i64(column >> 5) * out_scale_pitch + i64(row + of_lane)
+                    for index in range(2):
+                        code = e8m0_code(from_bits(of_vectors[index]), reciprocal_max)
+                        of_vectors[index] = magnitude(e8m0_scale(code))
+                        if i32(row + of_lane + quads_of_row * index) < rows and i32(column & -32) < columns:
+                            store_1(place + i64(quads_of_row * index), code)
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
-                    if microscaled:
-                        largest = quad_magnitude(a, b, c, d)
-                        largest = unsigned_max(largest, shuffle_xor(largest, 1))
-                        largest = unsigned_max(largest, shuffle_xor(largest, 2))
-                        largest = unsigned_max(largest, shuffle_xor(largest, 4))
-                        code = e8m0_code(from_bits(largest), reciprocal_max)
-                        factor = e8m0_scale(code)
-                        if lane & 7 == 0 and row + step < rows and column < columns:
-                            place = i64(column >> 5) * out_scale_pitch + i64(row + step)
-                            store_1(out_scale + place, code)
-                    else:
-                        factor = from_bits(shuffle(magnitude(scale), step))
-                    word = pack(a * factor, b * factor, c * factor, d * factor)
-                    store_row(out, out_pitch, row + step, rows, column, word)
+                    if microscaled and step & (quads_of_row - 1) == 0:
+                        vector = step // quads_of_row
+                        owner = i32((lane & (32 - lanes_of_32)) + (vector >> 1))
+                        factor = from_bits(shuffle(of_vectors[vector & 1], owner))
+                    elif rows_share:
+                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
+                    words[step] = pack(a * factor, b * factor, c * factor, d * factor)
                     if count:
                         losses += lost(a, b, c, d, factor, factor, factor, factor)
+                store_rows(words, out, out_pitch, row, rows, column, whole)
             if columnwise:
-                shared_store_16(
-                    shared + exchange + (warp * TILE + 4 * lane) * 4,
-                    of_columns[0], of_columns[1], of_columns[2], of_columns[3],
-                )  # fmt: skip
+                p, q, r, s = columns_of(of_columns)
+                shared_store_16(shared + exchange + (warp * TILE + 4 * lane) * 4, p, q, r, s)
                 cuda.syncthreads()
                 if microscaled:
                     for half in range(2):
@@ -170,12 +213,12 @@ def quantize_blocks_kernel(
                 cuda.syncthreads()
                 group = warp >> 1 if microscaled else 0
                 scales = shared_load_16(shared + column_scales + (group * TILE + 4 * lane) * 4)
-                p, q, r, s = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
+                e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
-                    words[step] = pack(a * p, b * q, c * r, d * s)
+                    words[step] = pack(a * e, b * f, c * g, d * h)
                     if count and not rowwise:
-                        losses += lost(a, b, c, d, p, q, r, s)
+                        losses += lost(a, b, c, d, e, f, g, h)
         if columnwise:
             store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
         if count:

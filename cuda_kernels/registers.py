@@ -15,28 +15,18 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
-from numba.cuda.typing import signature
 
-from cuda_kernels.ptx import f32, i32, i64, intrinsic_of, u32, void
+from cuda_kernels.compiler import inline, intrinsic_of, signature
+from cuda_kernels.fragments import registers
+from cuda_kernels.language import UniTuple, f32, i32, i64, u32, void
 
 _FLOAT, _WORD, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 Values = list[Any]
 
 
-def registers(count: int, kind: Any = f32) -> Any:
-    """The type of ``count`` registers."""
-    return types.UniTuple(kind, count)
-
-
 def _inline(builder: Any, template: str, result: Any, constraints: str, *operands: Any, effect: bool = False) -> Any:
-    code = ir.InlineAsm(
-        ir.FunctionType(result, [value.type for value in operands]),
-        template,
-        constraints + (",~{memory}" if effect else ""),
-        side_effect=effect,
-    )
-    return builder.call(code, list(operands))
+    return inline(builder, template, result, constraints, operands, pure=not effect, convergent=effect)
 
 
 def _multiply(builder: Any, x: Any, y: Any) -> Any:
@@ -123,26 +113,61 @@ def add_rows(count: int) -> Any:
 
 
 @cache
-def add_rows_and_columns(count: int) -> Any:
-    """``(acc, part, s, t, shared) -> acc + part``, part's rows scaled by ``s`` and ``t`` and its columns too.
+def add_rows_of_two(count: int) -> Any:
+    """``(acc, part, s, t, v, w, left) -> acc + part``: as :func:`add_rows`, but from column ``left`` on by v and w.
 
-    ``shared``: where in shared memory the scales of the columns are, float32, from the thread's first column on.
+    ``left``: a multiple of 32.
     """
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, s, t, shared = rest
+        part, *scales, left = rest
         results = []
-        pair = ir.LiteralStructType([_FLOAT, _FLOAT])
-        for first in range(0, count, 4):
-            address = builder.add(shared, _WORD(8 * first))
-            loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
-            columns = [builder.extract_value(loaded, index) for index in range(2)]
-            for index in range(4):
-                factor = _multiply(builder, columns[index & 1], (s, t)[index >> 1])
-                results.append(_fused(builder, part[first + index], factor, acc[first + index]))
+        for start in range(0, count, 16):  # of 32 columns
+            first = builder.icmp_signed("<", _WORD(2 * start), left)
+            factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
+            for index in range(start, min(start + 16, count)):
+                results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results
 
-    return _mapped("add_rows_and_columns", count, (registers(count), f32, f32, i32), each)
+    return _mapped("add_rows_of_two", count, (registers(count), f32, f32, f32, f32, i32), each)
+
+
+def _column_pair(builder: Any, shared: Any, j: int) -> Values:
+    """What shared memory holds for the two columns of registers ``4 j`` and ``4 j + 1``."""
+    pair, address = ir.LiteralStructType([_FLOAT, _FLOAT]), builder.add(shared, _WORD(32 * j))
+    loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
+    return [builder.extract_value(loaded, index) for index in range(2)]
+
+
+@cache
+def column_pairs(count: int) -> Any:
+    """``shared -> count / 2`` scales: those of a thread's columns, float32, of which ``shared`` is the first."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        return pack_array(builder, [x for j in range(count // 4) for x in _column_pair(builder, values[0], j)])
+
+    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(registers(count // 2), i32), lower))
+
+
+@cache
+def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
+    """``(acc, part, s, t, columns) -> acc + part``, part's rows scaled by ``s`` and ``t`` and its columns too.
+
+    ``columns``: what :func:`column_pairs` gives, if ``loaded``, else what it takes; then a pair is loaded at a time.
+    """
+
+    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+        part, s, t, columns = rest
+        results = []
+        for j in range(count // 4):
+            pair = columns[2 * j : 2 * j + 2] if loaded else _column_pair(builder, columns, j)
+            for index in range(4):
+                factor = _multiply(builder, pair[index & 1], (s, t)[index >> 1])
+                results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
+        return results
+
+    kind = registers(count // 2) if loaded else i32
+    return _mapped("add_rows_and_columns", count, (registers(count), f32, f32, kind), each)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
@@ -261,7 +286,7 @@ def largest_of_rows(count: int) -> Any:
             largest[half] = builder.select(larger, bits, largest[half])
         return pack_array(builder, largest)
 
-    results = registers(2, u32)
+    results = UniTuple(u32, 2)
     return intrinsic_of("largest_of_rows", 2, lambda context, *args: (signature(results, registers(count), i32), lower))
 
 

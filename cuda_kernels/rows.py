@@ -8,27 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda
-
-from cuda_kernels.codec import ITEM_BYTES, device, quad_decoder, quad_loader, quad_words
+from cuda_kernels.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_words
+from cuda_kernels.language import asm, cuda, device, f32, i32, i64, u32, words
 from cuda_kernels.ptx import (
-    asm,
     bits,
-    f32,
     from_bits,
-    i32,
-    i64,
     load_8_if,
     load_16_if,
     shared_load_4,
+    shared_load_16,
     shared_store_4,
     shuffle_xor,
     store_2,
     store_8,
     store_16,
     store_f32,
-    u32,
-    words,
 )
 
 THREADS = 256
@@ -62,11 +56,13 @@ class Spread:
         threads: of one row; a power of two, at least 32.
         vectors: of one thread.
         quads: of a vector: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
+        full: whether a row fills the vectors of all its threads.
     """
 
     threads: int
     vectors: int
     quads: int
+    full: bool
 
     @property
     def shift(self) -> int:
@@ -94,7 +90,7 @@ def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elem
     for count in threads:
         vectors = -(-needed // count)
         if 4 * quads * vectors <= (most if count == threads[-1] else elements):
-            return Spread(count, vectors, quads)
+            return Spread(count, vectors, quads, columns == 4 * quads * vectors * count)
     return None
 
 
@@ -104,23 +100,35 @@ def cast_spread(dtype: str, columns: int) -> Spread | None:
 
 
 def row_loader(dtype: str, spread: Spread) -> Any:
-    """A device function ``(address, columns, lane, inside, registers)`` that loads a row's share of one thread.
+    """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
     """
     threads, vectors, width = spread.threads, spread.vectors, 4 * spread.quads
     item, held = ITEM_BYTES[dtype], ITEM_BYTES[dtype] * spread.quads
-    load_vector = load_16_if if held == 4 else load_8_if
+    load_vector, inside = load_16_if if held == 4 else load_8_if, inside_row(spread)
 
     @device
-    def load(address, columns, lane, inside, registers):
+    def load(address, columns, lane, registers):
+        of_lane = address + i64(lane) * (width * item)
         for vector in range(vectors):
-            column = (vector * threads + lane) * width
-            loaded = load_vector(address + column * item, inside and column < columns)
+            column = i32((vector * threads + lane) * width)
+            loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
             for word in range(held):
                 registers[vector * held + word] = loaded[word]
 
     return load
+
+
+def inside_row(spread: Spread) -> Any:
+    """A device function ``(column, columns) -> whether the column, of a thread's, is inside``."""
+    full = spread.full
+
+    @device
+    def inside(column, columns):
+        return full or column < columns
+
+    return inside
 
 
 def quad_column(spread: Spread) -> Any:
@@ -129,9 +137,23 @@ def quad_column(spread: Spread) -> Any:
 
     @device
     def column_of(quad, lane):
-        return ((quad >> shift) * threads + lane) * width + 4 * (quad & mask)
+        return i32(((quad >> shift) * threads + lane) * width + 4 * (quad & mask))
 
     return column_of
+
+
+def quad_address(item: int, spread: Spread) -> Any:
+    """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four, of elements of ``item`` bytes.
+
+    It is that of the lane and a number known when compiled, which loads and stores add for nothing.
+    """
+    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+
+    @device
+    def address_of(row, quad, lane):
+        return row + i64(lane) * (width * item) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * item
+
+    return address_of
 
 
 def registers_of(dtype: str, spread: Spread) -> int:
@@ -240,8 +262,17 @@ def row_sum(threads: int) -> Any:
                 shared_store_4(shared + warp * 4, bits(value))
             cuda.syncthreads()
             value = f32(0)
-            for other in range(warps):
-                value += from_bits(shared_load_4(shared + ((warp & i32(first_warp)) + other) * 4))
+            of_row = i32(shared + i32(warp & first_warp) * 4)
+            if warps >= 4:  # 16 bytes at a time
+                for four in range(warps // 4):
+                    a, b, c, d = shared_load_16(i32(of_row + 16 * four))
+                    value += from_bits(a)
+                    value += from_bits(b)
+                    value += from_bits(c)
+                    value += from_bits(d)
+            else:
+                for other in range(warps):
+                    value += from_bits(shared_load_4(i32(of_row + 4 * other)))
         return value
 
     return total

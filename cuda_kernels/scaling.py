@@ -5,22 +5,18 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.launch import Kernel
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, f32, i32, i64, u32
 from cuda_kernels.ptx import (
     bits,
     divide,
     dynamic_shared,
-    f32,
     from_bits,
-    i32,
-    i64,
     load_f32,
     shared_load_4,
     shared_store_4,
     store_f32,
-    u32,
     unsigned_max,
 )
 

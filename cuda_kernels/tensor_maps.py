@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.launch import Argument, KernelError, is_card
+from cuda_kernels.kernel import KernelError
+from cuda_kernels.launch import Argument, is_card
 
 _BYTES, _ALIGNMENT = 128, 64
 _KEPT_MAPS = 1024

@@ -1,7 +1,8 @@
 """What kernels that cast tiles of 128 × 128 share: how threads hold a tile, store it, and store it transposed.
 
-A block has 8 warps of 16 rows; a lane holds four neighbouring columns of each: 16 loads are in flight at once, and
-four rows of four bytes turn into four columns inside a thread.
+A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each, so that four rows of four bytes turn
+into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16 bytes of a
+16-bit tensor.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
-from cuda_kernels.codec import ITEM_BYTES, device, largest_of, quad_decoder, quad_loader, quad_words
+from cuda_kernels.codec import (
+    ITEM_BYTES,
+    Maxima,
+    decoded_maxima,
+    edge_loader,
+    largest_of,
+    packed_maxima,
+    quad_decoder,
+    quad_words,
+    vector_loader,
+)
+from cuda_kernels.language import UniTuple, cuda, device, i32, i64, u32
 from cuda_kernels.ptx import (
-    i32,
-    i64,
     permute_bytes,
     quotient,
     shared_load_16,
     shared_store_4,
     shared_store_16,
     store_4,
+    store_8,
     store_16,
-    u32,
     unsigned_max,
     warp_max,
 )
@@ -42,11 +49,12 @@ def tiles(rows: int, columns: int) -> int:
 
 
 @device
-def position(tile, columns):
-    """Row and column of tile number ``tile``, row by row; in elements."""
-    across = (columns + i32(TILE - 1)) >> i32(7)
+def position(tile, rows, columns):
+    """Row and column of tile number ``tile``, row by row, and whether the whole tile is inside ``[rows, columns]``."""
+    across = i32(i32(columns + TILE - 1) >> 7)
     down = quotient(tile, across)
-    return down << i32(7), (tile - down * across) << i32(7)
+    row, column = i32(down << 7), i32(i32(tile - i32(down * across)) << 7)
+    return row, column, rows - row >= TILE and columns - column >= TILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +64,14 @@ class Source:
     Attributes:
         name: tells it from every other source.
         words: how many int64 a kernel takes for it: addresses, pitches.
-        registers: 32-bit registers of a thread that hold its 16 rows of four elements.
-        load: device function ``(words, rows, columns, row, column, registers)`` that fills them; elements outside the
-            tensor become zeros.
-        decode: device function ``(registers, step) -> four float32`` of row ``row + step``.
+        registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
+        load: device function ``(words, rows, columns, row, column, whole, registers)`` that fills them; the thread's
+            first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
+            the tile is ``whole``.
+        decode: device function ``(registers, step) -> four float32`` of quad ``step``.
+        maxima: how the largest magnitudes of quads are kept.
         blocks: how many blocks shall fit into the registers of a multiprocessor.
+        vector: how many neighbouring columns a lane holds: 4 of each of a warp's rows, or 8 of every other row.
     """
 
     name: str
@@ -68,36 +79,82 @@ class Source:
     registers: int
     load: Any
     decode: Any
+    maxima: Maxima
     blocks: int
+    vector: int = 4
 
     @property
     def words_type(self) -> Any:
         """The type of a kernel's first parameter."""
-        return types.UniTuple(i64, self.words)
+        return UniTuple(i64, self.words)
+
+
+def share(vector: int) -> Any:
+    """A device function ``thread -> row, column`` of the first element of a tile that a thread holds."""
+
+    @device
+    def of_quads(thread):
+        return i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))
+
+    @device
+    def of_octets(thread):
+        return i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))
+
+    return of_quads if vector == 4 else of_octets
+
+
+def row_of_quad(vector: int) -> Any:
+    """A device function ``(lane, step) -> row`` of quad ``step``, among its warp's rows."""
+
+    @device
+    def of_quads(lane, step):
+        return i32(step)
+
+    @device
+    def of_octets(lane, step):
+        return i32(2 * (step >> 1) + (lane >> 4))
+
+    return of_quads if vector == 4 else of_octets
 
 
 @cache
-def tensor_source(dtype: str, aligned: bool) -> Source:
+def tensor_source(dtype: str, vector: int) -> Source:
     """A tensor of ``dtype``: its address and the pitch of its rows in elements.
 
-    ``aligned``: address, pitch and columns are multiples of four elements.
+    ``vector``: address, pitch and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
+    16 bytes of them, which is not for copies that are transposed.
     """
-    item, quad, load_quad = ITEM_BYTES[dtype], quad_words(dtype), quad_loader(dtype, aligned)
+    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
     decode_quad = quad_decoder(dtype)
+    lanes_columns = max(4, vector)
+    held, every = quad * lanes_columns // 4, lanes_columns // 4
+    load_inside, load_some = vector_loader(dtype, lanes_columns), edge_loader(dtype, vector)
 
     @device
-    def load(words, rows, columns, row, column, registers):
-        address = words[0] + (i64(row) * words[1] + i64(column)) * i64(item)
-        for step in range(WARP_ROWS):
-            loaded = load_quad(address + step * words[1] * item, column, columns, row + step < rows)
-            for word in range(quad):
-                registers[step * quad + word] = loaded[word]
+    def load(words, rows, columns, row, column, whole, registers):
+        # From row to row by an addition: a product of 64 bits takes four instructions.
+        address, pitch = words[0] + (i64(row) * words[1] + i64(column)) * item, words[1] * (item * every)
+        if whole and vector > 1:
+            for step in range(WARP_ROWS // every):
+                loaded = load_inside(address)
+                for word in range(held):
+                    registers[step * held + word] = loaded[word]
+                address += pitch
+        else:
+            below = i32(rows - row)
+            for step in range(WARP_ROWS // every):
+                loaded = load_some(address, column, columns, i32(step * every) < below)
+                for word in range(held):
+                    registers[step * held + word] = loaded[word]
+                address += pitch
 
     @device
     def decode(registers, step):
         return decode_quad(registers, step * quad)
 
-    return Source(f"{dtype}, {aligned=}", 2, WARP_ROWS * quad, load, decode, (3 if quad == 2 else 2) - int(not aligned))
+    maxima = decoded_maxima() if dtype == "float32" else packed_maxima(dtype)
+    blocks = (3 if quad == 2 else 2) - int(vector == 1)
+    return Source(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
 
 
 @device
@@ -111,11 +168,35 @@ def block_max(value, shared, thread):
     return unsigned_max(largest_of(low[0], low[1], low[2], low[3]), largest_of(high[0], high[1], high[2], high[3]))
 
 
-@device
-def store_row(out, pitch, row, rows, column, word):
-    """Four codes of a row. ``pitch`` is a multiple of 16: codes beyond the last column fill it, with zeros."""
-    if row < rows and column < pitch:
-        store_4(out + i64(row) * pitch + i64(column), word)
+def row_storer(vector: int) -> Any:
+    """A device function ``(words, out, pitch, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
+
+    ``pitch`` is a multiple of 16: codes beyond the last column fill it, with zeros.
+    """
+    every = vector // 4
+
+    @device
+    def store_at(address, words, step):
+        if every == 2:
+            store_8(address, words[2 * step], words[2 * step + 1])
+        else:
+            store_4(address, words[step])
+
+    @device
+    def store_rows(words, out, pitch, row, rows, column, whole):
+        address, pitch_of_step = out + i64(row) * pitch + i64(column), pitch * every
+        if whole:
+            for step in range(WARP_ROWS // every):
+                store_at(address, words, step)
+                address += pitch_of_step
+        elif column < pitch:
+            below = i32(rows - row)
+            for step in range(WARP_ROWS // every):
+                if i32(step * every) < below:
+                    store_at(address, words, step)
+                address += pitch_of_step
+
+    return store_rows
 
 
 @device
@@ -141,16 +222,19 @@ def store_transposed(words, shared, thread, out, pitch, first_row, first_column,
     ``pitch`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
     """
     transpose_quads(words)
-    lane, warp = thread & 31, thread >> 5
+    lane, warp = i32(thread & 31), i32(thread >> 5)
+    # Column 4 lane + step, rows 16 warp ...; the 16-byte places of a column are permuted against bank conflicts.
+    place = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
-        # Column 4 lane + step, rows 16 warp ...; the 16-byte places of a column are permuted against bank conflicts.
-        place = (4 * lane + step) * TILE + ((warp ^ (lane & 7)) << 4)
-        shared_store_16(shared + place, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+        at = i32(place + step * TILE)
+        shared_store_16(at, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
     cuda.syncthreads()
+    column, part = i32(thread >> 3), i32(thread & 7)
+    place = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
+    address = out + i64(first_column + column) * pitch + i64(first_row + 16 * part)
+    right = i32(columns - first_column) - column if first_row + 16 * part < pitch else i32(0)
     for step in range(4):
-        chunk = thread + THREADS * step
-        column, part = chunk >> 3, chunk & 7
-        codes = shared_load_16(shared + column * TILE + ((part ^ ((column >> 2) & 7)) << 4))
-        if first_column + column < columns and first_row + 16 * part < pitch:
-            address = out + i64(first_column + column) * pitch + i64(first_row + 16 * part)
+        codes = shared_load_16(i32(place + step * (TRANSPOSED_BYTES // 4)))
+        if i32(step * (TILE // 4)) < i32(right):
             store_16(address, codes[0], codes[1], codes[2], codes[3])
+        address += pitch * (TILE // 4)

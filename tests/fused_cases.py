@@ -199,9 +199,9 @@ def check_activation_backward(
     check_cast("activation_backward_quantize", (dy, x), activation_to(name, bias_dtype), device, exact=exact, **how)
 
 
-ALIGNED, RAGGED, LONG = (140, 264), (131, 203), (53, 2056)
+ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
 """More than one tile each way, the last of them not full; LONG's rows take two or more warps each,
-and each block has several."""
+and each block has several; FULL's fill the registers of theirs."""
 
 
 def _norm(name: str, *args: Any, **how: Any) -> Case:
@@ -232,6 +232,8 @@ CASES: list[Case] = [
     _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, may_be_0=False),
     _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, may_be_0=False),
     _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, may_be_0=False),
+    _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
+    _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
     _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, seen=1e9, count=True),
     _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
@@ -243,6 +245,9 @@ CASES: list[Case] = [
     _norm_backward("rms-bf16-long", LONG, BF16, BF16, BF16, rms=True, zero_centered=True),
     _norm_backward("layer-bf16-long", LONG, BF16, FP32, FP32),
     _norm_backward("layer-fp32-ragged", RAGGED, FP32, BF16, FP16),
+    _norm_backward("rms-bf16-full", FULL, BF16, BF16, BF16, rms=True),
+    _norm_backward("layer-bf16-full", FULL, BF16, FP32, BF16),
+    _norm_backward("rms-bf16-1024-threads", (9, 8320), BF16, BF16, BF16, rms=True),
     _norm_backward("rms-bf16-wide", (17, 16400), BF16, BF16, BF16, rms=True),
     _activation("swiglu", "bf16-given", ALIGNED, BF16, **_GIVEN),
     _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, seen=1e9),

@@ -199,6 +199,7 @@ CASES: list[Case] = [
     _given(BF16, E4M3, 0.0, ALIGNED, seen=1e9),
     _given(BF16, E5M2, 1e-3, RAGGED, seen=0.0, columnwise=False),
     _given(BF16, E4M3, 64.0, ALIGNED, columnwise=False),
+    _given(BF16, E4M3, 64.0, ALIGNED, seen=0.0, columnwise=False),
     _given(BF16, E4M3, 64.0, ALIGNED, rowwise=False),
     _given(FP32, E4M3, 1e4, RAGGED, seen=0.0, count=True),
     _given(FP16, E4M3, 1e4, ALIGNED, count=True, columnwise=False),

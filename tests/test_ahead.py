@@ -14,7 +14,7 @@ from cuda_kernels.gemm import hopper, mma
 from cuda_kernels.gemm.config import Problem, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 from cuda_kernels.gemm.tuning import builds_of
-from cuda_kernels.launch import Kernel
+from cuda_kernels.kernel import Kernel
 from cuda_kernels.scaling import update_scales_kernel
 from tests.emulated import needs_compilers
 from tests.test_gemm_config import LLAMA

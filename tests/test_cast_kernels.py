@@ -100,6 +100,16 @@ def test_rows_apart(layout: Layout) -> None:
         check_quantize(view, E4M3.dtype, layout, "cpu")
 
 
+@pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.MX_1X32], ids=lambda layout: layout.value)
+def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulator) -> None:
+    """Where rows begin at multiples of them."""
+    base = sample(400, 304, BF16)
+    for view, wide in ((base[:140, 8:272], True), (base[::3, :264], True), (base[:140, 20:284], False)):
+        emulator.launched.clear()
+        check_quantize(view, E4M3.dtype, layout, "cpu", columnwise=False)
+        assert ["vector=8" in kernel.name for kernel in emulator.launched] == [wide] * len(emulator.launched)
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (7, 0)])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
@@ -123,7 +133,7 @@ def test_more_than_2_31_elements() -> None:
     out = torch.empty(rows * pitch, dtype=torch.uint8)
     out_t = torch.empty(columns * pitch, dtype=torch.uint8)
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
-    kernel = quantize_tensor_kernel(tensor_source("bfloat16", True), "e4m3", True, True, False, False)
+    kernel = quantize_tensor_kernel(tensor_source("bfloat16", 4), "e4m3", True, True, False, False)
     start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).start
     start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,15 @@ import pytest
 import torch
 
 from cuda_kernels import launch
-from cuda_kernels.gemm import tuning
+from cuda_kernels.gemm import hopper, tuning
 from lightning_fp8.ops import cuda, gemm, jobs, planning, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
-from tests.emulated import Emulator, executing, needs_compilers
+from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES, multiplying, numbers, operand
 from tests.kernel_cases import E4M3, E5M2, Case
+from tests.ptx_on_cpu import EmulatorError
 
 pytestmark = needs_compilers
 
@@ -163,6 +165,27 @@ def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> N
     assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
 
 
+def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the variable says so, in a kernel of another name, which computes the same where all goes well."""
+    wait = re.compile(r"mbarrier\.try_wait[^;]*;")
+    case = next(case for case in CASES if case.name.startswith("product-tensor-16x16x16-1/1/64/1"))
+    (kernel,) = kernels_of(case.run)
+    assert "trap;" not in ptx_of(kernel)
+    monkeypatch.setenv(hopper.TRAP_VARIABLE, "1")
+    hopper.gemm_kernel.cache_clear()
+    try:
+        case.run("cpu")
+        (trapping,) = emulator.launched
+        assert trapping.name == f"{kernel.name[:-1]} trap)"
+        assert trapping.key("cubin", "90a") != kernel.key("cubin", "90a")
+        assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
+        emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
+        with pytest.raises(EmulatorError, match="trap"):
+            case.run("cpu")
+    finally:
+        hopper.gemm_kernel.cache_clear()
+
+
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
     monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
@@ -177,6 +200,43 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
         actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), how)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 3
+    planning.forget()
+
+
+@pytest.mark.parametrize("stride", [2, 0])
+def test_scales_of_rows_that_are_not_side_by_side(
+    stride: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    planning.forget()
+    a, b = (operand(torch.randn(64, 64), E4M3, "row", True) for _ in range(2))
+    wide = torch.full((128, 1), torch.nan)
+    scale = wide[::2].copy_(a.scale_inv) if stride else a.scale_inv[:1].expand(64, 1)
+    assert scale.stride(0) == stride
+    right = (a.data.double() * scale.double()) @ b.dequantize().double().t()
+    actual = gemm.scaled_mm(a.data, scale, b.data, b.scale_inv, "row row float32")
+    torch.testing.assert_close(actual, right.float(), rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert len(emulator.launched) == 1
+    planning.forget()
+
+
+def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the caller's to know, and the next call may have enough."""
+    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
+    planning.forget()
+    a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, "tensor", True)
+
+    def out_of_memory(*args: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    operands = a.data, a.scale_inv, a.data, a.scale_inv, "tensor tensor bfloat16"
+    with monkeypatch.context() as full:
+        full.setattr(torch, "_scaled_mm", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            gemm.scaled_mm(*operands)
+    right = torch.ones(32, 32, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: right)
+    assert gemm.scaled_mm(*operands) is right
     planning.forget()
 
 

@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import cache, launch, tensor_maps
+from cuda_kernels import cache, compiler, entry, launch, tensor_maps
 from cuda_kernels.amax import amax_kernel
-from cuda_kernels.launch import KernelError, Launch
+from cuda_kernels.gemm import hopper
+from cuda_kernels.gemm.product import Product, Scaling, Tile
+from cuda_kernels.kernel import Kernel, KernelError, compute_capability
+from cuda_kernels.launch import Launch, NoKernels
 from cuda_kernels.quantize import quantize_tensor_kernel
 from cuda_kernels.scaling import update_scales_kernel
 from cuda_kernels.tile import tensor_source
@@ -31,9 +34,11 @@ from lightning_fp8.ops.schema import empty_operand
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
 from tests.kernel_cases import BF16, assert_same, sample
+from tests.launch_everything import one_of_each
 from tests.ptx_on_cpu_samples import needs_gcc
+from tests.test_compiled_kernels import compiled
 
-KERNEL = amax_kernel(tensor_source("bfloat16", True), False)
+KERNEL = amax_kernel(tensor_source("bfloat16", 4), False)
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) 
     code = KERNEL.cubin("90a")
     assert code.startswith(b"\x7fELF")
     monkeypatch.setattr(cache, "_memory", {})
-    monkeypatch.setattr(launch, "link", None)  # compiling again would fail
+    monkeypatch.setattr(compiler, "link", None)  # compiling again would fail
     assert KERNEL.cubin("90a") == code
     (file,) = cold.iterdir()
     assert file.read_bytes()[32:] == code
@@ -114,7 +119,7 @@ def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pyt
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
     """Sizes and alignment by the parameters that the PTX declares."""
     size = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
-    source = tensor_source("float32", False)
+    source = tensor_source("float32", 1)
     for kernel in (KERNEL, update_scales_kernel(False, True), quantize_tensor_kernel(source, "e4m3", *[True] * 4)):
         declared = re.findall(r"\.param \.(\w+) (?:\.ptr )?(?:\.\w+ )*", ptx_of(kernel).split("{")[0])
         end = 0
@@ -123,18 +128,16 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
         assert end == kernel.layout.size
 
 
-def test_the_key_names_source_and_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = KERNEL.key("cubin", "90a")
-    assert key != KERNEL.key("cubin", "89") != KERNEL.key("ptx", "89")
-    monkeypatch.setattr(cache, "version", lambda tool: "of another day")
-    cache.toolchain.cache_clear()
+def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of what is carried does not: it was compiled elsewhere."""
+    key, carried = KERNEL.key("cubin", "90a"), KERNEL.source_key("cubin", "90a")
+    assert len({key, KERNEL.key("cubin", "89"), KERNEL.key("ptx", "89"), carried}) == 4
+    monkeypatch.setattr(cache, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
+    cache.compilers.cache_clear()
     assert key != KERNEL.key("cubin", "90a")
+    assert carried == KERNEL.source_key("cubin", "90a")
     monkeypatch.undo()
-    cache.toolchain.cache_clear()
-    names = {path.name for path in cache._sources("cuda_kernels.quantize")}
-    assert {"quantize.py", "losses.py", "tile.py", "codec.py", "ptx.py", "launch.py", "cache.py"} == names
-    names = {path.name for path in cache._sources("cuda_kernels.gemm.mma")}
-    assert {"mma.py", "ampere.py", "epilogue.py", "product.py", "raster.py", "registers.py", "ptx.py"} <= names
+    cache.compilers.cache_clear()
 
 
 class Card:
@@ -144,12 +147,19 @@ class Card:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.contexts = threading.local()
         self.values: list[tuple[Any, ...]] = []
         self.kernel = KERNEL
         driver = python_types.SimpleNamespace(
             cuLibraryLoadData=lambda code, *rest: (0, code),
             cuLibraryGetKernel=lambda library, name: (0, 4711),
             cuLaunchKernel=self.launch,
+            cuKernelGetFunction=lambda kernel: (0, 4712),
+            cuFuncLoad=lambda function: (0,),
+            cuDeviceGet=lambda index: (0, index),
+            cuDevicePrimaryCtxRetain=lambda device: (0, 0xC0 + device),
+            cuCtxGetCurrent=lambda: (0, getattr(self.contexts, "current", 0)),
+            cuCtxSetCurrent=lambda context: (setattr(self.contexts, "current", context), (0,))[1],
         )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
@@ -158,11 +168,14 @@ class Card:
         launch.architecture.cache_clear()
 
     def launch(self, *args: Any) -> tuple[int]:
-        extra = (ctypes.c_void_p * 5).from_address(args[-1])
-        size = ctypes.c_size_t.from_address(extra[3]).value
-        assert (extra[0], extra[2], extra[4]) == (1, 2, None)
-        self.values.append(self.kernel.layout.unpack(ctypes.string_at(extra[1], size)))
-        self.launches.append(args[:-1])
+        assert self.contexts.current
+        *rest, parameters, extra = args
+        assert not extra
+        kinds = {"q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        addresses = (ctypes.c_void_p * len(self.kernel.formats)).from_address(parameters)
+        read = (kinds[kind].from_address(address) for kind, address in zip(self.kernel.formats, addresses))
+        self.values.append(tuple(value.value for value in read))
+        self.launches.append(tuple(rest))
         return (0,)
 
 
@@ -170,59 +183,37 @@ ADDRESS = 0x7F00_0000_1000
 
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", True), True)
+    card, kernel = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", 4), True)
     start = Launch(kernel, 7, (140, 264), card.device).start
     for pitch in (264, 272):
         start(ADDRESS, pitch, 0, ADDRESS + 64)
         assert card.values[-1] == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
-        assert card.launches[-1] == (4711, 7, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99, 0)
+        assert card.launches[-1] == (4711, 7, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, 99)
 
 
 THROUGH_THE_BINDINGS = """
-import ctypes, struct, sys
+import struct
 import torch
-from cuda_kernels import launch
-from tests.test_launch import ADDRESS, Card, amax_kernel, tensor_source
-
-torch.cuda.get_device_capability = lambda index: (9, 0)
-torch._C._cuda_getCurrentRawStream = lambda index: 99
-
-class Noted(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("kernel", "stream")]
-    _fields_ += [("grid", ctypes.c_uint64 * 3), ("block", ctypes.c_uint64 * 3), ("shared", ctypes.c_uint64)]
-    _fields_ += [("size", ctypes.c_uint64), ("parameters", ctypes.c_ubyte * 512), ("name", ctypes.c_char * 256)]
-    _fields_ += [("code", ctypes.c_ubyte * 4)]
-
-driver = ctypes.CDLL("libcuda.so.1")
-driver.fake_driver_noted.restype = ctypes.POINTER(Noted)
-noted = driver.fake_driver_noted().contents
-kernel = amax_kernel(tensor_source("bfloat16", True), True)
-start = launch.Launch(kernel, 7, (140, 264), Card.device).start
-for pitch in (264, 272):
-    noted.size = 0
-    start(ADDRESS, pitch, 0, ADDRESS + 64)
-    assert bytes(noted.code) == bytes([0x7F]) + b"ELF"
-    assert b"amax" in noted.name
-    assert (noted.kernel, noted.stream, noted.shared) == (0x4711, 99, kernel.shared_bytes)
-    assert (*noted.grid, *noted.block) == (7, 1, 1, kernel.threads, 1, 1)
-    values = kernel.layout.unpack(bytes(noted.parameters)[: noted.size])
-    assert values == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
-
-from cuda_kernels import tensor_maps
+from cuda_kernels import launch, tensor_maps
 from cuda_kernels.tensor_maps import Box
+from tests.launch_everything import CARD, Started, in_a_fresh_thread
 
+noted = Started().noted
 x = torch.empty(300, 512, dtype=torch.bfloat16)[:, :200]
-encoded = tensor_maps.map_on(Card.device, Box(64, 32))
+encoded = tensor_maps.map_on(CARD, Box(64, 32))
 for tensor in (x, x[64:], x):
     found = struct.unpack("<4Q10I", encoded(tensor)[:72])
     assert found[:4] == (tensor.data_ptr(), 200, len(tensor), 1024)
     assert found[4:] == (1, 2, 32, 64, 1, 1, 0, 3, 3, 0)
 scales = torch.empty_strided((300, 6), (1, 304))
-found = struct.unpack("<4Q10I", tensor_maps.map_on(Card.device, Box(1, 128, False, True))(scales)[:72])
+found = struct.unpack("<4Q10I", tensor_maps.map_on(CARD, Box(1, 128, False, True))(scales)[:72])
 assert found == (scales.data_ptr(), 300, 6, 1216, 7, 2, 128, 1, 1, 1, 0, 0, 3, 0)
 
-launch.zeroing(Card.device, 77)(ADDRESS)
-assert (noted.kernel, noted.grid[0], noted.stream) == (ADDRESS, 77, 99)
+zero = launch.zeroing(CARD, 77)
+for run in (lambda work: work(), in_a_fresh_thread):
+    noted.kernel = 0
+    run(lambda: zero(0x7F0000001000))
+    assert (noted.kernel, noted.grid[0], noted.stream) == (0x7F0000001000, 77, 99)
 print("started")
 """
 
@@ -243,22 +234,44 @@ def test_constants_of_tensor_maps() -> None:
     assert tensor_maps._OUTSIDE_IS_0 == driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a driver that only notes what it is asked."""
+    folder, source = tmp_path_factory.mktemp("driver"), Path(__file__).parent / "fake_driver.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
+    return folder
+
+
+def on_the_fake_driver(folder: Path, *command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=Path(__file__).parent.parent,
+        env=os.environ | {"LD_LIBRARY_PATH": str(folder), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @needs_gcc
-def test_launches_through_nvidias_bindings(tmp_path: Path) -> None:
-    """Loading and starting, as on a card, with a driver that only notes what it is asked."""
-    source, root = Path(__file__).parent / "fake_driver.c", Path(__file__).parent.parent
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
-    command = [sys.executable, "-c", THROUGH_THE_BINDINGS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
-    assert done.stdout == "started\n", done.stderr
+def test_maps_and_zeros_through_nvidias_bindings(fake_driver: Path) -> None:
+    assert on_the_fake_driver(fake_driver, "-c", THROUGH_THE_BINDINGS) == "started\n"
+
+
+@needs_gcc
+def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_path: Path) -> None:
+    """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
+    for kernel, *_ in one_of_each().values():
+        arch = kernel.architectures[0]
+        cache.carry(tmp_path, kernel.source_key("cubin", arch), compiled(kernel, arch)[1])
+    folders = {cache.CARRIED_VARIABLE: str(tmp_path), cache.CACHE_VARIABLE: str(tmp_path / "empty")}
+    assert on_the_fake_driver(fake_driver, "-m", "tests.launch_everything", **folders) == "started\n"
+    assert not (tmp_path / "empty").exists()
 
 
 def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward runs in threads of its own, beside the forward pass."""
     card, buffers = Card(monkeypatch), set()
     start = Launch(KERNEL, 1, (2, 3), card.device).start
-    monkeypatch.setattr(launch._driver(), "cuLaunchKernel", lambda *args: (buffers.add(args[-1]), (0,))[1])
+    monkeypatch.setattr(launch._driver(), "cuLaunchKernel", lambda *args: (buffers.add(args[-2]), (0,))[1])
     start(ADDRESS, 3, 0, ADDRESS)
     start(ADDRESS, 3, 0, ADDRESS)
     assert len(buffers) == 1
@@ -268,18 +281,79 @@ def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.M
     assert len(buffers) == 2
 
 
+def test_machine_code_that_cannot_be_loaded_is_found_when_a_call_is_planned(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver loads it as late as it may, and so would only say so at the first start."""
+    card = Card(monkeypatch)
+    monkeypatch.setattr(launch._driver(), "cuFuncLoad", lambda function: (209,))
+    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)  # one that is not loaded yet
+    with pytest.raises(KernelError, match="209"):
+        Launch(kernel, 7, (140, 264), card.device)
+
+
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_source("float16", False), True)
-    with pytest.raises(KernelError, match=r"A Card has compute capability 8\.0; .* 8\.9"):
+    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_source("float16", 1), True)
+    with pytest.raises(NoKernels, match=r"A Card has compute capability 8\.0; .* 8\.9"):
         Launch(kernel, 1, (1, 1), card.device)
 
 
-@pytest.mark.parametrize(("capability", "arch"), [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")])
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((10, 3), "100"), ((12, 0), "120"), ((12, 1), "120")],
+)
 def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, capability)
     assert launch.architecture(0) == arch
-    assert launch.compute_capability("90a") == (9, 0, "a")
-    assert launch.compute_capability("120") == (12, 0)
+    assert compute_capability("90a") == (9, 0, "a")
+    assert compute_capability("120") == (12, 0)
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 0), (9, 1), (11, 0), (13, 0)])
+def test_a_card_without_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code for Hopper's own features runs on nothing later."""
+    Card(monkeypatch, capability)
+    with pytest.raises(NoKernels, match=f"compute capability {capability[0]}\\.{capability[1]}"):
+        launch.architecture(0)
+
+
+def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for Hopper is not compiled for Ada; that it is missing there switches no other kernel off."""
+    card = Card(monkeypatch, (8, 9))
+    hoppers = Kernel("only for Hopper", lambda: None, (), 32, architectures=("90a",))
+    with pytest.raises(KernelError, match="only for Hopper is for sm_90a, not for sm_89") as caught:
+        Launch(hoppers, 1, (), card.device)
+    assert not isinstance(caught.value, NoKernels)
+
+
+def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @planning.planned(lambda x: -x)
+    def plan(device: torch.device, size: int) -> Callable[[int], int]:
+        if size == 2:
+            raise KernelError("no registers are left")
+        return lambda x: x * size
+
+    planning.forget()
+    cpu = torch.device("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [plan(cpu, False, size)(5) for size in (1, 2, 3, 2)] == [5, -5, 15, -5]
+    assert planning.runs_kernels(cpu)
+    assert ["no registers are left" in str(each.message) for each in caught] == [True]
+    planning.forget()
+
+
+def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The annotation that maps lie in the parameters is lost: what a change of Numba's calling convention would do."""
+    product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
+    kernel = hopper.gemm_kernel(product, Tile(1, 1, 64, 4))
+    monkeypatch.setattr(entry, "_annotate", lambda *args: None)
+    compiler._made.cache_clear()
+    entry.maps_by_value.cache_clear()
+    with pytest.raises(KernelError, match="does not read its tensor maps in place"):
+        kernel.cubin("90a")
+    compiler._made.cache_clear()
+    entry.maps_by_value.cache_clear()
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cuda_kernels.launch import Kernel
+from cuda_kernels.kernel import Kernel
 from tests import fused_cases, test_mutated_products
 from tests.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.kernel_cases import CASES, Case
@@ -59,6 +59,7 @@ def mutants(ptx: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
 def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
+    assert not is_noticed(CASES_OF[kernel], kernel, ptx_of(kernel)), "it is wrong as it is"
     found = list(mutants(ptx_of(kernel)))
     unnoticed = [line for line, mutant in found if not is_noticed(CASES_OF[kernel], kernel, mutant)]
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"

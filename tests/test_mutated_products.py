@@ -36,6 +36,7 @@ ROLES = re.compile(r"setmaxnreg[^;]*;")
 MUTATED = (
     "product-tensor-300x264x700-1/1/256/2-fast",
     "product-blocks-300x264x700-2/1/128/2",
+    "product-row-300x392x700-2/1/160/2",
     "product-blocks-300x264x700-128/128",
     "product-tensor-300x264x1300-2/1/128/1/1",
 )

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from itertools import product as product_of
 
-from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile, places
+from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile, chunks_of, places
 
 SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 """The most that a block may have, by architecture: those that kernels are for."""
@@ -74,7 +75,7 @@ def cublaslt_takes(problem: Problem) -> bool:
     product = problem.product
     if problem.n % 16 or problem.k % 16 or product.a == product.b == "e5m2":
         return False
-    if product.bias is not None and product.bias != product.out:
+    if product.bias is not None and (product.bias != product.out or product.out == "float32"):
         return False
     if product.scaling is Scaling.ROW:
         return product.a == product.b == "e4m3" and product.out == "bfloat16"
@@ -86,8 +87,9 @@ def cublaslt_takes(problem: Problem) -> bool:
 _SHAPES = (
     (2, 1, 256, False),
     (2, 2, 128, False),
+    (2, 1, 192, False),
+    (2, 1, 160, False),
     (2, 1, 256, True),
-    (2, 2, 128, True),
     (2, 1, 128, False),
     (2, 1, 128, True),
     (1, 1, 256, False),
@@ -112,20 +114,20 @@ def _hopper_tiles(problem: Problem) -> Iterator[Tile]:
 
 def _fitted(tile: Tile, product: Product) -> Tile | None:
     """``tile`` with as many stages and buffers as fit; None if it is not legal."""
-    for stages, buffers in ((8, 2), (4, 2), (4, 1)):
+    for buffers, stages in product_of((2, 1), range(8, 3, -1)):
         fitted = replace(tile, stages=stages, buffers=min(buffers, chunks_of(tile, product)))
         if is_legal(fitted, product):
             return fitted
     return None
 
 
-def chunks_of(tile: Tile, product: Product) -> int:
-    """How many copies of 128 bytes a row of the tile leaves in."""
-    return tile.columns // (32 if product.out == "float32" else 64)
-
-
 def is_legal(tile: Tile, product: Product) -> bool:
-    """Whether the kernel computes ``product`` in such tiles, without spilling registers."""
+    """Whether the kernel computes ``product`` in such tiles, without spilling registers, and there is a use for it.
+
+    Warpgroups that take turns do so at all steps of a tile. Where sums are promoted they would wait for each step's
+    products and then add 64 numbers a thread, with nobody to multiply meanwhile: about 420 clocks for 256 clocks' worth
+    of products (:func:`_clocks`), which hiding the tile's end repays only for k below some 800.
+    """
     promote = product.promote or product.scaling.along_k
     sums = tile.columns // 2 * (tile.waves + promote)
     return (
@@ -133,9 +135,7 @@ def is_legal(tile: Tile, product: Product) -> bool:
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have accumulators of their own only where parts are added to them.
         and (tile.waves == 1 or (promote and tile.staged))
-        and chunks_of(tile, product) % tile.buffers == 0
-        # One scale for the tile.
-        and not (product.scaling is Scaling.BLOCK and tile.columns > 128)
+        and not (tile.alternate and promote)
         and (tile.staged or tile.columns <= 128)
     )
 
@@ -159,8 +159,9 @@ def _mma_tiles(problem: Problem) -> Iterator[MmaTile]:
 def estimated(problem: Problem) -> Plan:
     """The plan of least estimated time; a library only where there is no other.
 
-    Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one follows from NVIDIA's data sheet;
-    that it loads 28 bytes, and what promotion and a tile's end cost, is assumed and not measured.
+    Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one, and moves 128 bytes to or from
+    shared memory, follows from NVIDIA's data sheets; that it loads 28 bytes, and what promotion and a tile's end cost,
+    is assumed and not measured.
     """
     tiles = [plan for plan in plans(problem) if not isinstance(plan, Library)]
     if not tiles:
@@ -182,7 +183,28 @@ def _clocks(tile: Tile | MmaTile, problem: Problem) -> float:
         down = -(-down // cluster) * cluster
     rounds = -(-down * across // (problem.multiprocessors // cluster * cluster))
     step = max(rows * columns * 128 / 4096, loaded * 128 / 28)
-    promoting = problem.product.promote or problem.product.scaling.along_k
+    if isinstance(tile, Tile):
+        step = max(step, shared_clocks(tile, problem.product), _promoted_clocks(tile, problem.product))
     end = 1500 + rows * columns / 16
     ends = 1 if isinstance(tile, Tile) and tile.alternate else rounds
-    return rounds * -(-problem.k // 128) * step * (1.1 if promoting else 1.0) + ends * end
+    return rounds * -(-problem.k // 128) * step + ends * end
+
+
+def shared_clocks(tile: Tile, product: Product) -> float:
+    """How long shared memory takes for a step, at 128 bytes in a clock.
+
+    The copies write 128 bytes for each row and column; products of 64 rows read these and all columns; each warp reads
+    the scales of its columns, eight at a time, where they have some.
+    """
+    rows, columns = tile.rows, tile.columns
+    scales = rows // 16 * columns / 8 if product.scaling is Scaling.BLOCKS else 0
+    return rows + columns + rows // 64 * (64 + columns) + scales
+
+
+def _promoted_clocks(tile: Tile, product: Product) -> float:
+    """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
+    if not (product.promote or product.scaling.along_k):
+        return 0.0
+    each = 2 if product.scaling is Scaling.BLOCKS else 1
+    added = tile.waves * (tile.columns / 2 * each + 100)
+    return 64 * tile.waves * tile.columns * 128 / 4096 + added

@@ -5,30 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cuda
-
-from cuda_kernels.codec import device, raise_to
-from cuda_kernels.gemm.product import Product, Scaling, Tile, places
-from cuda_kernels.hopper import (
-    named_barrier,
-    shared_fence,
-    store_commit,
-    store_wait,
-    tensor_add,
-    tensor_store,
-)
-from cuda_kernels.ptx import (
-    asm,
-    bits,
-    f32,
-    from_bits,
-    i64,
-    load_4_if,
-    u32,
-    unsigned_max,
-    warp_max,
-)
-from cuda_kernels.registers import (
+from cuda_kernels.codec import raise_to
+from cuda_kernels.fragments import (
     add_columns,
     largest_of_rows,
     scale_all,
@@ -38,6 +16,10 @@ from cuda_kernels.registers import (
     stage,
     store_all,
 )
+from cuda_kernels.gemm.product import Product, Scaling, Tile, chunk_columns, chunks_of, places
+from cuda_kernels.hopper import named_barrier, shared_fence, store_commit, store_wait, tensor_add, tensor_store
+from cuda_kernels.language import asm, cuda, device, f32, i64, u32
+from cuda_kernels.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
 
 _CHUNK_BYTES = 64 * 128
 """64 rows of what a copy takes at a time."""
@@ -135,23 +117,32 @@ def leaver(product: Product, tile: Tile) -> Any:
 
 
 def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
-    """:func:`leaver` through shared memory: rows of 128 bytes, so many columns at a time, from ``chunk`` on."""
+    """:func:`leaver` through shared memory: rows of 128 bytes, so many columns at a time, from ``chunk`` on.
+
+    Where they do not divide the tile's, the last copy begins earlier and takes some columns again.
+    """
     wide = product.out == "float32"
-    columns = 32 if wide else 64
-    count, buffers, is_last = columns // 2, tile.buffers, (chunk + 1) * columns == tile.columns
-    free, mine = buffers - 1, chunk % buffers
-    part = slice_of(tile.columns // 2, chunk * count, count)
+    columns, chunks = chunk_columns(product.out), chunks_of(tile, product)
+    start = min(chunk * columns, tile.columns - columns)
+    count, buffers, is_last = columns // 2, tile.buffers, chunk == chunks - 1
+    mine = chunk % buffers
+    # The first of a tile may take the buffer that the last one before has filled: then it waits for all.
+    all_at_first = chunks % buffers > 0
+    free = 0 if all_at_first and chunk == 0 else buffers - 1
+    waits = not all_at_first or chunk == 0 or chunk >= buffers
+    part = slice_of(tile.columns // 2, start // 2, count)
     finish, to_shared = finisher(product, count, tile.even), stage(count, product.out)
-    at, start = places(tile, product.scaling)["out"], chunk * columns
+    at = places(tile, product.scaling)["out"]
     copy = tensor_add if product.accumulate else tensor_store
 
     @device
     def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
         lane, warp = thread & 31, thread >> 5
         buffer = smem + at + (group * buffers + mine) * _CHUNK_BYTES
-        if thread == 0:
-            store_wait(free)
-        named_barrier(1 + group, 128)
+        if waits:
+            if thread == 0:
+                store_wait(free)
+            named_barrier(1 + group, 128)
         # Not before: what is loaded for all chunks together would not fit into registers.
         rest = finish(part(acc), factors, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n)
         if wide:

@@ -11,25 +11,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from cuda_kernels.ampere import copy_4, copy_16, copy_commit, copy_wait, load_matrices, mma
-from cuda_kernels.codec import device
+from cuda_kernels.ampere import copy_4, copy_16, copy_commit, copy_wait
+from cuda_kernels.fragments import add, add_rows, add_rows_and_columns, load_matrices, mma, slice_of, store_all, zeros
 from cuda_kernels.gemm.epilogue import finisher
 from cuda_kernels.gemm.product import WARP_COLUMNS, MmaTile, Product, Scaling
+from cuda_kernels.gemm.promotion import scales_of_blocks, steps_at_once
 from cuda_kernels.gemm.raster import corner
-from cuda_kernels.launch import Kernel
-from cuda_kernels.ptx import (
-    dynamic_shared,
-    from_bits,
-    i32,
-    i64,
-    load_4_if,
-    load_f32,
-    quotient,
-    shared_load_4,
-)
-from cuda_kernels.registers import add, add_rows, add_rows_and_columns, slice_of, store_all, zeros
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.language import cuda, device, i32, i64, u32
+from cuda_kernels.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
 
 _K = 128
 """Bytes of a row in shared memory, and the products of one scale."""
@@ -56,6 +47,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     zero, plus, multiply = zeros(count), add(count), mma(strips, parts, product.a, product.b)
     load_a, load_b = load_matrices(strips, 16 * _K), load_matrices(parts // 2, 16 * _K)
     plus_scaled, leave = _adder(product, strips), _leaver(product, strips, tile.even)
+    (load_blocks, block_of), window = scales_of_blocks(WARP_COLUMNS), steps_at_once(scaling)
     lines = threads // 8  # that are copied at once: a multiple of 8, so that a thread's chunk stays where it is
 
     @device
@@ -114,27 +106,30 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         at_x = line_a * _K + ((chunk_a ^ (line_a & 7)) << 4)
         at_y = at_b + line_b * _K + ((chunk_b ^ (line_b & 7)) << 4)
         first, pair = down + (lane >> 2), across + 2 * (lane & 3)  # of this thread's first register
-        of_block = scale_b + 4 * i64((column + across) >> 7) * scale_b_pitch
         acc, place, free = zero(), smem, smem + ahead * stage_bytes
-        for step in range(steps):
-            copy_wait(pending)
-            cuda.syncthreads()
-            x, y, scale = place + at_x, place + at_y, np.float32(1)
+        for begin in range(i32(0), steps, i32(window)):
+            held = (u32(0), u32(0))
             if by_block:
-                scale = from_bits(load_4_if(of_block + 4 * i64(step), column + across < n))
-            part = multiply(zero() if promote else acc, load_a(x), load_b(y))
-            # Not before: now the tensor cores are busy meanwhile.
-            if step + ahead < steps:
-                copy(free, step + ahead, of_a, of_b, row, column, m, n, k)
-            copy_commit()
-            part = multiply(part, load_a(x ^ 32), load_b(y ^ 32))
-            part = multiply(part, load_a(x ^ 64), load_b(y ^ 64))
-            part = multiply(part, load_a(x ^ 96), load_b(y ^ 96))
-            if along_k:
-                acc = plus_scaled(acc, part, place + at_scale_a + 4 * first, place + at_scale_b + 4 * pair, scale)
-            else:
-                acc = plus(acc, part) if promote else part
-            place, free = following(place, smem), place
+                held = load_blocks(scale_b, scale_b_pitch, column + across, n, begin, steps)
+            for step in range(begin, min(i32(begin + window), steps)):
+                copy_wait(pending)
+                cuda.syncthreads()
+                x, y, scale = place + at_x, place + at_y, np.float32(1)
+                part = multiply(zero() if promote else acc, load_a(x), load_b(y))
+                # Not before: now the tensor cores are busy meanwhile.
+                if step + ahead < steps:
+                    copy(free, step + ahead, of_a, of_b, row, column, m, n, k)
+                copy_commit()
+                part = multiply(part, load_a(x ^ 32), load_b(y ^ 32))
+                part = multiply(part, load_a(x ^ 64), load_b(y ^ 64))
+                part = multiply(part, load_a(x ^ 96), load_b(y ^ 96))
+                if by_block:
+                    scale = block_of(held, step)[0]
+                if along_k:
+                    acc = plus_scaled(acc, part, place + at_scale_a + 4 * first, place + at_scale_b + 4 * pair, scale)
+                else:
+                    acc = plus(acc, part) if promote else part
+                place, free = following(place, smem), place
 
         both = np.float32(1)
         if not along_k and not by_row:

@@ -63,8 +63,8 @@ class Tile:
         waves: how many times 64 rows each has; two are multiplied one after the other.
         alternate: two warpgroups take turns at whole tiles, one multiplying while the other's results leave
             ("ping-pong"); else they share a tile.
-        columns: of the result, a multiple of 64.
-        stages: places for operands in shared memory, a power of 2.
+        columns: of the result, a multiple of 32 and at least 64.
+        stages: places for operands in shared memory.
         cluster: blocks that share what they load, 1 or 2.
         shares_a: they have the same rows and share A; else the same columns and B.
         buffers: for 64 rows of 128 bytes of the result in each warpgroup; of two, one is filled while the other leaves.
@@ -124,6 +124,16 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
     ):
         starts[name], at = at, at + size
     return {**starts, "end": at}
+
+
+def chunk_columns(out: str) -> int:
+    """Columns of a result of that dtype that leave at a time: 128 bytes."""
+    return 32 if out == "float32" else 64
+
+
+def chunks_of(tile: Tile, product: Product) -> int:
+    """How many copies a row of the tile leaves in."""
+    return -(-tile.columns // chunk_columns(product.out))
 
 
 WARP_COLUMNS = 32

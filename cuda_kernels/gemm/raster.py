@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuda_kernels.codec import device
+from cuda_kernels.language import device
 from cuda_kernels.ptx import quotient, remainder
 
 _BAND = 8

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuda_kernels.cache import cache_folder
+from cuda_kernels.cache import cache_folder, write_whole
 from cuda_kernels.gemm.config import Library, Plan, Problem, cublaslt_takes, estimated, plans
 from cuda_kernels.gemm.product import MmaTile, Tile
 
@@ -122,10 +120,7 @@ def keep(card: str, measured: Iterable[Measured]) -> Path:
     """Add measurements to the user's file, in place of older ones of the same problem."""
     path = user_file(card)
     kept = {(each.product, each.sizes): each for each in (*_kept_in(path), *measured)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump(document(card, kept.values()), file, indent=1)
-    os.replace(file.name, path)
+    write_whole(path, json.dumps(document(card, kept.values()), indent=1).encode())
     measured_on.cache_clear()
     return path
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _normalized_shape(normalized_shape: int | Sequence[int] | None, hidden_size: int | None) -> tuple[int, ...]:
+def _normalized_shape(normalized_shape: int | Sequence[int] | None, hidden_size: int | None) -> list[int]:
     shape = hidden_size if normalized_shape is None else normalized_shape
     if shape is None:
         raise TypeError("pass normalized_shape (or hidden_size), the size of the dimensions to normalize")
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = [shape] if isinstance(shape, int) else list(shape)
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
         raise ValueError(f"normalized_shape={shape} must hold positive integers")
     return shape

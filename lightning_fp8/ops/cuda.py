@@ -33,7 +33,7 @@ def _observe_plan(
     values = values_of(dtype, shape, strides, address)
     if values is None:
         return lambda x, seen: observe(x.contiguous(), seen)
-    source, pitch, *size = values
+    source, pitch, size = values.wide or values.source, values.pitch, (values.rows, values.columns)
     start = launch.Launch(amax.amax_kernel(source, True), blocks_of(device, *size), size, device).start
     at = launch.address_on(device)
     return lambda x, seen: start(at(x), pitch, 0, at(seen))

@@ -63,6 +63,8 @@ class Operand(NamedTuple):
         strides = self.scale_strides
         if self.layout is Layout.BLOCK_1X128:
             return strides[0] == 1 and strides[1] % 4 == 0 and not self.scale_address
+        if self.layout is Layout.ROW:
+            return strides[0] == 1 or self.rows == 1
         return self.layout is not Layout.BLOCK_128X128 or strides[1] == 1
 
 

@@ -157,6 +157,8 @@ class _ScaledMm:
                 a, b.t(), scale_a=scale_a, scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
                 bias=bias, out_dtype=self._dtype, use_fast_accum=self._fast,
             )  # fmt: skip
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError) as error:
             self._refuses = True
             warnings.warn(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_kernels.kernel import KernelError
+from cuda_kernels.launch import NoKernels
 from lightning_fp8.ops.how import How, parsed
 from lightning_fp8.ops.operands import Operands, Outputs
 
@@ -19,6 +21,7 @@ KEPT_PLANS = 4096
 """Of each kind: one for every way that tensors of a model lie."""
 
 _without_kernels: set[torch.device] = set()
+_noted: set[tuple[torch.device, str]] = set()
 _planners: list[Any] = []
 
 
@@ -68,10 +71,8 @@ def planned(
                     return each(device, *lies)
                 except NothingToDo:
                     return otherwise
-                except (ImportError, RuntimeError) as error:
-                    if not _is_kernel_error(error):
-                        raise
-                    _note_without_kernels(device, error)
+                except KernelError as error:
+                    _note(device, error)
             return otherwise
 
         _planners.append(op_for)
@@ -81,22 +82,27 @@ def planned(
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether none has failed to be made there."""
+    """Whether any does, as far as was seen."""
     return device not in _without_kernels
 
 
 def forget() -> None:
     """Plan anew from now on, also where kernels did not run."""
     _without_kernels.clear()
+    _noted.clear()
     for planner in _planners:
         planner.cache_clear()
 
 
-def _note_without_kernels(device: torch.device, error: Exception) -> None:
-    if runs_kernels(device):
+def _note(device: torch.device, error: KernelError) -> None:
+    """Say once why an op runs without its kernel there; where none runs, ask for none again."""
+    if isinstance(error, NoKernels):
         _without_kernels.add(device)
+    if (device, str(error)) not in _noted:
+        _noted.add((device, str(error)))
+        what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
         warnings.warn(
-            f"FP8 kernels do not run on {device}: {error}. FP8 ops run as plain torch operations, slower.",
+            f"{what} not run on {device}: {error}. What needs it runs as plain torch operations, slower.",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -120,14 +126,6 @@ def _lying_as_promised(reference_op: Op, how_at: int) -> Op:
         return (*_promised(results[:4], parsed(args[how_at])), *results[4:])
 
     return op
-
-
-def _is_kernel_error(error: Exception) -> bool:
-    if isinstance(error, ImportError):
-        return True
-    from cuda_kernels.launch import KernelError
-
-    return isinstance(error, KernelError)
 
 
 def _promised(results: Sequence[Tensor], how: How) -> Outputs:

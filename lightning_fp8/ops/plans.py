@@ -34,12 +34,18 @@ class Task(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What one tensor gives kernels to cast: ``[rows, columns]``, by a source; ``pitch``: of the tensor's rows."""
+    """What one tensor gives kernels to cast: ``[rows, columns]``, by a source.
+
+    Attributes:
+        pitch: of the tensor's rows.
+        wide: the source of the same in vectors of 16 bytes, if it comes in them; see ``tile.Source.vector``.
+    """
 
     source: Source
     pitch: int
     rows: int
     columns: int
+    wide: Source | None = None
 
 
 def values_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int) -> Values | None:
@@ -50,8 +56,18 @@ def values_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], 
     rows, columns = shape
     if strides[1] != 1 and columns != 1:
         return None
-    quads = comes_in_vectors(columns, strides[0], address, dtype.itemsize, 4)
-    return Values(tile.tensor_source(NAMES[dtype], quads), strides[0], rows, columns)
+    vector = next(n for n in (8, 4, 1) if n == 1 or comes_in_vectors(columns, strides[0], address, dtype.itemsize, n))
+    source = tile.tensor_source(NAMES[dtype], min(vector, 4))
+    wide = tile.tensor_source(NAMES[dtype], 8) if vector == 8 and dtype.itemsize == 2 else None
+    return Values(source, strides[0], rows, columns, wide)
+
+
+def sources_of(values: Values, how: How) -> tuple[Source, Source]:
+    """What finds amaxes, and what casts: in the widest vectors, but where columns, or 128 of a row, share a scale."""
+    narrow, wide = values.source, values.wide or values.source
+    if how.layout is Layout.BLOCK_1X128:
+        return narrow, narrow
+    return narrow if how.layout is Layout.ROW else wide, narrow if how.columnwise else wide
 
 
 def blocks_of(device: torch.device, rows: int, columns: int) -> int:
@@ -210,8 +226,9 @@ def casting(reference_op: Op, values: Callable[..., Values | None]) -> Op:
         found = values(how, dtype, shape, strides, address)
         if found is None:
             return lambda x, *args: op(x.contiguous(), *args)
-        source, pitch, rows, columns = found
-        made = plan_of(device, source, rows, columns, Task(parsed(how), given, observes, counts))
+        pitch, task = found.pitch, Task(parsed(how), given, observes, counts)
+        source, storing = sources_of(found, task.how)
+        made = plan_of(device, source, found.rows, found.columns, task, storing)
         at, cast = made.at, made.cast
         return lambda x, how, scale, seen, counts: cast((at(x), pitch), scale, seen, counts)
 

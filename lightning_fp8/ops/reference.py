@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import scaling
@@ -112,8 +111,11 @@ def _quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks of ``[block_rows, block_columns]``; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape
-    padding = (0, -columns % block_columns, 0, -rows % block_rows)
-    padded = F.pad(x, padding) if any(padding) else x
+    more_rows, more_columns = -rows % block_rows, -columns % block_columns
+    padded = x
+    if more_rows or more_columns:  # F.pad of torch 2.8 refuses a tensor without elements
+        padded = x.new_zeros(rows + more_rows, columns + more_columns)
+        padded[:rows, :columns] = x
     grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
     blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
     amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)

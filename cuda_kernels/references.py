@@ -1,0 +1,24 @@
+"""What a function names: its global and closed-over values."""
+
+from __future__ import annotations
+
+import dis
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+
+def references(function: FunctionType) -> dict[str, Any]:
+    """The values that ``function``'s code names without defining them; not Python's own (``range``, ``min`` ...)."""
+    code, scope = function.__code__, function.__globals__
+    found = {name: scope[name] for name in _global_names(code) if name in scope}
+    cells = zip(code.co_freevars, function.__closure__ or ())
+    return found | {name: cell.cell_contents for name, cell in cells}
+
+
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """In ``code`` and the functions inside it, in alphabetical order."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return tuple(sorted(names.union(*map(_global_names, inner))))

@@ -1,0 +1,108 @@
+"""Which compilers make kernels, by the metadata of their packages: none of them is imported, which takes seconds.
+
+What goes together is from the packages' own sources: numba's ``__init__`` for numpy, NVIDIA's answer for nvJitLink.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+TOOLS = (
+    "numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
+)  # fmt: skip
+"""What a kernel's machine code depends on; CUDA 12's wheel of nvcc holds libnvvm, CUDA 13 has one for it."""
+
+COMPANIONS = ("numpy", "cuda-bindings", "cuda-pathfinder")
+"""What has to agree with them."""
+
+_NEWEST_NUMPY = {
+    (0, 60): (2, 0),
+    (0, 61): (2, 1),
+    (0, 61, 2): (2, 2),
+    (0, 62): (2, 3),
+    (0, 64): (2, 4),
+    (0, 67): (2, 5),
+}
+"""The newest numpy that numba imports with, from this version of numba on."""
+
+_NUMBA_READ = (0, 69)
+"""From here on nobody has looked."""
+
+Versions = Mapping[str, str]
+
+
+class Conflict(NamedTuple):
+    """Versions that do not work together: ``problem`` is a sentence without its end, ``way_out`` a command."""
+
+    problem: str
+    way_out: str
+
+
+def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
+    """The versions of those of the packages ``names`` that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def conflicts(found: Versions) -> list[str]:
+    """A sentence with a way out for each conflict between the packages ``found``, as :func:`versions` gives them."""
+    return [f"{problem}; {way_out}" for problem, way_out in known_conflicts(found)]
+
+
+def known_conflicts(found: Versions) -> list[Conflict]:
+    """As :func:`conflicts`, in parts."""
+    rules: tuple[Callable[[Versions], Conflict | None], ...] = (_numpy_too_new, _nvvm_too_new)
+    return [conflict for rule in rules if (conflict := rule(found))]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``"13.0.88"`` as ``(13, 0, 88)``: what stands in front of the first part that is no number."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def newer_nvvm(nvvm: str, nvjitlink: str) -> bool:
+    """Whether libnvvm's CUDA version is newer than nvJitLink's; the other way round links."""
+    return numbers(nvvm)[:2] > numbers(nvjitlink)[:2]
+
+
+def _numpy_too_new(found: Versions) -> Conflict | None:
+    numba, numpy = numbers(found.get("numba", "")), numbers(found.get("numpy", ""))[:2]
+    newest = [limit for since, limit in _NEWEST_NUMPY.items() if numba >= since]
+    if not newest or numba >= _NUMBA_READ or numpy <= newest[-1]:
+        return None
+    enough = next((since for since, limit in _NEWEST_NUMPY.items() if numpy <= limit), None)
+    major, minor = newest[-1]
+    older = f'pip install "numpy<{major}.{minor + 1}"'
+    return Conflict(
+        f"numba {found['numba']} refuses to be imported with numpy {found['numpy']}; {major}.{minor} is its newest",
+        older if enough is None else f'pip install "numba>={".".join(map(str, enough))}", or {older}',
+    )
+
+
+def _nvvm_too_new(found: Versions) -> Conflict | None:
+    """As cuda-pathfinder finds them: the wheels of CUDA 13 first."""
+    nvvm = next((name for name in ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12") if name in found), None)
+    nvjitlink = next((name for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12") if name in found), None)
+    if nvvm is None or nvjitlink is None or not newer_nvvm(found[nvvm], found[nvjitlink]):
+        return None
+    return nvvm_conflict(f"{nvvm} {found[nvvm]}", found[nvjitlink], f"{nvjitlink} {found[nvjitlink]}")
+
+
+def nvvm_conflict(nvvm: str, version: str, nvjitlink: str) -> Conflict:
+    """libnvvm, named ``nvvm``, is newer than nvJitLink of ``version``, named ``nvjitlink``."""
+    major, minor = numbers(version)[:2]
+    extra = "nvvm" if major >= 13 else "nvcc"
+    return Conflict(
+        f"libnvvm ({nvvm}) is newer than nvJitLink ({nvjitlink}), which answers ERROR_OUTDATED_LIBRARY to its code",
+        f'pip install "cuda-toolkit[{extra}]=={major}.{minor}.*"',
+    )
