@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from importlib.metadata import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cuda_kernels import launch
+from cuda_kernels import compiler
 from cuda_kernels.cache import cached
-from cuda_kernels.launch import Kernel
-from tests import fused_cases, gemm_cases, kernel_cases
+from cuda_kernels.gemm.hopper import _PRODUCERS_REGISTERS, _REGISTERS
+from cuda_kernels.kernel import Kernel
+from tests import fused_cases, gemm_cases, kernel_cases, sass
+from tests.cubin import ATTRIBUTES, entry_of
 from tests.emulated import builders, kernels_of, ltoir_of
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
-SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "120": 99 * 1024}
+SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
 CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES]
@@ -33,25 +32,16 @@ def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
     """The assembler's report and the machine code; kept on disk between runs."""
 
     def build() -> bytes:
-        code, report = launch.link(ltoir_of(kernel, arch), arch, "cubin")
+        code, report = compiler.link(ltoir_of(kernel, arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
     report, _, code = cached(kernel.key("report", arch), build).partition(b"\0")
     return report.decode(), code
 
 
-def disassembler() -> Path:
-    (path,) = (file for file in files("nvidia-cuda-nvdisasm") or () if file.name == "nvdisasm")
-    return Path(str(path.locate()))
-
-
 def instructions(code: bytes) -> Counter[str]:
     """How often each machine instruction appears."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        text = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return Counter(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text))
+    return Counter(each.name for each in sass.parsed(sass.disassembled(code)))
 
 
 def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
@@ -85,12 +75,40 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
     casts = kernel.function.__name__.startswith(("quantize", "normalize", "cast"))
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
-    if "aligned=True" in kernel.name:
+    if re.search("aligned=True|vector=[48]", kernel.name):
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"
+    if "vector=8" in kernel.name:
+        assert not starting_with(found, "LDG.E.NA.64"), "rows alone are read 16 bytes at a time"
+        assert "rowwise=True" not in kernel.name or starting_with(found, "STG.E.64")
     if "columnwise=True" in kernel.name:
         assert starting_with(found, "STG.E.128"), "columns leave 16 bytes at a time"
         assert starting_with(found, "LDS.128")
         assert starting_with(found, "STS.128")
+
+
+@pytest.mark.parametrize(("kernel", "arch"), variants())
+def test_the_machine_code_is_what_a_launch_assumes(kernel: Kernel, arch: str) -> None:
+    """Parameters, threads, clusters, registers and stack, as the driver reads them from the cubin."""
+    report, code = compiled(kernel, arch)
+    entry = entry_of(code)
+    sizes = [struct.calcsize("@" + each) for each in kernel.formats]
+    assert [size for _, size in entry.parameters] == sizes
+    last, size = entry.parameters[-1]
+    assert last + size == entry.parameter_bytes
+    places = [offset - entry.parameters[0][0] for offset, _ in entry.parameters]
+    assert places == [struct.calcsize("@" + "".join(kernel.formats[: i + 1])) - size for i, size in enumerate(sizes)]
+    assert (entry.threads, entry.cluster, entry.stack_bytes) == (kernel.threads, kernel.cluster, 0)
+    assert entry.registers == int(re.findall(r"Used (\d+) registers", report)[0])
+    if kernel.architectures == ("90a",):  # what setmaxnreg gives away and takes comes out of the same pool
+        warpgroups = kernel.threads // 128
+        assert _PRODUCERS_REGISTERS + (warpgroups - 1) * _REGISTERS <= warpgroups * entry.registers
+
+
+def test_attributes_of_machine_code_have_these_numbers() -> None:
+    """By NVIDIA's disassembler, which names them in the order in which they lie in the file."""
+    listing = sass.disassembled(compiled(PRODUCTS[0], "90a")[1], "-hex")
+    named = re.findall(r"nvinfo : (EIATTR_\w+)\n.*?\.byte\s+0x[0-9a-f]+, (0x[0-9a-f]+)", listing, re.DOTALL)
+    assert ATTRIBUTES.items() <= {name: int(number, 16) for name, number in named}.items()
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: kernel.name)
