@@ -1,30 +1,57 @@
-"""FP8 training for PyTorch Lightning, on any machine, with nothing to compile."""
+"""FP8 training for PyTorch Lightning, on any machine, with nothing to compile.
+
+Names are imported on first use: ``lightning-fp8 doctor`` speaks before torch is imported, which takes seconds and may
+fail, and tools start without Lightning. ``lightning_fp8.ops`` defines ``torch.ops.lightning_fp8``.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.checkpoint.export import export_te_state_dict
-from lightning_fp8.checkpoint.load import load_te_state_dict
-from lightning_fp8.convert import convert_module
-from lightning_fp8.formats import Format
-from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
-from lightning_fp8.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    make_recipe,
-)
-from lightning_fp8.state import fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_fp8.autocast import fp8_autocast
     from lightning_fp8.callbacks import FP8Callback
+    from lightning_fp8.checkpoint.export import export_te_state_dict
+    from lightning_fp8.checkpoint.load import load_te_state_dict
+    from lightning_fp8.convert import convert_module
+    from lightning_fp8.formats import Format
+    from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
     from lightning_fp8.precision import FP8FabricPrecision, FP8Precision
+    from lightning_fp8.recipes import (
+        DelayedScaling,
+        Float8BlockScaling,
+        Float8CurrentScaling,
+        Float8RowwiseScaling,
+        MXFP8BlockScaling,
+        make_recipe,
+    )
+    from lightning_fp8.state import fp8_state_dict, load_fp8_state_dict
+
+_HOMES = {
+    "DelayedScaling": "recipes",
+    "FP8Callback": "callbacks",
+    "FP8FabricPrecision": "precision",
+    "FP8Precision": "precision",
+    "Float8BlockScaling": "recipes",
+    "Float8CurrentScaling": "recipes",
+    "Float8RowwiseScaling": "recipes",
+    "Format": "formats",
+    "LayerNorm": "modules",
+    "Linear": "modules",
+    "MXFP8BlockScaling": "recipes",
+    "RMSNorm": "modules",
+    "convert_module": "convert",
+    "export_te_state_dict": "checkpoint.export",
+    "fp8_autocast": "autocast",
+    "fp8_state_dict": "state",
+    "load_fp8_state_dict": "state",
+    "load_te_state_dict": "checkpoint.load",
+    "make_recipe": "recipes",
+}
+"""Where each public name lives."""
 
 __all__ = [
     "DelayedScaling",
@@ -49,19 +76,17 @@ __all__ = [
     "make_recipe",
 ]
 
-_NEEDS_LIGHTNING = {
-    "FP8Callback": "lightning_fp8.callbacks",
-    "FP8FabricPrecision": "lightning_fp8.precision",
-    "FP8Precision": "lightning_fp8.precision",
-}
-"""Names whose modules import Lightning, which takes seconds: loaded on first use, so that tools start without it."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_LIGHTNING:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_NEEDS_LIGHTNING[name]), name)
-    return value
+    if name in _HOMES:
+        globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

@@ -165,7 +165,8 @@ def main(arguments: Sequence[str]) -> None:
     bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
 
 
-def _sizes(text: str) -> tuple[int, int]:
+def sizes(text: str) -> tuple[int, int]:
+    """``"4096x14336"``: a layer's in and out features."""
     inputs, _, outputs = text.partition("x")
     if not (inputs.isdigit() and outputs.isdigit() and int(inputs) and int(outputs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not in x out features, as in 4096x14336")
@@ -176,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 bench", description="Time a model's FP8 products on this card."
     )
-    parser.add_argument("--linear", type=_sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
+    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
     parser.add_argument("--tokens", type=int, default=8192, help="rows of its input: batch size times length")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
     parser.add_argument("--tune", action="store_true", help="keep the winners for training on this card")

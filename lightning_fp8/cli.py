@@ -1,24 +1,41 @@
-"""``lightning-fp8``: LightningCLI for any LightningModule, with FP8 recipes typed in YAML.
+"""``lightning-fp8``: LightningCLI for any LightningModule, with FP8 recipes typed in YAML, and commands of our own.
 
-``lightning-fp8 fit --config configs/delayed.yaml``; ``validate``, ``test`` and ``predict`` likewise.
-``lightning-fp8 checkpoint`` inspects and converts checkpoints, ``lightning-fp8 bench`` times matrix products.
+``lightning-fp8 fit --config configs/delayed.yaml``; ``validate``, ``test`` and ``predict`` likewise. Nothing heavy is
+imported before it is known what is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning_fp8.checkpoint import cli as checkpoint_cli
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.version import __version__
+
+COMMANDS = {"doctor": "doctor.command", "bench": "bench", "kernels": "kernels", "checkpoint": "checkpoint.cli"}
+"""Modules of our own commands; each has a ``main`` that takes the arguments."""
+
+HELP = """usage: lightning-fp8 COMMAND ...
+
+  fit, validate, test, predict
+                a LightningModule with FP8 recipes, from YAML: lightning-fp8 fit --config my.yaml
+  doctor        what runs on this machine, what does not, and what to install
+  bench         time the matrix products of a model's layers on this card, and keep the fastest
+  kernels       compile a model's kernels where no card is, to be carried to one
+  checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
+
+lightning-fp8 COMMAND --help tells more; --version prints the version.
+"""
 
 
 def recipe_hints(message: str) -> str:
     """For each wrong recipe field in a parser's error ``message``, a line that lists the valid ones."""
+    from lightning_fp8.recipes import RECIPES
+
     fields = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in RECIPES.values()}
     wrong = re.findall(r"class_path 'lightning_fp8\.(?:recipes\.)?(\w+)':\s+Option '([^']+)' is not accepted", message)
     lines = [
@@ -35,14 +52,18 @@ def main(args: Sequence[str] | None = None) -> None:
     Models and data modules are named by class path, also from modules of the working directory.
     """
     arguments = list(sys.argv[1:] if args is None else args)
-    if arguments[:1] == ["checkpoint"]:
-        checkpoint_cli.main(arguments[1:])
-        return
-    if arguments[:1] == ["bench"]:
-        from lightning_fp8 import bench
+    command = arguments[0] if arguments else "--help"
+    if command in COMMANDS:
+        importlib.import_module(f"lightning_fp8.{COMMANDS[command]}").main(arguments[1:])
+    elif command in ("-h", "--help"):
+        print(HELP, end="")
+    elif command == "--version":
+        print(f"lightning-fp8 {__version__}")
+    else:
+        _lightning_cli(args)
 
-        bench.main(arguments[1:])
-        return
+
+def _lightning_cli(args: Sequence[str] | None) -> None:
     try:
         import jsonargparse
     except ImportError:
@@ -70,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        args=arguments,
+        args=None if args is None else list(args),  # Lightning warns of arguments that come twice
     )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 
+import lightning_fp8
 from lightning_fp8 import FP8Precision
-from lightning_fp8.cli import main, recipe_hints
+from lightning_fp8.cli import COMMANDS, main, recipe_hints
 from lightning_fp8.recipes import RECIPES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -25,6 +30,41 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, 
         main(["fit", *args, "--print_config"])
     assert stopped.value.code == 0
     return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_every_command_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(arguments)
+    printed = capsys.readouterr()
+    named = re.findall(r"^  (\w+(?:, \w+)*)", printed.out, re.MULTILINE)
+    assert {each for line in named for each in line.split(", ")} == {"fit", "validate", "test", "predict", *COMMANDS}
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: lightning-fp8 {command} " in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "lightning_fp8", "--version"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"lightning-fp8 {lightning_fp8.__version__}\n", "")
+
+
+def test_the_command_line_is_read_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(CONFIGS / "delayed.yaml")
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "fit", "--config", config, "--print_config"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    assert stopped.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["plugins"]
 
 
 def test_there_is_one_config_per_recipe() -> None:

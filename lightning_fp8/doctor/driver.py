@@ -1,0 +1,75 @@
+"""The NVIDIA driver's own words, as JSON: run as a program, since a driver may hang.
+
+The questions are cuInit, cuDriverGetVersion and those for devices of the CUDA driver API, and NVML's for the version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes import byref, c_char_p, c_int, c_size_t, create_string_buffer
+from typing import Any
+
+COMPUTE_CAPABILITY = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
+
+
+def driver_says(load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
+    """What :class:`lightning_fp8.doctor.machine.Driver` holds; ``load``: opens a library by name."""
+    found: dict[str, Any] = {"version": _version(load)}
+    cuda = _opened(load, "libcuda.so.1", "nvcuda.dll")
+    if cuda is None:
+        return found | {"problem": "no libcuda.so.1"}
+    number = c_int()
+    if cuda.cuDriverGetVersion(byref(number)) == 0:
+        found["cuda"] = [number.value // 1000, number.value % 1000 // 10]
+    status = cuda.cuInit(0)
+    if status:
+        return found | {"problem": _name_of(cuda, status), "status": status}
+    count = c_int()
+    status = cuda.cuDeviceGetCount(byref(count))
+    if status:
+        return found | {"problem": _name_of(cuda, status), "status": status}
+    return found | {"cards": [_card(cuda, index) for index in range(count.value)]}
+
+
+def _card(cuda: Any, index: int) -> list[Any]:
+    device, name, size = c_int(), create_string_buffer(256), c_size_t()
+    cuda.cuDeviceGet(byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(byref(size), device)
+    capability = []
+    for attribute in COMPUTE_CAPABILITY:
+        number = c_int()
+        cuda.cuDeviceGetAttribute(byref(number), attribute, device)
+        capability.append(number.value)
+    return [name.value.decode(errors="replace"), capability, size.value]
+
+
+def _name_of(cuda: Any, status: int) -> str:
+    name = c_char_p()
+    cuda.cuGetErrorName(status, byref(name))
+    return name.value.decode() if name.value else f"error {status}"
+
+
+def _version(load: Callable[[str], Any]) -> str | None:
+    nvml = _opened(load, "libnvidia-ml.so.1", "nvml.dll")
+    if nvml is None:
+        return None
+    text = create_string_buffer(80)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text)):
+        return None
+    return text.value.decode()
+
+
+def _opened(load: Callable[[str], Any], *names: str) -> Any:
+    for name in names:
+        with suppress(OSError):
+            return load(name)
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(driver_says()))
