@@ -2,10 +2,13 @@
 
     python -m benchmarks --json out.json                     # every suite that this machine can run
     python -m benchmarks --only host,training --json out.json
+    python -m benchmarks --only products --libraries         # none of our kernels
     python -m benchmarks --dry-run --json out.json           # every line on the CPU, numbers without meaning
     python -m benchmarks table out.json --readme README.md
     python -m benchmarks plot out.json
     python -m benchmarks choose out.json                     # ship the fastest plans of its card
+
+The first half hour on a card: ``python -m benchmarks.first_run --out DIR``.
 
 Exits with 1 where a result was not the reference's or a suite broke off; the JSON is written all the same.
 """
@@ -24,8 +27,10 @@ from typing import Any
 import torch
 
 from benchmarks import choice, machine, report
+from benchmarks.files import write
 from benchmarks.plan import Plan
-from benchmarks.record import OURS, write
+from benchmarks.record import OURS
+from cuda_kernels.kernel import ARCHITECTURES
 
 SUITES = ("casts", "products", "host", "training")
 
@@ -34,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.command == "plot":
         report.plot([_read(path) for path in args.results], args.out)
+    elif args.command == "kernels":
+        from benchmarks import carried
+
+        return carried.write(args.arch, args.out)
     elif args.command == "choose":
         try:
             print(choice.ship(_read(args.results), args.out))
@@ -46,19 +55,20 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(report.table(document))
     else:
-        return _run(args.only, args.dry_run, args.json)
+        return _run(args.only, args.dry_run, args.libraries, args.json)
     return 0
 
 
-def _run(only: list[str] | None, dry: bool, path: Path | None) -> int:
+def _run(only: list[str] | None, dry: bool, libraries: bool, path: Path | None) -> int:
     on_card = torch.cuda.is_available() and not dry
-    plan = Plan(torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu"), dry)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
+    plan = Plan(device, dry, kernels=not libraries)
     document: dict[str, Any] = {
         "what": "lightning_fp8: ops, host time and training steps; see docs/benchmarks.md",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {**machine.describe(), "clocks": {"before": machine.clocks()}},
         "commit": machine.commit(),
-        "arguments": {"only": only, "dry_run": dry},
+        "arguments": {"only": only, "dry_run": dry, "libraries": libraries},
         "suites": {},
         "errors": {},
     }
@@ -112,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file, after each of them")
     parser.add_argument("--only", type=_suites, metavar="SUITE,...", help=f"of {', '.join(SUITES)}; default: all")
     parser.add_argument("--dry-run", action="store_true", help="walk every line on the CPU with tiny tensors")
+    parser.add_argument("--libraries", action="store_true", help="products of libraries alone: start no kernel of ours")
     commands = parser.add_subparsers(dest="command", title="show results instead of measuring")
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path)
@@ -119,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     choose = commands.add_parser("choose", help="write the products' fastest plans where the package looks for them")
     choose.add_argument("results", type=Path)
     choose.add_argument("--out", type=Path, help="another file")
+    built = commands.add_parser("kernels", help="compile what is started on a card where there is none, to be carried")
+    built.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the card: sm_90a is Hopper's")
+    built.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; what is there stays")
     plot = commands.add_parser("plot", help="draw the casts' share of copy bandwidth")
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, default=Path("docs/benchmarks_casts.png"))

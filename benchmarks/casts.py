@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from benchmarks.check import close, poisoned, same
 from benchmarks.operations import Call, Operation
 from benchmarks.peers import Peer, peers
 from benchmarks.plan import Plan
-from benchmarks.record import OURS, Result
+from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Clock, Contender, clock_of, measure, measure_on_host
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops import planning
@@ -47,13 +46,6 @@ TINY = Sizes(casts=((256, 256), (256, 200)), period=128, windows=((8, 10), (8, 1
 
 UPDATE_MILLISECONDS = 0.020
 """Limit for the first of the windows."""
-
-
-class Candidate(NamedTuple):
-    """A result that still lacks its times, and what to time; None where there is nothing."""
-
-    result: Result
-    contender: Contender | None
 
 
 def unavailable(plan: Plan) -> str | None:
@@ -108,7 +100,7 @@ def _checked(operation: Operation, x: Tensor, few: Tensor) -> Candidate:
         expected = reference_outcome(operation, few)
         result = replace(result, bytes=call.bytes(), correct=_is_right(operation, actual, expected))
     except Exception as error:  # a kernel that does not start shall not take the others' numbers along
-        return Candidate(replace(result, correct=False, note=_in_short(error)), None)
+        return Candidate(replace(result, correct=False, note=said(error)), None)
     return Candidate(result, Contender(call, call.restore))
 
 
@@ -140,7 +132,7 @@ def _peer(peer: Peer, operation: Operation, x: Tensor, few: Tensor) -> Candidate
     except ImportError as error:
         return Candidate(replace(result, note=f"absent: {error}"), None)
     except Exception as error:  # compilers of others fail in ways of their own
-        return Candidate(replace(result, note=_in_short(error)), None)
+        return Candidate(replace(result, note=said(error)), None)
     return Candidate(result, Contender(call))
 
 
@@ -162,7 +154,3 @@ def _timed(plan: Plan, clock: Clock, candidates: Sequence[Candidate]) -> Iterato
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

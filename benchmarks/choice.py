@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write
+from benchmarks.files import write
 from cuda_kernels.gemm.tuning import Measured, from_json, shipped_file
 from cuda_kernels.gemm.tuning import document as measurements
 

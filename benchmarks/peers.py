@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Peer:
 
     Attributes:
         prepare: from the tensor x, the function to time; its first result are the codes. Raises ImportError where
-            what it needs is not installed.
+            what it needs is not there.
         same_codes: whether its codes are ours, but for roundings.
     """
 
@@ -74,13 +75,20 @@ def _compile(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def _triton_cast(x: Tensor) -> Callable[[], Any]:
-    from benchmarks import triton_casts
-
+    kernels = _triton(x.device)
     scale = torch.full((), SCALE, device=x.device)
-    return lambda: (triton_casts.cast(x, scale, E4M3),)
+    return lambda: (kernels.cast(x, scale, E4M3),)
 
 
 def _triton_blocks(x: Tensor) -> Callable[[], Any]:
+    kernels = _triton(x.device)
+    return lambda: kernels.cast_blocks(x, E4M3)
+
+
+def _triton(device: torch.device) -> ModuleType:
+    """The kernels in Triton. Raises ImportError without Triton, which torch brings even where it finds no driver."""
+    if device.type != "cuda":
+        raise ImportError("Triton runs on cards")
     from benchmarks import triton_casts
 
-    return lambda: triton_casts.cast_blocks(x, E4M3)
+    return triton_casts

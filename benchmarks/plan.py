@@ -10,10 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Plan:
-    """The device, and whether this is a dry run: tiny tensors, few repetitions, every line walked."""
+    """What a run is on, and how far it goes.
+
+    Attributes:
+        device: of the tensors.
+        dry: tiny tensors, few repetitions, every line walked.
+        kernels: ours are started; else products are those of libraries alone.
+    """
 
     device: torch.device
     dry: bool = False
+    kernels: bool = True
 
     def seconds(self, of_a_contender: float) -> float:
         return 0.0 if self.dry else of_a_contender

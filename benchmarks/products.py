@@ -1,4 +1,4 @@
-"""Suite ``products``: FP8 matrix products and layers, beside cuBLASLt's and beside BF16, in one run.
+"""Suite ``products``: FP8 matrix products and layers, beside what libraries reach and beside BF16, in one run.
 
 Every plan that is legal for a problem is timed, so that the choice among them can be looked up later. Results are
 compared with float64 on some of their rows first.
@@ -13,12 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks import libraries
+from benchmarks.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
 from benchmarks.plan import Plan
-from benchmarks.record import OURS, Result
+from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Contender, clock_of, measure
-from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import jobs, reference
 from lightning_fp8.ops.how import how_to_multiply
@@ -28,17 +29,30 @@ from lightning_fp8.scaled import Layout, ScaledTensor
 if TYPE_CHECKING:
     from cuda_kernels.gemm.config import Problem
 
-SECONDS = 0.2
-"""Of measuring, for each contender."""
-CUBLASLT, BF16 = "cuBLASLt", "BF16"
+SECONDS, TRIAL_SECONDS = 0.2, 0.02
+"""Of measuring, for each contender; and for each candidate of cuBLASLt, of which the fastest is one."""
 
 PAIRS = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "block": ("1x128", "128x128"),
          "blocks": ("1x128", "1x128")}  # fmt: skip
 
 
+def torch_with(sums: str) -> str:
+    return f"torch._scaled_mm ({sums})"
+
+
+def cublaslt_with(sums: str, which: str) -> str:
+    return f"cuBLASLt ({sums}, {which})"
+
+
 @dataclass(frozen=True)
 class Work:
-    """A product of E4M3 operands ``[m, k]`` and ``[n, k]``; ``fast``: with the tensor core's shorter accumulator."""
+    """A product of E4M3 operands ``[m, k]`` and ``[n, k]``.
+
+    Attributes:
+        fast: with the tensor core's shorter accumulator.
+        out: of the result.
+        accumulate: the result is added to what is there.
+    """
 
     name: str
     m: int
@@ -47,23 +61,20 @@ class Work:
     scaling: str = "tensorwise"
     fast: bool = False
     target: dict[str, float] = field(default_factory=dict)
+    out: torch.dtype = torch.bfloat16
+    accumulate: bool = False
 
     @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
 
-
-class Layer(NamedTuple):
-    """Linear layers that are run forward and backward, one after the other."""
-
-    name: str
-    sizes: tuple[tuple[int, int], ...]
-    tokens: int
-    target: dict[str, float]
+    @property
+    def yardsticks(self) -> tuple[str, ...]:
+        """Whose times others are compared with: those that add up as this does."""
+        sums = "fast" if self.fast else "full"
+        return BF16, torch_with(sums), cublaslt_with(sums, "fastest")
 
 
-LLAMA_8B = {"QKV": (4096, 6144), "proj": (4096, 4096), "fc1": (4096, 28672), "fc2": (14336, 4096)}
-"""in and out features; fc1 is the gated MLP's two."""
 PEAK = 1979.0
 """Dense FP8 TFLOP/s of H100 and H200 (NVIDIA's data sheets)."""
 
@@ -77,21 +88,22 @@ def _of_layer(name: str, inputs: int, outputs: int, tokens: int) -> list[Work]:
 
 
 FULL = (
-    Work("fprop", 8192, 8192, 8192, fast=True, target={f"over {CUBLASLT}": 1.2, f"over {BF16}": 1.75}),
+    Work("fprop", 8192, 8192, 8192, fast=True, target={f"over {torch_with('fast')}": 1.2, f"over {BF16}": 1.75}),
     Work("dgrad", 8192, 8192, 8192),
     Work("fprop rowwise", 8192, 8192, 8192, "rowwise", fast=True),
     Work("fprop blockwise", 4096, 7168, 16384, "block", target={"teraflops": 0.7 * PEAK}),
     Work("wgrad blockwise", 4096, 7168, 16384, "blocks", target={"teraflops": 0.6 * PEAK}),
     *(work for name, sizes in LLAMA_8B.items() for work in _of_layer(name, *sizes, tokens=8192)),
     Work("decode", 16, 14336, 4096, fast=True),
+    Work("wgrad in float32", 8192, 8192, 8192, out=torch.float32),
+    Work("wgrad added in float32", 8192, 8192, 8192, out=torch.float32, accumulate=True),
 )
-TINY = (Work("fprop", 48, 32, 64, fast=True), Work("fprop blockwise", 40, 48, 160, "block"))
-
-LAYERS = (
-    Layer("Linear, forward and backward", ((4096, 14336),), 8192, {f"over {BF16}": 1.4}),
-    Layer("Llama-8B layer's Linears, forward and backward", tuple(LLAMA_8B.values()), 8192, {f"over {BF16}": 1.6}),
+TINY = (
+    Work("fprop", 48, 32, 64, fast=True),
+    Work("fprop rowwise", 32, 48, 64, "rowwise", fast=True),
+    Work("fprop blockwise", 48, 144, 272, "block"),
+    Work("wgrad added in float32", 48, 32, 64, out=torch.float32, accumulate=True),
 )
-TINY_LAYERS = (Layer("Linear, forward and backward", ((32, 48),), 16, {f"over {BF16}": 1.4}),)
 
 
 def unavailable(plan: Plan) -> str | None:
@@ -101,14 +113,14 @@ def unavailable(plan: Plan) -> str | None:
 def run(plan: Plan) -> Iterator[Result]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tables of layers
     works = TINY if plan.dry else FULL
-    if plan.device.type == "cuda":
+    if plan.device.type == "cuda" and plan.kernels:
         _compile([_job(work, plan).problem for work in works], plan)
     for work in works:
         plan.say(f"products: {work.name} {work.m}x{work.n}x{work.k}")
-        yield from _timed(plan, list(_contenders(work, plan)))
-    for layer in TINY_LAYERS if plan.dry else LAYERS:
+        yield from _timed(plan, list(_contenders(work, plan)), work.yardsticks)
+    for layer in (TINY_LAYERS if plan.dry else LAYERS) if plan.kernels else ():
         plan.say(f"products: {layer.name}")
-        yield from _timed(plan, list(_layers(layer, plan)))
+        yield from _timed(plan, list(layers(layer, plan)), (BF16,))
 
 
 def _compile(problems: Sequence[Problem], plan: Plan) -> None:
@@ -124,16 +136,11 @@ def _compile(problems: Sequence[Problem], plan: Plan) -> None:
         pass
 
 
-class Candidate(NamedTuple):
-    result: Result
-    contender: Contender | None
-
-
-def _timed(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Result]:
-    """Results with times and with ratios to those of others; of ours, the first is the one with targets."""
+def _timed(plan: Plan, candidates: Sequence[Candidate], yardsticks: Sequence[str]) -> Iterator[Result]:
+    """Results with times and with ratios to those of ``yardsticks``; of ours, the first is the one with targets."""
     running = [(result, contender) for result, contender in candidates if contender is not None]
     times = measure(clock_of(plan.device), [contender for _, contender in running], plan.seconds(SECONDS))
-    seconds = {result.by: each.median for (result, _), each in zip(running, times) if result.by in (CUBLASLT, BF16)}
+    seconds = {result.by: each.median for (result, _), each in zip(running, times) if result.by in yardsticks}
     for (result, _), each in zip(running, times):
         over = {by: other / each.median for by, other in seconds.items() if by != result.by}
         yield replace(result, times=each, over=over)
@@ -143,33 +150,109 @@ def _timed(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Result]:
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 
+class Exam(NamedTuple):
+    """Some rows of a product in float64; ``out``: what results are added to, if they are."""
+
+    rows: Tensor
+    right: Tensor
+    out: Tensor | None
+
+    def passes(self, call: Callable[[], Tensor]) -> bool:
+        if self.out is None:
+            return _close(call(), (self.rows, self.right))
+        across = torch.arange(self.out.shape[1], device=self.out.device)
+        self.out.copy_(across % 11 - torch.arange(len(self.out), device=self.out.device)[:, None] % 7)
+        before = self.out[self.rows.to(self.out.device)].double().cpu()
+        return _close(call(), (self.rows, before + self.right))
+
+
 def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
+    left, right = (operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), PAIRS[work.scaling]))
+    out = torch.empty(work.m, work.n, dtype=work.out, device=plan.device) if work.accumulate else None
+    exam = Exam(*_some_rows(left, right), out)
+    yield from _libraries(work, left, right, exam, plan)
+    if plan.kernels:
+        yield from _kernels(work, left, right, exam, plan)
+
+
+def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exam) -> Candidate:
+    """What ``make`` gives, compared; one that does not start shall not take the others' numbers along."""
+    try:
+        call = make()
+        return Candidate(replace(result, correct=exam.passes(call)), Contender(call))
+    except Exception as error:
+        return Candidate(replace(result, correct=False if result.by.startswith(OURS) else None, note=said(error)), None)
+
+
+def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
+    """BF16; torch and cuBLASLt itself, with fast accumulation and without: where scales vary along k, only without."""
+    from cuda_kernels.gemm.config import Library, cublaslt_takes
+    from cuda_kernels.gemm.tuning import Measured, to_json
+
+    shape, out = (work.m, work.n, work.k), exam.out
+    a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
+    call = (lambda: a @ b.t()) if out is None else (lambda: out.add_(a @ b.t()))
+    yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(call))
+
+    problem = _job(work, plan).problem
+    for fast in (True, False) if work.scaling in ("tensorwise", "rowwise") else (False,):
+        sums = "fast" if fast else "full"
+        result = Result(work.name, torch_with(sums), shape, "float8_e4m3fn", flops=work.flops)
+        if fast == work.fast and cublaslt_takes(problem):  # what training would call
+            result = replace(result, choice=to_json(Measured(str(problem.product), shape, Library.CUBLASLT)))
+        yield _checked(result, partial(libraries.scaled_mm, left, right, work.out, fast, out), exam)
+        result = replace(result, choice=None)
+        try:
+            matmul = libraries.cublaslt(left, right, work.out, fast, out)
+            calls = _running([partial(matmul, candidate) for candidate in range(len(matmul))])
+            contenders = [Contender(call) for call in calls.values()]
+            trial = measure(clock_of(plan.device), contenders, plan.seconds(TRIAL_SECONDS))
+        except Exception as error:
+            yield Candidate(replace(result, by=cublaslt_with(sums, "first"), note=said(error)), None)
+            continue
+        medians = {candidate: each.median for candidate, each in zip(calls, trial)}
+        for which, candidate in (("first", min(calls)), ("fastest", min(medians, key=medians.__getitem__))):
+            note = f"cuBLASLt {matmul.version}, candidate {candidate + 1} of {len(matmul)}, {len(calls)} of which run"
+            named = replace(result, by=cublaslt_with(sums, which), note=note)
+            yield _checked(named, partial(partial, matmul, candidate), exam)
+
+
+def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Tensor]]:
+    """Those that do, by their number; one that fails shall not take the others along.
+
+    Raises:
+        Exception: none does; that of the first.
+    """
+    running, failed = {}, []
+    for index, call in enumerate(calls):
+        try:
+            call()
+            running[index] = call
+        except Exception as error:
+            failed.append(error)
+    if failed and not running:
+        raise failed[0]
+    return running
+
+
+def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
+    """Every legal tile of ours."""
     from cuda_kernels.gemm.config import Library, estimated, plans
     from cuda_kernels.gemm.tuning import Measured, to_json
     from cuda_kernels.launch import EXECUTORS
 
-    left, right = (_operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), PAIRS[work.scaling]))
-    exact, shape = _some_rows(left, right), (work.m, work.n, work.k)
-    a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
-    yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(lambda: a @ b.t()))
-
-    job = _job(work, plan)
-    best, runs_kernels = estimated(job.problem), plan.device.type in ("cuda", *EXECUTORS)
+    job, shape = _job(work, plan), (work.m, work.n, work.k)
+    if plan.device.type not in ("cuda", *EXECUTORS):
+        return
+    best = estimated(job.problem)
+    operands = left.data, left.scale_inv, right.data, right.scale_inv, job.how, None, None, exam.out
     for each in sorted(plans(job.problem), key=lambda each: each != best):
-        if each is Library.BF16 or not (runs_kernels or each is Library.CUBLASLT):
-            continue
-        by = CUBLASLT if each is Library.CUBLASLT else OURS if each == best else f"{OURS}, {each}"
-        target = work.target if by == OURS else {}
-        choice = to_json(Measured(str(job.problem.product), shape, each))
-        result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, job.how, None, None, None
-        try:
-            call = partial(multiplier(job, each), *operands)
-            result = replace(result, correct=_close(call(), exact))
-            yield Candidate(result, Contender(call))
-        except Exception as error:  # one that does not start shall not take the others' numbers along
-            note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            yield Candidate(replace(result, correct=False, note=note), None)
+        if not isinstance(each, Library):
+            by = OURS if each == best else f"{OURS}, {each}"
+            choice = to_json(Measured(str(job.problem.product), shape, each))
+            target = work.target if by == OURS else {}
+            result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
+            yield _checked(result, lambda each=each: partial(multiplier(job, each), *operands), exam)  # type: ignore[misc]
 
 
 def _job(work: Work, plan: Plan) -> jobs.Job:
@@ -177,13 +260,15 @@ def _job(work: Work, plan: Plan) -> jobs.Job:
     left, right = (
         jobs.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
     )
-    return jobs.job_of(plan.device, left, right, how_to_multiply(a, b, torch.bfloat16, work.fast))
+    adds_to = (work.n, 0) if work.accumulate else None
+    return jobs.job_of(plan.device, left, right, how_to_multiply(a, b, work.out, work.fast), out=adds_to)
 
 
-def _operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
+def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
     how = f"e4m3 {layout} power_2 rowwise"
-    data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how) if x.is_cuda else reference.quantize(x, how)
+    quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
+    data, scale_inv, *_ = quantize(x, how)
     return ScaledTensor(*jobs.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
 
 
@@ -200,52 +285,3 @@ def _close(actual: Tensor, exact: tuple[Tensor, Tensor]) -> bool:
     rows, right = exact
     apart = (actual[rows.to(actual.device)].double().cpu() - right).abs()
     return bool((apart <= 2.0**-8 * right.abs() + 2.0**-6 * right.square().mean().sqrt()).all())
-
-
-# --- Layers -----------------------------------------------------------------------------------------------------------
-
-
-def _layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
-    shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
-    flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
-    for recipe in (None, "delayed", "tensorwise", "rowwise", "blockwise"):
-        by = BF16 if recipe is None else OURS if recipe == "delayed" else f"{OURS}, {recipe}"
-        result = Result(layer.name, by, shape, "bfloat16", flops=flops, target=layer.target if by == OURS else {})
-        try:
-            call = _step(layer, recipe, plan)
-            call()
-        except Exception as error:
-            note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            yield Candidate(replace(result, correct=False, note=note), None)
-            continue
-        yield Candidate(result, Contender(call))
-
-
-def _step(layer: Layer, recipe: str | None, plan: Plan) -> Callable[[], None]:
-    """Forward and backward of each layer."""
-    model = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in layer.sizes).to(plan.device, torch.bfloat16)
-    plugin = FP8FabricPrecision(recipe=recipe, first_last_layers_bf16=False) if recipe else None  # type: ignore[arg-type]
-    if plugin is not None:
-        plugin.convert_module(model)
-
-    def data(features: int) -> Tensor:
-        return torch.randn(layer.tokens, features, device=plan.device, dtype=torch.bfloat16)
-
-    inputs = [data(size).requires_grad_() for size, _ in layer.sizes]
-    gradients = [data(size) for _, size in layer.sizes]
-
-    def forward_and_backward() -> None:
-        for linear, x, dy in zip(model, inputs, gradients):
-            linear(x).backward(dy)
-
-    def step() -> None:
-        if plugin is None:
-            forward_and_backward()
-        else:
-            with plugin.forward_context():
-                forward_and_backward()
-            plugin.update_scales()
-        for tensor in (*inputs, *model.parameters()):
-            tensor.grad = None
-
-    return step

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.timing import Times
+from benchmarks.timing import Contender, Times
 
 OURS = "lightning_fp8"
 
@@ -29,7 +27,7 @@ class Result:
         copy_bandwidth: of a copy of the same shape, in bytes per second.
         host_microseconds: of the host for one call.
         parts: what ``host_microseconds`` is made of.
-        note: why there are no numbers.
+        note: why there are no numbers, or which of a library's algorithms they are of.
         flops: of one call.
         over: by who else does the same work: how many times as fast this is.
         choice: for ``choose``: problem and plan, as files of measured plans hold them.
@@ -84,6 +82,18 @@ class Result:
         }
 
 
+class Candidate(NamedTuple):
+    """A result that still lacks its times, and what to time; None where there is nothing."""
+
+    result: Result
+    contender: Contender | None
+
+
+def said(error: Exception) -> str:
+    """What a note says of ``error``: one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def _meets(key: str, value: float | None, limit: float) -> bool | None:
     if value is None:
         return None
@@ -93,12 +103,3 @@ def _meets(key: str, value: float | None, limit: float) -> bool | None:
 def _rounded(value: float | None) -> float | None:
     """Four digits, more than any time is worth; whole numbers stay whole."""
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
-
-
-def write(document: dict[str, Any], path: Path) -> None:
-    """Write ``document`` as a whole: who reads ``path``, even after a crash, finds this version or the one before."""
-    text = json.dumps(document, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)

@@ -89,7 +89,7 @@ def _casts(entries: list[Entry]) -> str:
             (
                 first["name"] + ("" if first["shape"] == main else f" {first['shape']}") + (", **wrong**" * wrong),
                 first["by"],
-                first["note"] or _quartiles(first),
+                _quartiles(first) or first["note"] or "",
                 _number(first["gigabytes_per_second"], 0),
                 _number(first["fraction_of_copy"], 2),
                 " ".join(_number(entry["fraction_of_copy"], 2) for entry in elsewhere),
@@ -173,9 +173,9 @@ def _products(entries: list[Entry]) -> str:
         (
             f"{entry['name']} {'×'.join(map(str, entry['shape']))}" + ", **wrong**" * (entry["correct"] is False),
             entry["by"],
-            entry["note"] or _quartiles(entry),
+            _quartiles(entry) or entry["note"] or "",
             _number(entry["teraflops"], 0),
-            ", ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
+            "; ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
             _verdicts(entry),
         )
         for entry in entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
-from benchmarks import casts, check, host, machine, operations, products, record, report, timing
+from benchmarks import casts, check, cublaslt, files, host, machine, once, operations, products, report, timing
 from benchmarks.__main__ import main
 from benchmarks.operations import Call, Operation
 from benchmarks.plan import Plan
@@ -22,6 +24,7 @@ from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
 from cuda_kernels.gemm import config, tuning
 from cuda_kernels.gemm.product import Tile
+from tests.cublaslt_stand_in import CublasLt, stand_in
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.test_gemm_config import LLAMA
 
@@ -46,11 +49,25 @@ FUSED = {
 }
 """Where the ops are there."""
 PRODUCTS = {
-    *(("fprop", by) for by in ("BF16", "cuBLASLt")),
+    *(
+        (work, by)
+        for work in ("fprop", "fprop rowwise", "wgrad added in float32")
+        for by in ("BF16", "torch._scaled_mm (fast)", "torch._scaled_mm (full)")
+    ),
     ("fprop blockwise", "BF16"),
     *(("Linear, forward and backward", by) for by in ("BF16", OURS, f"{OURS}, blockwise")),
 }
 """Where no kernel multiplies."""
+CUBLASLT = {
+    *(
+        (work, f"cuBLASLt ({sums}, {which})")
+        for work in ("fprop", "fprop rowwise", "wgrad added in float32")
+        for sums in ("fast", "full")
+        for which in ("first", "fastest")
+    ),
+    *(("fprop blockwise", f"cuBLASLt (full, {which})") for which in ("first", "fastest")),
+}
+"""Where the library is there."""
 RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 PEERS = {
     *(("cast", by) for by in ("torch", "torch, without a scale", "torch.compile", "triton")),
@@ -70,8 +87,8 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(path.read_text())
     assert not document["errors"]
-    assert document["arguments"] == {"only": None, "dry_run": True}
-    assert document["machine"]["versions"]["torch"] == torch.__version__
+    assert document["arguments"] == {"only": None, "dry_run": True, "libraries": False}
+    assert Version(document["machine"]["versions"]["torch"]).release == Version(torch.__version__).release
 
     entries = document["suites"]["casts"]
     ours = {(e["name"], e["dtype"], *e["shape"]) for e in entries if e["by"] == OURS and e["milliseconds"]}
@@ -85,9 +102,13 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert all(e["correct"] for e in entries if e["by"] == OURS and e["milliseconds"])
     assert all(e["correct"] in (True, None) for e in entries)
 
-    assert {(e["name"], e["by"]) for e in document["suites"]["products"]} >= PRODUCTS
-    assert all(e["milliseconds"] for e in document["suites"]["products"])
+    timed = {(e["name"], e["by"]) for e in document["suites"]["products"] if e["milliseconds"]}
+    assert timed >= PRODUCTS
+    assert all(e["milliseconds"] or e["note"] for e in document["suites"]["products"])
     assert all(e["correct"] in (True, None) for e in document["suites"]["products"])
+    direct = [e["note"] for e in document["suites"]["products"] if e["by"].startswith("cuBLASLt")]
+    assert direct
+    assert all("needs a CUDA device" in note for note in direct)
 
     yardstick, *ours = document["suites"]["host"]
     assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
@@ -351,9 +372,9 @@ def test_a_result_as_json() -> None:
 
 def test_a_failed_write_leaves_the_last_version(tmp_path: Path) -> None:
     path = tmp_path / "results" / "out.json"
-    record.write({"date": 1}, path)
+    files.write({"date": 1}, path)
     with pytest.raises(TypeError):
-        record.write({"date": object()}, path)
+        files.write({"date": object()}, path)
     assert json.loads(path.read_text()) == {"date": 1}
     assert list(path.parent.iterdir()) == [path]
 
@@ -435,7 +456,7 @@ def test_the_table() -> None:
 
 def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
     results, readme = tmp_path / "card.json", tmp_path / "README.md"
-    record.write(document(), results)
+    files.write(document(), results)
     readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end, without a newline")
     for _ in range(2):
         assert main(["table", str(results), "--readme", str(readme)]) == 0
@@ -468,25 +489,89 @@ def test_results_of_an_earlier_version_are_refused() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     results, picture = tmp_path / "card.json", tmp_path / "docs" / "casts.png"
-    record.write(document(), results)
+    files.write(document(), results)
     assert main(["plot", str(results), str(results), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TINY_LAYERS", ())
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+    """cuBLASLt's stand-in, for CPU tensors."""
+    api = stand_in()
+    monkeypatch.setattr(cublaslt, "bindings", lambda device: api)
+    made: CublasLt = api.cublasLt
+    return made
+
+
 @needs_compilers
+@pytest.mark.usefixtures("no_layers", "library")
 def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels that run, emulated: each legal plan is right, and has its ratio to what others need."""
-    monkeypatch.setattr(products, "TINY_LAYERS", ())
     monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64, False),))
     with executing(Emulator()):
         results = list(products.run(Plan(torch.device("cpu"), dry=True)))
     ours = [result for result in results if result.by.startswith(OURS)]
-    assert len(ours) == 4  # two products, a tile alone and in clusters
+    assert len(ours) == 2 * len(products.TINY)  # a tile alone and in clusters
     assert all(result.correct for result in ours)
-    assert [result.by for result in ours].count(OURS) == 2
-    assert all(result.over.keys() == {"BF16", "cuBLASLt"} for result in ours if result.name == "fprop")
+    assert [result.by for result in ours].count(OURS) == len(products.TINY)
+    yardsticks = {"BF16", "torch._scaled_mm (fast)", "cuBLASLt (fast, fastest)"}
+    assert all(result.over.keys() == yardsticks for result in ours if result.name == "fprop")
+    assert all(
+        result.over.keys() >= {"cuBLASLt (full, fastest)"} for result in ours if result.name == "fprop blockwise"
+    )
     document = {"suites": {"products": [result.as_json() for result in results]}}
     assert "64x64" in report._products(document["suites"]["products"])
+
+
+@pytest.mark.usefixtures("no_layers")
+def test_libraries_are_compared_where_no_kernel_starts(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's candidates are right, in each form; the fastest of a trial is timed again, beside its first."""
+    times = iter(range(10_000, 0, -1))  # each call is faster than the one before
+
+    class Clock:
+        def round(self, contenders: Sequence[Contender]) -> list[float]:
+            for contender in contenders:
+                contender.call()
+            return [float(next(times)) for _ in contenders]
+
+    monkeypatch.setattr(products, "clock_of", lambda device: Clock())
+    started: list[object] = []
+    with executing(lambda *launched: started.append(launched)):
+        results = list(products.run(Plan(torch.device("cpu"), dry=True, kernels=False)))
+    assert not started
+    assert not any(result.by.startswith(OURS) for result in results)
+    direct = {(result.name, result.by): result for result in results if result.by.startswith("cuBLASLt")}
+    assert direct.keys() == CUBLASLT
+    assert all(result.correct and result.times and result.choice is None for result in direct.values())
+    for (_, by), result in direct.items():
+        assert result.note == f"cuBLASLt 13.1.0, candidate {2 if 'fastest' in by else 1} of 2, 2 of which run"
+    # What training would call, and `choose` may take: torch with the sums of this product, where it takes the product.
+    chosen = {(result.name, result.by) for result in results if result.choice}
+    assert chosen == {
+        ("fprop", "torch._scaled_mm (fast)"),
+        ("fprop rowwise", "torch._scaled_mm (fast)"),
+        ("wgrad added in float32", "torch._scaled_mm (full)"),
+    }
+    assert {fast for _, fast in library.ran} == {False, True}
+
+
+@pytest.mark.usefixtures("no_layers")
+def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = library.matmul
+
+    def wrong(*arguments: int) -> None:
+        ctypes.c_float.from_address(arguments[2]).value = 1.5  # alpha
+        multiply(*arguments)
+
+    monkeypatch.setattr(library, "matmul", wrong)
+    results = list(products.run(Plan(torch.device("cpu"), dry=True, kernels=False)))
+    assert {result.correct for result in results if result.by.startswith("cuBLASLt")} == {False}
+    assert all(result.correct is not False for result in results if not result.by.startswith("cuBLASLt"))
 
 
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +587,7 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     results = [timed(slow, 2.0), timed(fast, 1.0), timed(wrong, 0.5, False), timed(slow, 3.0, sizes=(64, 64, 64))]
     measured, out = tmp_path / "run.json", tmp_path / "a-card.json"
     machine = {"machine": {"card": {"name": "A Card"}}, "suites": {"products": results}}
-    record.write(machine, measured)
+    files.write(machine, measured)
     assert main(["choose", str(measured), "--out", str(out)]) == 0
     monkeypatch.setattr(tuning, "shipped_file", lambda card: tmp_path / "a-card.json")
     monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path / "cache")
@@ -513,7 +598,7 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     assert tuning.plan_for(LLAMA, tuning.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
     tuning.measured_on.cache_clear()
-    record.write({**machine, "machine": {"card": None}}, measured)
+    files.write({**machine, "machine": {"card": None}}, measured)
     with pytest.raises(SystemExit, match="no product that was timed on a card"):
         main(["choose", str(measured)])
 
@@ -527,8 +612,20 @@ def test_a_product_as_json() -> None:
     assert written["met"] == {"over BF16": True, "over cuBLASLt": False, "teraflops": True}
 
 
+def test_what_a_suite_times_is_called_once() -> None:
+    plan = Plan(torch.device("cpu"), dry=True)
+    codes, _, codes_t, _ = once.prepared("cast + transposed", plan)()
+    assert codes.shape == casts.TINY.casts[0]
+    assert torch.equal(codes.t().float(), codes_t.float())
+    work = products.TINY[0]
+    left, right = (products.operand(rows, work.k, "tensor", plan) for rows in (work.m, work.n))
+    assert products._close(once.prepared(work.name, plan)(), products._some_rows(left, right))
+    with pytest.raises(ValueError, match="'norm' is none of 'cast', "):
+        once.prepared("norm", plan)
+
+
 def test_a_wrong_product_is_noticed() -> None:
-    left, right = (products._operand(rows, 64, "tensor", Plan(torch.device("cpu"))) for rows in (40, 30))
+    left, right = (products.operand(rows, 64, "tensor", Plan(torch.device("cpu"))) for rows in (40, 30))
     exact = products._some_rows(left, right)
     result = left.dequantize() @ right.dequantize().t()
     assert products._close(result.bfloat16(), exact)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -115,6 +117,27 @@ def test_a_layer_trains_as_on_the_cpu(recipe: str) -> None:
         losses.append(of_device)
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=2e-2, atol=0.0)
     assert losses[1][-1] < losses[1][0]
+
+
+BACKWARD_FIRST = """
+import torch
+from lightning_fp8 import Linear, fp8_autocast
+layer, x = Linear(256, 256, device="cuda"), torch.randn(256, 256, device="cuda", requires_grad=True)
+with fp8_autocast(fp8_recipe="delayed"):
+    y = layer(x)
+dy = torch.ones_like(y)
+kept = torch.empty(1 << 26, device="cuda")  # backward's own memory comes from what is freed here
+del kept
+torch.cuda.synchronize()
+y.backward(dy)
+assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
+"""
+
+
+def test_backward_whose_first_work_is_ours() -> None:
+    """The autograd thread has no CUDA context before its first call, which is a kernel of ours."""
+    done = subprocess.run([sys.executable, "-c", BACKWARD_FIRST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("wish")

@@ -1,0 +1,78 @@
+"""What ``python -m benchmarks`` and ``tests/gpu`` start on a card, compiled where there is none.
+
+python -m benchmarks kernels --arch 90a --out kernels     # here, on all processors
+LIGHTNING_FP8_KERNELS=kernels python -m benchmarks        # on the card's machine, which compiles nothing then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from benchmarks import casts, layers, operations, products
+from benchmarks.plan import Plan
+from cuda_kernels.gemm.tuning import builds_of
+from cuda_kernels.kernel import Kernel
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.kernels import build, kernels_of_layer, noted
+from lightning_fp8.recipes import RECIPES, make_recipe
+
+
+def kernels(arch: str) -> list[Kernel]:
+    """All of them, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
+    found = {kernel.name: kernel for kernel in chain(_casts(), _products(arch), _layers(arch), _tests())}
+    return [kernel for kernel in found.values() if arch in kernel.architectures]
+
+
+def write(arch: str, folder: Path) -> int:
+    """Compile them into ``folder``; returns the exit status, 1 where one failed, which is printed."""
+    failed = build(kernels, (arch,), arch, folder)
+    for name, error in failed.items():
+        print(f"not built: {name}: {error}")
+    return int(bool(failed))
+
+
+def _casts() -> Iterator[Kernel]:
+    with noted() as found:
+        for rows, columns in casts.FULL.casts:
+            # Variants differ in how rows end, not in how many there are.
+            x = torch.randn(128 + rows % 128, columns).bfloat16()
+            for operation in (
+                *chain.from_iterable(map(operations.casts, (E4M3.dtype, E5M2.dtype))),
+                operations.OBSERVE,
+                *operations.fused(E4M3.dtype),
+            ):
+                operations.Call(operation, x)()
+        operations.Call(operations.update_scales({}), torch.randn(8, 10))()
+    yield from found.values()
+
+
+def _products(arch: str) -> Iterator[Kernel]:
+    plan = Plan(torch.device("cpu"), dry=False)
+    for work in products.FULL:
+        problem = replace(products._job(work, plan).problem, architecture=arch, multiprocessors=2)
+        yield from (function(*arguments) for function, arguments in builds_of(problem))
+
+
+def _layers(arch: str) -> Iterator[Kernel]:
+    for layer in layers.LAYERS:
+        for inputs, outputs in layer.sizes:
+            for recipe in RECIPES:
+                yield from kernels_of_layer(inputs, outputs, layer.tokens, make_recipe(recipe), arch)
+
+
+def _tests() -> Iterator[Kernel]:
+    try:
+        from tests import fused_cases, gemm_cases, kernel_cases
+    except ImportError:
+        return
+    with noted() as found:
+        for case in (*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES):
+            with suppress(AssertionError):  # nothing runs
+                case.run("cpu")
+    yield from found.values()

@@ -1,0 +1,349 @@
+"""The first half hour on a card, in one command: what works, what hangs, how fast it is; and what to do next.
+
+    python -m benchmarks.first_run --out first_run                     # all; again, and it goes on where it stopped
+    python -m benchmarks.first_run --out first_run --seconds 540       # as much as fits into nine minutes
+    python -m benchmarks.first_run --out first_run --stages kernels --again
+    python -m benchmarks.first_run --out first_run --dry-run           # on the CPU: emulated kernels, tiny tensors
+
+Every step is a process of its own under a time limit: one that hangs is ended, noted and, where it started a kernel,
+tried once more with barriers that trap instead of waiting for ever. After each step ``first_run.json`` and
+``report.md`` are replaced as wholes. Nothing that a step needs is imported here: what fails to import fails there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.files import write, write_text
+
+ROOT = Path(__file__).parent.parent
+BUDGET = 1800
+"""Seconds that all stages may take together."""
+NOT_FOR_THIS_CARD = 77
+TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
+"""Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
+FINE = "ok", "not for this card"
+NOT_DONE = WAITING, LEFT_OUT = "waiting", "left out"
+"""Outcomes: the others are failed, hung, and missing, where a program is not there."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and its limit in seconds.
+
+    Attributes:
+        traps: tried again with :data:`TRAPS` where it hangs.
+        unless_hung: steps whose hanging leaves this one out: ``stage/beginning of a step's name``.
+        needs: a file of another step.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+    traps: bool = False
+    unless_hung: str | None = None
+    needs: Path | None = None
+
+
+class Stage(NamedTuple):
+    """Steps that may take ``limit`` seconds together; what is left then waits for the next call."""
+
+    name: str
+    limit: int
+    steps: Sequence[Step]
+
+
+# --- What is run ------------------------------------------------------------------------------------------------------
+
+KERNELS = {
+    "amax": "observe-bf16",
+    "quantize": "given-bfloat16-e4m3fn-140x264-scale=3.7-seen=0.0",
+    "product, 1 warpgroup": "product-tensor-16x16x16-1/1/64/1-out=float16",
+    "product, 1 warpgroup of 64 × 128": "product-tensor-70x130x150-1/1/128/1-fast=True",
+    "product, 2 warpgroups": "product-tensor-300x264x700-2/1/256/1-fast=True-bias=bfloat16-exact=False",
+    "product, alternating": "product-tensor-300x264x1300-2/1/128/1/1-fast=True",
+    "product, cluster of 2": "product-tensor-300x264x700-1/1/256/2-fast=True-e4m3*e5m2",
+    "product, 2 warpgroups, cluster of 2": "product-tensor-300x264x700-2/1/256/2-fast=True",
+    "product, alternating, cluster of 2": "product-row-600x264x1300-2/1/256/2/1-fast=True-bias=bfloat16-amax=True",
+    "product, added": "product-tensor-300x264x700-2/2/128/2-out=float32-accumulate=True-e4m3*e5m2",
+    "product, 1x128 by 128x128": "product-block-300x264x700-2/2/128/2-bias=bfloat16-exact=False",
+    "product, 1x128 by 1x128": "product-blocks-300x264x700-2/2/128/2-out=float32-accumulate=True",
+    "product, mma.sync": "product-tensor-300x264x700-128/128-fast=True-e4m3*e5m2",
+    "quantize rows": "quantize-row-bfloat16-e4m3fn-140x264",
+    "quantize 1x128": "quantize-1x128-bfloat16-e4m3fn-140x264",
+    "quantize 128x128": "quantize-128x128-bfloat16-e4m3fn-140x264-power_2-no_columnwise",
+    "update_scales": "update_scales-1024x70",
+    "normalize": "norm-rms-bf16-given",
+    "normalize, transposed": "norm-rms-bf16-long-both-known",
+    "statistics": "norm-rms-bf16-both-count",
+    "statistics of long rows": "norm-layer-fp16-ragged-rows",
+    "norm backward": "norm_backward-rms-bf16-long",
+    "norm backward of long rows": "norm_backward-rms-bf16-wide",
+    "SwiGLU backward": "swiglu_backward-bf16-given-bias",
+}
+"""One of each kernel, by the name of its case in ``tests``; the simplest first, so that the first to hang says most."""
+DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
+PRODUCTS = "kernels/product"
+SANITIZED = ("amax", "quantize", "quantize 1x128", "normalize"), ("product, cluster of 2",)
+TOOLS = "memcheck", "racecheck", "synccheck"
+PROFILED = {
+    "cast": "quantize", "cast + transposed + amax": "quantize", "1x128 + transposed": "quantize",
+    "fprop": "gemm", "fprop blockwise": "gemm",
+}  # fmt: skip
+"""What ncu looks at, and a word in its kernel's name."""
+
+
+def stages(out: Path, dry: bool) -> list[Stage]:
+    """All there is to do, results in ``out``; ``dry``: the same on the CPU, in minutes."""
+    dry_run, emulated = (["--dry-run"], ["--emulated"]) if dry else ([], [])
+    kernels = {name: case for name, case in KERNELS.items() if name in DRY_KERNELS or not dry}
+    profiles = {name: kernel for name, kernel in PROFILED.items() if name in ("cast", "fprop") or not dry}
+    workers = "0" if dry else str(min(8, os.cpu_count() or 1))
+
+    def suite(name: str, limit: int, *options: str, results: str = "", **more: Any) -> Step:
+        results = results or name
+        path = str(out / f"{results}.json")
+        command = python("-m", "benchmarks", "--only", name, "--json", path, *options, *dry_run)
+        return Step(results, command, limit, **more)
+
+    def sanitized(tool: str, names: Sequence[str], **more: Any) -> Step:
+        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+        cases = [kernels[name] for name in names if name in kernels]
+        return Step(f"{tool}, {names[0]}", [*checker, *python("-m", "tests.run_case", *emulated, *cases)], 45, **more)
+
+    def tested(name: str, limit: int, **more: Any) -> Step:
+        options = ["-n", workers, "-q", "-rf", "--maxfail=30", "-k", "not sanitizer", "-p", "no:cacheprovider"]
+        return Step(name, python("-m", "pytest", *options, f"tests/gpu/test_{name}.py"), limit, **more)
+
+    def profiled(name: str, kernel: str, **more: Any) -> Step:
+        kept = ["--force-overwrite", "--export", str(out / f"ncu-{_file_name(name)}"), "--page", "details"]
+        which = ["--kernel-name-base", "mangled", "--kernel-name", f"regex:cuda_kernels.*{kernel}"]
+        profiler = ["ncu", "--set", "full", *kept, *which, "--launch-count", "1"]
+        command = [*profiler, *python("-m", "benchmarks.once", name, *dry_run)]
+        return Step(name, command, 60, {"LIGHTNING_FP8_GEMM": "numba"}, **more)
+
+    def product(name: str) -> dict[str, str]:
+        return {"unless_hung": PRODUCTS} if name.startswith(("product", "fprop")) else {}
+
+    doctor = python("-m", "lightning_fp8.cli", "doctor", "--seconds", "20", "--json", str(out / "doctor.json"))
+    compiler = python("-m", "tests.run_case", "--compile", *(kernels.values() if dry else []))
+    chooser = python("-m", "benchmarks", "choose", str(out / "products.json"), "--out", str(out / "choices.json"))
+    return [
+        Stage("doctor", 80, [Step("doctor", doctor, 80)]),
+        Stage("compile", 180, [Step("compile", compiler, 180)]),
+        Stage("kernels", 270, [
+            Step(name, python("-m", "tests.run_case", *emulated, case), 45, traps=True)
+            for name, case in kernels.items()
+        ]),
+        Stage("tests", 240, [tested("casts", 120), tested("products", 120, **product("products"))]),
+        Stage("sanitizer", 160, [
+            sanitized(tool, names, **product(names[0]))
+            for names in SANITIZED for tool in TOOLS[: 1 if dry else None]
+        ]),
+        Stage("casts", 200, [suite("casts", 200)]),
+        Stage("products", 380, [
+            suite("products", 100, "--libraries", results="libraries"),
+            suite("products", 280, **product("products")),
+        ]),
+        Stage("host", 40, [suite("host", 40)]),
+        Stage("choose", 20, [Step("choose", chooser, 20, needs=out / "products.json")]),
+        Stage("ncu", 230, [profiled(name, kernel, **product(name)) for name, kernel in profiles.items()]),
+    ]  # fmt: skip
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+# --- How it is run ----------------------------------------------------------------------------------------------------
+
+
+def run(planned: Sequence[Stage], out: Path, seconds: float, again: bool = False, dry: bool = False) -> dict[str, Any]:
+    """Run what of ``planned`` is not done yet, for at most ``seconds``; gives all that is known afterwards.
+
+    Raises:
+        SystemExit: ``out`` holds a rehearsal and this is none, or the other way round.
+    """
+    path, end = out / "first_run.json", time.monotonic() + seconds
+    document: dict[str, Any] = {"what": "first run; see docs/benchmarks.md", "dry_run": dry, "steps": {}}
+    if path.exists():
+        document |= json.loads(path.read_text())
+    if document["dry_run"] != dry:
+        raise SystemExit(f"{out} holds a {'dry' if document['dry_run'] else 'real'} run; use another --out")
+    known = document["steps"]
+    for stage in planned:
+        for step in stage.steps:
+            place = f"{stage.name}/{step.name}"
+            if again or known.get(place, {}).get("outcome", WAITING) in NOT_DONE:
+                known[place] = _told(WAITING)
+    for stage in planned:
+        stage_end = time.monotonic() + stage.limit + 1
+        for step in stage.steps:
+            place = f"{stage.name}/{step.name}"
+            if known[place]["outcome"] not in NOT_DONE:
+                continue
+            known[place] = told = _outcome(step, place, known, out, min(end, stage_end))
+            print(f"{place}: {told['outcome']} ({told['seconds']:.0f} s) {told['said']}", flush=True)
+            write(document, path)
+            write_text(report(document), out / "report.md")
+    return document
+
+
+def _told(outcome: str, said: str = "", seconds: float = 0.0, log: str = "") -> dict[str, Any]:
+    return {"outcome": outcome, "seconds": seconds, "said": said, "log": log}
+
+
+def _outcome(step: Step, place: str, known: Mapping[str, Any], out: Path, end: float) -> dict[str, Any]:
+    """Run the step, unless something keeps it from being run now."""
+    hung = [other for other, each in known.items() if each["outcome"] == "hung"]
+    for other in hung:
+        if step.unless_hung and other.startswith(step.unless_hung):
+            return _told(LEFT_OUT, f"{other} hung, and would hang this; mend it, then run its stage with --again")
+    if step.needs and not step.needs.exists():
+        return _told(LEFT_OUT, f"{step.needs.name} is not there")
+    if time.monotonic() + step.limit > end:
+        return _told(WAITING, f"{step.limit} s were not left")
+    if shutil.which(step.command[0]) is None:
+        return _told("missing", f"{step.command[0]} is not on PATH")
+    log = out / "logs" / f"{_file_name(place)}.log"
+    told = _started(step.command, log, step.limit, step.variables)
+    if told["outcome"] == "hung" and step.traps:
+        with_traps = _started(step.command, log.with_suffix(".traps.log"), step.limit, {**step.variables, **TRAPS})
+        said = f"{told['said']}; with traps: {with_traps['outcome']}, {with_traps['said']} ({with_traps['log']})"
+        told |= {"seconds": told["seconds"] + with_traps["seconds"], "said": said}
+    return told
+
+
+def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run it for at most ``limit`` seconds, what it says in ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **variables}
+    begin = time.monotonic()
+    with log.open("w") as file:
+        file.write(f"$ {' '.join(f'{name}={value}' for name, value in variables.items())} {shlex.join(command)}\n")
+        file.flush()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    seconds, name = round(time.monotonic() - begin, 1), f"logs/{log.name}"
+    if status is None:
+        return _told("hung", f"still running after {limit:g} s", seconds, name)
+    if status == 0:
+        return _told("ok", "", seconds, name)
+    died = f"ended by {signal.Signals(-status).name}; " if status < 0 else ""
+    outcome = "not for this card" if status == NOT_FOR_THIS_CARD else "failed"
+    return _told(outcome, died + _last_word(log.read_text(errors="replace")), seconds, name)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what still runs, children too: asked for its stack first, then killed.
+
+    It is not waited for for long: a process that hangs inside the driver may not end at all.
+    """
+    for number, patience in ((signal.SIGABRT, 3), (signal.SIGKILL, 5)):
+        if number == signal.SIGKILL or process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+
+
+def _last_word(text: str) -> str:
+    """The last line that names an error, or the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\w*(Error|Exception)\b|CUDA_ERROR\w+|^FAILED|error:", line)]
+    return (errors or lines or ["said nothing"])[-1][:200]
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", text)
+
+
+# --- What a person reads ----------------------------------------------------------------------------------------------
+
+
+def report(document: Mapping[str, Any]) -> str:
+    """Markdown: a row for each step, and what to do next."""
+    rows = []
+    for place, each in document["steps"].items():
+        outcome = each["outcome"] if each["outcome"] in FINE else f"**{each['outcome']}**"
+        rows.append(
+            f"| {place} | {outcome} | {each['seconds']:.0f} | {each['said'].replace('|', ' ')} | {each['log']} |"
+        )
+    title = "# First run" + " (dry: nothing of it ran on a card)" * document["dry_run"]
+    head = ["| step | outcome | s | what it said | log |", "|---|---|---|---|---|"]
+    return "\n".join([title, "", *head, *rows, "", "## Next", "", *(f"- {line}" for line in _next(document)), ""])
+
+
+def _next(document: Mapping[str, Any]) -> Iterator[str]:
+    by_outcome: dict[str, list[str]] = {}
+    for place, each in document["steps"].items():
+        by_outcome.setdefault(each["outcome"], []).append(place)
+    if "doctor/doctor" in by_outcome.get("failed", ()):
+        yield "Read logs/doctor-doctor.log first: what it calls broken explains most of the rest."
+    for place in by_outcome.get("hung", ()):
+        yield f"{place} hung: its log ends with the stack of the process; the one with traps names the error."
+    if failed := [place for place in by_outcome.get("failed", ()) if place != "doctor/doctor"]:
+        again = ",".join(dict.fromkeys(place.split("/")[0] for place in failed))
+        yield f"{len(failed)} failed, {failed[0]} first: mend it, then `--stages {again} --again`."
+    for place in by_outcome.get("missing", ()):
+        yield f"{place} did not run: {document['steps'][place]['said']}."
+    if waiting := [*by_outcome.get(WAITING, ()), *by_outcome.get(LEFT_OUT, ())]:
+        yield f"{len(waiting)} steps are not done, {waiting[0]} first: run the same command again, it goes on there."
+    if not document["dry_run"] and all(f"{name}/{name}" in by_outcome.get("ok", ()) for name in ("casts", "products")):
+        yield "Put casts.json and products.json into benchmarks/results, with date and card in their names."
+        yield "`python -m benchmarks table casts.json --readme README.md`; `python -m benchmarks choose products.json`."
+        yield "For each target that is missed, say what its profile (ncu-*.ncu-rep) shows and what was tried."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step that runs is ended too
+    out = args.out.resolve()
+    planned = stages(out, args.dry_run)
+    names = args.stages.split(",") if args.stages else [stage.name for stage in planned]
+    if unknown := set(names) - {stage.name for stage in planned}:
+        raise SystemExit(f"no stage is called {', '.join(unknown)}; there are {', '.join(s.name for s in planned)}")
+    document = run([s for s in planned if s.name in names], out, args.seconds, args.again, args.dry_run)
+    print(f"\n{report(document)}\n{out / 'report.md'}")
+    return int(any(each["outcome"] not in FINE for each in document["steps"].values()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.first_run", description="The first half hour on a card."
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of results and logs; what is in it is not repeated"
+    )
+    parser.add_argument("--stages", metavar="STAGE,...", help="only these")
+    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"of this call, default {BUDGET}")
+    parser.add_argument("--dry-run", action="store_true", help="rehearse on the CPU")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Whole linear layers, forward and backward, with their casts and the scales' update: part of suite ``products``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.plan import Plan
+from benchmarks.record import OURS, Candidate, Result, said
+from benchmarks.timing import Contender
+from lightning_fp8 import FP8FabricPrecision
+
+BF16 = "BF16"
+
+
+class Layer(NamedTuple):
+    """Linear layers that are run forward and backward, one after the other."""
+
+    name: str
+    sizes: tuple[tuple[int, int], ...]
+    tokens: int
+    target: dict[str, float]
+
+
+LLAMA_8B = {"QKV": (4096, 6144), "proj": (4096, 4096), "fc1": (4096, 28672), "fc2": (14336, 4096)}
+"""in and out features; fc1 is the gated MLP's two."""
+LAYERS = (
+    Layer("Linear, forward and backward", ((4096, 14336),), 8192, {f"over {BF16}": 1.4}),
+    Layer("Llama-8B layer's Linears, forward and backward", tuple(LLAMA_8B.values()), 8192, {f"over {BF16}": 1.6}),
+)
+TINY_LAYERS = (Layer("Linear, forward and backward", ((32, 48),), 16, {f"over {BF16}": 1.4}),)
+
+
+def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
+    """In BF16 and with every recipe that has kernels."""
+    shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
+    flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
+    for recipe in (None, "delayed", "tensorwise", "rowwise", "blockwise"):
+        by = BF16 if recipe is None else OURS if recipe == "delayed" else f"{OURS}, {recipe}"
+        result = Result(layer.name, by, shape, "bfloat16", flops=flops, target=layer.target if by == OURS else {})
+        try:
+            call = _step(layer, recipe, plan)
+            call()
+        except Exception as error:
+            yield Candidate(replace(result, correct=False, note=said(error)), None)
+            continue
+        yield Candidate(result, Contender(call))
+
+
+def _step(layer: Layer, recipe: str | None, plan: Plan) -> Callable[[], None]:
+    """Forward and backward of each layer."""
+    model = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in layer.sizes).to(plan.device, torch.bfloat16)
+    plugin = FP8FabricPrecision(recipe=recipe, first_last_layers_bf16=False) if recipe else None  # type: ignore[arg-type]
+    if plugin is not None:
+        plugin.convert_module(model)
+
+    def data(features: int) -> Tensor:
+        return torch.randn(layer.tokens, features, device=plan.device, dtype=torch.bfloat16)
+
+    inputs = [data(size).requires_grad_() for size, _ in layer.sizes]
+    gradients = [data(size) for _, size in layer.sizes]
+
+    def forward_and_backward() -> None:
+        for linear, x, dy in zip(model, inputs, gradients):
+            linear(x).backward(dy)
+
+    def step() -> None:
+        if plugin is None:
+            forward_and_backward()
+        else:
+            with plugin.forward_context():
+                forward_and_backward()
+            plugin.update_scales()
+        for tensor in (*inputs, *model.parameters()):
+            tensor.grad = None
+
+    return step

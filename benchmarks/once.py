@@ -1,0 +1,62 @@
+"""One call of what a suite times, for a profiler: ``python -m benchmarks.once "cast + transposed"``.
+
+A cast runs on the first shape of suite ``casts``; a product in the tile that ``LIGHTNING_FP8_GEMM`` leads to. The
+kernel that is meant is the last to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import casts, operations, products
+from benchmarks.operations import Call
+from benchmarks.plan import Plan
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.how import how_to_multiply
+from lightning_fp8.scaled import Layout
+
+
+def prepared(name: str, plan: Plan) -> Callable[[], Any]:
+    """The call of that name.
+
+    Raises:
+        ValueError: there is none; the message lists all.
+    """
+    works = {work.name: work for work in (products.TINY if plan.dry else products.FULL) if not work.accumulate}
+    calls = {each.name: each for each in (*operations.casts(E4M3.dtype), *operations.fused(E4M3.dtype))}
+    if name in calls:
+        shape = (casts.TINY if plan.dry else casts.FULL).casts[0]
+        return Call(calls[name], torch.randn(shape, device=plan.device).bfloat16())
+    if name in works:
+        work = works[name]
+        layouts = [Layout(layout) for layout in products.PAIRS[work.scaling]]
+        left, right = (
+            products.operand(rows, work.k, layout.value, plan) for rows, layout in zip((work.m, work.n), layouts)
+        )
+        how = how_to_multiply(layouts[0], layouts[1], work.out, work.fast)
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, how
+        return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
+    raise ValueError(f"{name!r} is none of {', '.join(map(repr, (*calls, *works)))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.once", description="Call once what a suite times.")
+    parser.add_argument("name")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU with tiny tensors")
+    args = parser.parse_args()
+    device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)
+    try:
+        call = prepared(args.name, Plan(device, args.dry_run))
+    except ValueError as error:
+        parser.error(str(error))
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
