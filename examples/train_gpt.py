@@ -3,6 +3,7 @@
     python examples/train_gpt.py                          # FP8, delayed scaling
     python examples/train_gpt.py --recipe blockwise       # another recipe
     python examples/train_gpt.py --recipe bf16            # the baseline
+    STEPS=20 python examples/train_gpt.py                 # a look at it, as --steps 20
     lightning-fp8 fit --config configs/delayed.yaml       # the same from YAML
 
 The model is a small Llama: RMSNorm, rotary embeddings, causal attention, SwiGLU. Nothing in it knows about FP8.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sysconfig
 import time
 from pathlib import Path
@@ -226,7 +228,7 @@ class Throughput(L.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT in FP8 on Python's standard library.")
     parser.add_argument("--recipe", default="delayed", help="delayed, tensorwise, rowwise, blockwise, mxfp8, or bf16")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=int(os.environ.get("STEPS", "300")))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16)

@@ -145,11 +145,14 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
 
 
 def test_lightning_is_imported_on_first_use_only() -> None:
-    """The command line for checkpoints starts without Lightning; the plugin's names bring it in."""
+    """The command line starts without Lightning and torch; the plugin's names bring them in."""
     code = """
 import sys
 import lightning_fp8, lightning_fp8.cli
+assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
+import lightning_fp8.convert
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
+assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
 from lightning_fp8 import *
 assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules
@@ -157,7 +160,7 @@ assert {name for name in lightning_fp8.__all__ if not hasattr(lightning_fp8, nam
 try:
     lightning_fp8.FP8Precison
 except AttributeError as error:
-    assert "FP8Precison" in str(error)
+    assert "module 'lightning_fp8' has no attribute 'FP8Precison'" in str(error)
 else:
     raise AssertionError("a wrong name was found")
 """
