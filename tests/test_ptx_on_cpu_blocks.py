@@ -182,7 +182,7 @@ def test_what_a_launch_writes_is_not_read_as_constant() -> None:
 FILL = """
 mov.u32 %r0, %ctaid.x; mov.u32 %r1, memory; setp.ne.u32 %p0, %r0, 0; @%p0 bra OTHER;
 mov.b32 %r2, 0x40E00000; st.shared.v4.b32 [%r1], {%r2, %r2, %r2, %r2}; fence.proxy.async.shared::cta;
-mov.u64 %d0, param_map;
+mov.u64 %d0, param_map; cvta.param.u64 %d0, %d0;
 """
 REST = """
 cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
