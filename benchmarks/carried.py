@@ -19,13 +19,15 @@ from benchmarks.plan import Plan
 from cuda_kernels.gemm.tuning import builds_of
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import build, kernels_of_layer, noted
+from lightning_fp8.kernels import build, doctors_kernels, kernels_of_layer, noted
 from lightning_fp8.recipes import RECIPES, make_recipe
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """All of them, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
-    found = {kernel.name: kernel for kernel in chain(_casts(), _products(arch), _layers(arch), _tests())}
+    """All of them and the doctor's, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
+    found = {
+        kernel.name: kernel for kernel in chain(_casts(), _products(arch), _layers(arch), _tests(), doctors_kernels())
+    }
     return [kernel for kernel in found.values() if arch in kernel.architectures]
 
 

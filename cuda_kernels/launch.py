@@ -195,16 +195,31 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoKernels('cuda-bindings is not installed; pip install "lightning-fp8[cuda]"') from error
+        raise NoKernels(f"cuda-bindings is not installed; {_install()}") from error
     return driver
+
+
+def _install() -> str:
+    """What brings compilers and bindings of torch's CUDA."""
+    extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
+    return f'pip install "lightning-fp8[{extra}]"'
 
 
 def _loaded(kernel: Kernel, index: int) -> int:
     """The handle of ``kernel`` on CUDA device ``index``, which is the current one."""
     handle = kernel._loaded.get(index)
     if handle is None:
-        handle = kernel._loaded[index] = _load(kernel, index)
+        try:
+            handle = _load(kernel, index)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch keeps what it frees, and the driver needs some of it
+            handle = _load(kernel, index)
+        kernel._loaded[index] = handle
     return handle
+
+
+_OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY"""
 
 
 def _load(kernel: Kernel, index: int) -> int:
@@ -216,7 +231,7 @@ def _load(kernel: Kernel, index: int) -> int:
     except Exception as error:  # of compilers, whatever they raise
         missing = isinstance(error, ImportError)  # for all kernels alike: said once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
-        ways_out = conflicts(versions()) or ['pip install "lightning-fp8[cuda]"'] * missing
+        ways_out = conflicts(versions()) or [_install()] * missing
         raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
     entry = re.search(rb"\.text\.(\w+)", code)
     assert entry is not None
@@ -242,6 +257,8 @@ def _load_now(handle: Any) -> None:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
+    if result[0] == _OUT_OF_MEMORY:  # which passes: no reason to do without a kernel from now on
+        raise torch.OutOfMemoryError(f"the CUDA driver has no memory left for a kernel: it answered {result[0]!r}")
     if result[0]:
         raise KernelError(f"the CUDA driver answered {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
     return result[1] if len(result) > 1 else None

@@ -31,6 +31,7 @@ from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
 from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.bench import gemms_of, job_of, sizes
+from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops import planning
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
@@ -158,13 +159,21 @@ def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
 
 
 def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
-    """Those of all layers under all recipes."""
-    return [
+    """Those of all layers under all recipes, and the doctor's."""
+    of_layers = [
         kernel
         for inputs, outputs in layers
         for recipe in recipes
         for kernel in kernels_of_layer(inputs, outputs, tokens, make_recipe(recipe), arch)
     ]
+    return of_layers + doctors_kernels()
+
+
+def doctors_kernels() -> list[Kernel]:
+    """What ``lightning-fp8 doctor`` casts with; its product is cuBLASLt's wherever that is not forbidden."""
+    with noted() as found:
+        probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
+    return list(found.values())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def test_every_plan_is_legal(problem: Problem) -> None:
             assert 4 <= plan.stages <= 8
             # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'.
             assert 128 * (224 * plan.groups + 56) <= 65536
-            part = plan.columns // 2 if product.promote or product.scaling.along_k else 0
+            part = plan.columns // 2 if product.promote else 0
             assert plan.waves * plan.columns // 2 + part <= 192
             assert plan.columns % 8 == 0 and plan.columns <= 256  # noqa: PT018  (wgmma's n)
             # Copies: boxes of at most 256 rows, and what a block of a cluster loads for both is whole groups of 8 rows.

@@ -15,6 +15,7 @@ from cuda_kernels.gemm import tuning
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.scaling import update_scales_kernel
 from lightning_fp8 import Linear, fp8_autocast, kernels
+from lightning_fp8.doctor import probes
 from lightning_fp8.recipes import RECIPES, make_recipe
 from tests.emulated import needs_compilers
 
@@ -73,7 +74,8 @@ def test_what_a_layer_starts(recipe: str) -> None:
     assert bool(products) == (recipe != "mxfp8")
     gradient = "e5m2 e4m3" if recipe in ("delayed", "tensorwise") else "e4m3 e4m3"
     assert not products or any(gradient in name and "promote" in name for name in products)
-    assert not products or any("promote" not in name for name in products), "the forward product's"
+    # The forward product's; sums of blocks are always promoted.
+    assert any("promote" not in name for name in products) == (recipe not in ("blockwise", "mxfp8"))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -91,6 +93,15 @@ def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pyt
     assert len({name.split(",")[0] for name in names}) >= 2
     built = {kernel.name for kernel in kernels.kernels_of_layer(512, 256, 384, make_recipe(recipe), "90a")}
     assert set(found) <= built, set(found) - built
+
+
+def test_what_the_doctor_casts_with_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would ask for compilers on a machine that needs none."""
+    monkeypatch.setattr(probes, "_device", lambda: torch.device("cpu"))
+    with kernels.noted() as found:
+        probes.cast()
+    assert found
+    assert set(found) <= {kernel.name for kernel in kernels.layers_kernels([], 128, [], "90a")}
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

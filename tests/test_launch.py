@@ -13,6 +13,7 @@ import types as python_types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,36 @@ def test_machine_code_that_cannot_be_loaded_is_found_when_a_call_is_planned(
     monkeypatch.setattr(launch._driver(), "cuFuncLoad", lambda function: (209,))
     kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)  # one that is not loaded yet
     with pytest.raises(KernelError, match="209"):
+        Launch(kernel, 7, (140, 264), card.device)
+
+
+def test_memory_that_is_short_is_no_reason_to_do_without_a_kernel(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives back what it keeps; if that does not help, it is torch's own error, and the next call tries again."""
+    card, answers, emptied = Card(monkeypatch), [2, 0], []
+    monkeypatch.setattr(launch._driver(), "cuFuncLoad", lambda function: (answers.pop(0),))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)  # one that is not loaded yet
+    Launch(kernel, 7, (140, 264), card.device)
+    assert emptied == [True]
+    assert not answers
+
+    answers += [2, 2, 0]
+    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        Launch(kernel, 7, (140, 264), card.device)
+    Launch(kernel, 7, (140, 264), card.device)
+    assert not answers
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda"), (None, "cuda")])
+def test_what_is_missing_is_named_for_torchs_cuda(
+    cuda: str | None, extra: str, cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(Kernel, "cubin", lambda self, arch: import_module("compilers_that_nobody_has"))
+    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)
+    with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
         Launch(kernel, 7, (140, 264), card.device)
 
 

@@ -128,14 +128,13 @@ def is_legal(tile: Tile, product: Product) -> bool:
     products and then add 64 numbers a thread, with nobody to multiply meanwhile: about 420 clocks for 256 clocks' worth
     of products (:func:`_clocks`), which hiding the tile's end repays only for k below some 800.
     """
-    promote = product.promote or product.scaling.along_k
-    sums = tile.columns // 2 * (tile.waves + promote)
+    sums = tile.columns // 2 * (tile.waves + product.promote)
     return (
         places(tile, product.scaling)["end"] <= SHARED_BYTES["90a"]
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have accumulators of their own only where parts are added to them.
-        and (tile.waves == 1 or (promote and tile.staged))
-        and not (tile.alternate and promote)
+        and (tile.waves == 1 or (product.promote and tile.staged))
+        and not (tile.alternate and product.promote)
         and (tile.staged or tile.columns <= 128)
     )
 
@@ -203,7 +202,7 @@ def shared_clocks(tile: Tile, product: Product) -> float:
 
 def _promoted_clocks(tile: Tile, product: Product) -> float:
     """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
-    if not (product.promote or product.scaling.along_k):
+    if not product.promote:
         return 0.0
     each = 2 if product.scaling is Scaling.BLOCKS else 1
     added = tile.waves * (tile.columns / 2 * each + 100)

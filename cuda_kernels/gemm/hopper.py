@@ -71,7 +71,7 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     Parameters are tensor maps of A, B, out and both scales; the addresses of both scales, bias, the largest magnitude
     seen and out; the pitches of out's rows and of B's scales; m, n and k. What there is none of is 0, or A's map.
     """
-    scaling, promote = product.scaling, product.promote or product.scaling.along_k
+    scaling, promote = product.scaling, product.promote
     groups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
     alternate, sharing, taking_turns = tile.alternate, tile.sharing, tile.groups // tile.sharing
     rows, count, last_stage = tile.rows, columns // 2, stages - 1

@@ -35,7 +35,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     multiples of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. What there is none of
     is 0.
     """
-    scaling, promote = product.scaling, product.promote or product.scaling.along_k
+    scaling, promote = product.scaling, product.promote
     rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
     along_k, by_row = scaling.along_k, scaling is Scaling.ROW
     by_block, by_blocks = scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS

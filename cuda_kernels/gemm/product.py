@@ -34,7 +34,7 @@ class Product:
         bias: its dtype, if there is one.
         accumulate: adds to ``out``, which is float32.
         promote: sums no more than 128 products in a tensor core, whose accumulator keeps about 14 bits (DeepSeek-V3,
-            arXiv:2412.19437); the rest in float32.
+            arXiv:2412.19437); the rest in float32. Always where scales change along K.
         amax: raises a given number to the largest magnitude of ``out``.
     """
 
@@ -46,6 +46,10 @@ class Product:
     accumulate: bool = False
     promote: bool = True
     amax: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scaling.along_k:  # there is no other kernel: products that say so and those that do not share it
+            object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
         words = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]

@@ -41,13 +41,21 @@ def cast() -> str:
         ArithmeticError: a value differs.
     """
     x = _values(320, 200)
-    on_card = _operand(x.to(_device()))
+    on_card = cast_both_ways(x.to(_device()))
     exact = (x.double() * SCALE).clamp(-E4M3.max, E4M3.max)
     for name, codes, wanted in (("", on_card[0], exact), ("transposed ", on_card[1], exact.t())):
         wrong = int((_nearest(wanted) != codes.cpu().double()).sum())
         if wrong:
             raise ArithmeticError(f"{wrong} of {wanted.numel()} {name}values are not the nearest of {E4M3.name}")
     return f"[320, 200] in bfloat16 to E4M3 and its transpose, all {2 * x.numel():,} values right, on {_where()}"
+
+
+def cast_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`cast` starts: codes of ``x [R, K]`` in E4M3, and those of its transpose."""
+    row, column = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
+    assert row is not None
+    assert column is not None
+    return row.data, column.data
 
 
 def product() -> str:
@@ -58,7 +66,9 @@ def product() -> str:
     Raises:
         ArithmeticError: a value is further off than rounding to bfloat16 and 11 bits of accumulator explain.
     """
-    a, b = (ops.quantize(_values(rows, 512).to(_device()), CAST, scale=_scale()).rowwise for rows in (256, 384))
+    a, b = (
+        ops.quantize(_values(rows, 512).to(_device()), CAST, scale=_scale(_device())).rowwise for rows in (256, 384)
+    )
     assert a is not None
     assert b is not None
     result = ops.scaled_mm(a, b).cpu().double()
@@ -106,21 +116,14 @@ def _where() -> str:
     return torch.cuda.get_device_name(_device()) if _device().type == "cuda" else "the processor"
 
 
-def _scale() -> Tensor:
-    return torch.tensor(SCALE, device=_device())
+def _scale(device: torch.device) -> Tensor:
+    return torch.tensor(SCALE, device=device)
 
 
 def _values(rows: int, columns: int) -> Tensor:
     """From subnormal to saturated, of both signs."""
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     return (x * torch.logspace(-3, 1, columns)).bfloat16()
-
-
-def _operand(x: Tensor) -> tuple[Tensor, Tensor]:
-    row, column = ops.quantize(x, CAST, scale=_scale(), columnwise=True)
-    assert row is not None
-    assert column is not None
-    return row.data, column.data
 
 
 def _nearest(x: Tensor) -> Tensor:
