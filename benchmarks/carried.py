@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import casts, layers, operations, products
 from benchmarks.plan import Plan
-from cuda_kernels.gemm.tuning import builds_of
+from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import build, doctors_kernels, kernels_of_layer, noted

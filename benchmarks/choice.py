@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import write
-from cuda_kernels.gemm.tuning import Measured, from_json, shipped_file
-from cuda_kernels.gemm.tuning import document as measurements
+from cuda_kernels.host.gemm_selection import Measured, from_json, shipped_file
+from cuda_kernels.host.gemm_selection import document as measurements
 
 
 def winners(document: dict[str, Any]) -> list[Measured]:

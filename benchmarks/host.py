@@ -99,8 +99,7 @@ def _implementation(op: str) -> Callable[..., Any]:
 @contextmanager
 def _a_card() -> Iterator[None]:
     """CPU tensors are on a card whose driver starts nothing."""
-    from cuda_kernels import launch, tensor_maps
-    from cuda_kernels.gemm import tuning
+    from cuda_kernels.host import gemm_selection, launch, tensor_maps
 
     driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
     replaced: dict[str, Any] = {
@@ -110,7 +109,7 @@ def _a_card() -> Iterator[None]:
         "enter_context": lambda index: None,
     }
     stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
-    wish = patch.dict(os.environ, {tuning.CHOICE_VARIABLE: "numba"})
+    wish = patch.dict(os.environ, {gemm_selection.CHOICE_VARIABLE: "numba"})
     maps = patch.multiple(tensor_maps, is_card=lambda device: True, _encoded=lambda tensor, box: bytes(128))
     with patch.multiple(launch, **replaced), maps, stream, wish:
         yield
@@ -119,7 +118,7 @@ def _a_card() -> Iterator[None]:
 @contextmanager
 def _noted_launches(launches: list[Step]) -> Iterator[None]:
     """``launches`` gets what starts kernels that are planned meanwhile."""
-    from cuda_kernels.launch import Launch
+    from cuda_kernels.host.launch import Launch
 
     start = Launch.start
 

@@ -27,7 +27,7 @@ from lightning_fp8.ops.multiply import multiplier
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.config import Problem
+    from cuda_kernels.host.gemm_configs import Problem
 
 SECONDS, TRIAL_SECONDS = 0.2, 0.02
 """Of measuring, for each contender; and for each candidate of cuBLASLt, of which the fastest is one."""
@@ -125,9 +125,9 @@ def run(plan: Plan) -> Iterator[Result]:
 
 def _compile(problems: Sequence[Problem], plan: Plan) -> None:
     """All plans of all problems, on all processors: one after the other they would take longer than what is timed."""
-    from cuda_kernels.ahead import compile_ahead, missing
-    from cuda_kernels.gemm.tuning import builds_of
-    from cuda_kernels.launch import architecture_of
+    from cuda_kernels.host.gemm_selection import builds_of
+    from cuda_kernels.host.launch import architecture_of
+    from cuda_kernels.host.precompile import compile_ahead, missing
 
     architecture = architecture_of(plan.device)
     builds = missing([build for problem in problems for build in builds_of(problem)], architecture)
@@ -186,8 +186,8 @@ def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exa
 
 def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """BF16; torch and cuBLASLt itself, with fast accumulation and without: where scales vary along k, only without."""
-    from cuda_kernels.gemm.config import Library, cublaslt_takes
-    from cuda_kernels.gemm.tuning import Measured, to_json
+    from cuda_kernels.host.gemm_configs import Library, cublaslt_takes
+    from cuda_kernels.host.gemm_selection import Measured, to_json
 
     shape, out = (work.m, work.n, work.k), exam.out
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
@@ -237,9 +237,9 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
 
 def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """Every legal tile of ours."""
-    from cuda_kernels.gemm.config import Library, estimated, plans
-    from cuda_kernels.gemm.tuning import Measured, to_json
-    from cuda_kernels.launch import EXECUTORS
+    from cuda_kernels.host.gemm_configs import Library, estimated, plans
+    from cuda_kernels.host.gemm_selection import Measured, to_json
+    from cuda_kernels.host.launch import EXECUTORS
 
     job, shape = _job(work, plan), (work.m, work.n, work.k)
     if plan.device.type not in ("cuda", *EXECUTORS):

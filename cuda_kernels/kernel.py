@@ -1,4 +1,4 @@
-"""A kernel as it is declared: its source, its parameters, its launch bounds; and its machine code, kept on disk.
+"""A kernel as it is declared: its source, its parameters, its launch bounds.
 
 Kernels take tensor maps, addresses, integers and floats, never arrays; what differs from start to start comes first:
 maps, and int64.
@@ -6,16 +6,13 @@ maps, and int64.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from cuda_kernels.cache import cached, carried, compilers
-from cuda_kernels.fingerprint import code_fingerprint, fingerprint, source_of_module
-from cuda_kernels.language import UniTuple
+from cuda_kernels.device.language import UniTuple
 
 ARCHITECTURES = ("90a", "89", "100", "120")
 """Those that kernels are for which say nothing else."""
@@ -33,7 +30,7 @@ class Kernel:
 
     Attributes:
         name: tells it from every other variant, e.g. ``quantize(bfloat16, e4m3, tensor)``.
-        function: kernel code; see :mod:`cuda_kernels.language`.
+        function: kernel code; see :mod:`cuda_kernels.device.language`.
         parameters: a type for each parameter: int64 for an address, int32, int64 or float32, a tuple of one of them, or
             a tensor map.
         threads: threads of a block.
@@ -64,59 +61,6 @@ class Kernel:
             else max(1, self.blocks_per_multiprocessor - 1)
         )
 
-    def cubin(self, arch: str) -> bytes:
-        """Machine code for ``arch``: carried from elsewhere, or as :meth:`built`.
-
-        Raises:
-            KernelError: as :meth:`built`.
-            ImportError: it has to be compiled, and a compiler is missing.
-        """
-        self._check(arch)
-        found = carried(self.source_key("cubin", arch), f"{self.name} for sm_{arch}")
-        return found if found is not None else self.built(arch)
-
-    def built(self, arch: str) -> bytes:
-        """Machine code for ``arch`` by the compilers here: from the cache, or compiled and put there.
-
-        Raises:
-            KernelError: it is not for ``arch``, or what the compilers made of it breaks what a launch relies on.
-            ImportError: a compiler is missing.
-        """
-        self._check(arch)
-        return cached(self.key("cubin", arch), lambda: self._compiled(arch))
-
-    def _check(self, arch: str) -> None:
-        if arch not in self.architectures:
-            raise KernelError(f"{self.name} is for sm_{', sm_'.join(self.architectures)}, not for sm_{arch}")
-
-    def _compiled(self, arch: str) -> bytes:
-        from cuda_kernels import compiler
-
-        code, report = compiler.link(compiler.ltoir(self, arch), arch, "cubin")
-        # Where the annotations of tensor maps by value are lost, a kernel copies them to its stack, and the tensor
-        # memory accelerator reads an address that is none.
-        if "tensor_map" in self.parameter_kinds and " 0 bytes stack frame" not in report:
-            raise KernelError(f"{self.name}, compiled for sm_{arch}, does not read its tensor maps in place: {report}")
-        return code
-
-    def key(self, what: str, arch: str) -> str:
-        """Under which ``what`` is made of this kernel is kept; another one when its source or a compiler changes."""
-        return _hashed(f"{self.source_key(what, arch)} {code_fingerprint(self.function)} {compilers()}")
-
-    def source_key(self, what: str, arch: str) -> str:
-        """The same, whatever compiles it."""
-        bounds = (
-            self.parameters,
-            self.threads,
-            self.blocks_side_by_side(arch),
-            source_of_module("cuda_kernels.compiler"),
-        )
-        return _hashed(f"{what} {arch} {self.name} {bounds} {self._fingerprint}")
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint(self.function)
-
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:
         """The type of each parameter, those of tuples one by one."""
@@ -134,10 +78,6 @@ class Kernel:
     def layout(self) -> struct.Struct:
         """The parameters as a C struct."""
         return struct.Struct("@" + "".join(self.formats))
-
-
-def _hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:

@@ -28,7 +28,7 @@ from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Layout, Role
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.config import Plan
+    from cuda_kernels.host.gemm_configs import Plan
 
 ROUNDS = 21
 """Times that each plan is measured; the median counts."""
@@ -71,7 +71,7 @@ def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
 
 def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
     """What computes the product of random operands: every plan but the slow exact one."""
-    from cuda_kernels.gemm.config import Library, plans
+    from cuda_kernels.host.gemm_configs import Library, plans
 
     operands: list[Tensor] = []
     for role, rows in ((of.a, of.m), (of.b, of.n)):
@@ -124,9 +124,9 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     Raises:
         ValueError: the recipe's layouts have no kernels.
     """
-    from cuda_kernels import launch
-    from cuda_kernels.ahead import compile_ahead, missing
-    from cuda_kernels.gemm.tuning import Measured, builds_of, keep
+    from cuda_kernels.host import launch
+    from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
+    from cuda_kernels.host.precompile import compile_ahead, missing
 
     if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
@@ -147,7 +147,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
 
 
 def _lines(of: Gemm, times: dict[Plan, float]) -> Iterator[str]:
-    from cuda_kernels.gemm.config import Library
+    from cuda_kernels.host.gemm_configs import Library
 
     yield f"{of.name}: [{of.m}, {of.k}] x [{of.n}, {of.k}]ᵀ"
     for plan, seconds in times.items():

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuda_kernels import cache, launch
-from cuda_kernels.gemm.tuning import builds_of
+from cuda_kernels.host import cache, launch, machine_code
+from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
 from lightning_fp8.autocast import fp8_autocast
@@ -142,9 +142,9 @@ def _build_share(
     kernels = {kernel.name: kernel for kernel in find(*arguments)}
     built, failed = {}, {}
     for name in sorted(kernels)[first::step]:
-        key = kernels[name].source_key("cubin", arch)
+        key = machine_code.source_key(kernels[name], "cubin", arch)
         try:
-            cache.carry(folder, key, kernels[name].built(arch))
+            cache.carry(folder, key, machine_code.built(kernels[name], arch))
             built[key] = name
         except Exception as error:  # what a compiler raises is no business of ours
             failed[name] = str(error)

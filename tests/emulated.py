@@ -15,11 +15,11 @@ from zlib import crc32
 import torch
 
 import cuda_kernels
-from cuda_kernels import launch
-from cuda_kernels.cache import cached
+from cuda_kernels.host import launch, machine_code
+from cuda_kernels.host.cache import cached
+from cuda_kernels.host.launch import Argument, Executor
+from cuda_kernels.host.tensor_maps import Map
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.launch import Argument, Executor
-from cuda_kernels.tensor_maps import Map
 from tests.kernel_cases import Case
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
@@ -27,18 +27,18 @@ from tests.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 
 def ltoir_of(kernel: Kernel, arch: str) -> bytes:
     """The kernel before linking, the slow step: from disk where it was compiled before."""
-    from cuda_kernels import compiler
+    from cuda_kernels.lowering import compiler
 
-    return cached(kernel.key("ltoir", arch), lambda: compiler.ltoir(kernel, arch))
+    return cached(machine_code.key(kernel, "ltoir", arch), lambda: compiler.ltoir(kernel, arch))
 
 
 @cache
 def ptx_of(kernel: Kernel) -> str:
     """The kernel's PTX for the first of its architectures, from disk where it was compiled before."""
-    from cuda_kernels import compiler
+    from cuda_kernels.lowering import compiler
 
     arch = kernel.architectures[0]
-    ptx = cached(kernel.key("ptx", arch), lambda: compiler.link(ltoir_of(kernel, arch), arch, "ptx")[0])
+    ptx = cached(machine_code.key(kernel, "ptx", arch), lambda: compiler.link(ltoir_of(kernel, arch), arch, "ptx")[0])
     return ptx.decode().rstrip("\0")
 
 

@@ -14,10 +14,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from cuda_kernels import launch
-from cuda_kernels.gemm import tuning
-from cuda_kernels.gemm.config import Plan, Problem, plans
-from cuda_kernels.gemm.product import MmaTile, Tile
+from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import Plan, Problem, plans
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import gemm, jobs, planning, reference
 from lightning_fp8.ops.how import NAMES, how_to, how_to_multiply
@@ -117,7 +116,10 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
     planning.forget()
-    with patch.object(tuning, "plan_for", chosen), patch.object(launch, "architecture_of", lambda device: architecture):
+    with (
+        patch.object(gemm_selection, "plan_for", chosen),
+        patch.object(launch, "architecture_of", lambda device: architecture),
+    ):
         yield
     planning.forget()
 

@@ -31,10 +31,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cuda_kernels import launch  # noqa: E402
-from cuda_kernels.cache import carried  # noqa: E402
+from cuda_kernels.host import machine_code  # noqa: E402
+from cuda_kernels.host.cache import carried  # noqa: E402
+from cuda_kernels.host.launch import Argument, Launch  # noqa: E402
+from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402
 from cuda_kernels.kernel import Kernel, compute_capability  # noqa: E402
-from cuda_kernels.launch import Argument, Launch  # noqa: E402
-from cuda_kernels.tensor_maps import Map, map_on  # noqa: E402
 from tests.cubin import Entry, entry_of  # noqa: E402
 
 CARD, STREAM = torch.device("cuda", 0), 99
@@ -65,7 +66,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
-        code = carried(kernel.source_key("cubin", arch), kernel.name)
+        code = carried(machine_code.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
         self.layout.count, self.layout.size = len(entry.parameters), entry.parameter_bytes

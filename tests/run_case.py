@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from cuda_kernels import launch
+from cuda_kernels.host import launch, machine_code
 from tests import emulated, fused_cases, gemm_cases, kernel_cases
 
 CASES = {case.name: case for module in (kernel_cases, fused_cases, gemm_cases) for case in module.CASES}
@@ -36,7 +36,7 @@ def compiled(name: str, architecture: str) -> int:
     """How many kernels the case launches, all of them in the cache afterwards."""
     kernels = emulated.kernels_of(CASES[name].run)
     for kernel in kernels:
-        kernel.cubin(architecture)
+        machine_code.cubin(kernel, architecture)
     return len(kernels)
 
 

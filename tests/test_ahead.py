@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cuda_kernels import cache as disk
-from cuda_kernels.ahead import Build, compile_ahead, missing
-from cuda_kernels.column_sums import column_sums_kernel
-from cuda_kernels.gemm import hopper, mma
-from cuda_kernels.gemm.config import Problem, plans
-from cuda_kernels.gemm.product import MmaTile, Tile
-from cuda_kernels.gemm.tuning import builds_of
+from cuda_kernels.casts.column_sums import column_sums_kernel
+from cuda_kernels.casts.update_scales import update_scales_kernel
+from cuda_kernels.gemm import mma, wgmma
+from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.host import cache as disk
+from cuda_kernels.host import machine_code
+from cuda_kernels.host.gemm_configs import Problem, plans
+from cuda_kernels.host.gemm_selection import builds_of
+from cuda_kernels.host.precompile import Build, compile_ahead, missing
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.scaling import update_scales_kernel
 from tests.emulated import needs_compilers
 from tests.test_gemm_config import LLAMA
 
@@ -38,7 +39,9 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list(compile_ahead(missing(builds, "90a"), "90a"))) == 3
     assert missing(builds, "90a") == [(broken_kernel, ())]
     assert missing(builds, "89") == builds[:3]
-    names = {(tmp_path / function(*arguments).key("cubin", "90a")) for function, arguments in (sums, scales)}
+    names = {
+        (tmp_path / machine_code.key(function(*arguments), "cubin", "90a")) for function, arguments in (sums, scales)
+    }
     assert set(tmp_path.iterdir()) == names
     assert list(compile_ahead([], "90a")) == []
 
@@ -47,6 +50,6 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_builds_of_all_plans(architecture: str) -> None:
     problem = Problem(*(256, 256, 256), LLAMA.product, architecture, 132, True, True)
     tiles = [plan for plan in plans(problem) if isinstance(plan, (Tile, MmaTile))]
-    builder = hopper.gemm_kernel if architecture == "90a" else mma.mma_gemm_kernel
+    builder = wgmma.gemm_kernel if architecture == "90a" else mma.mma_gemm_kernel
     assert builds_of(problem) == [(builder, (problem.product, tile)) for tile in tiles]
     assert bool(tiles) == (architecture != "100")

@@ -133,6 +133,49 @@ def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
         assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
+KERNEL_ROOMS = {
+    "references": set(),
+    "device": set(),
+    "kernel": {"device"},
+    "casts": {"kernel", "device"},
+    "norm": {"kernel", "device"},
+    "gemm": {"kernel", "device"},
+    "lowering": {"kernel", "device", "references"},
+    "host": {"kernel", "device", "references", "gemm", "lowering"},
+}
+"""What each room of cuda_kernels may import of the others."""
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_rooms_of_kernels(room: str) -> None:
+    modules = [name for name in FILES if _in_room(name, f"cuda_kernels.{room}")]
+    assert modules
+    for module in modules:
+        rooms = {name.split(".")[1] for name in IMPORTS[module] & set(FILES) if name.startswith("cuda_kernels.")}
+        assert rooms <= KERNEL_ROOMS[room] | {room}, module
+        foreign = {name.split(".")[0] for name in IMPORTS[module]}
+        assert room == "host" or "torch" not in foreign, module
+        assert room == "lowering" or not foreign & {"numba", "llvmlite"}, module
+
+
+def test_every_kernel_module_is_in_a_room() -> None:
+    names = {name.split(".")[1] for name in FILES if name.startswith("cuda_kernels.")}
+    assert names == set(KERNEL_ROOMS)
+
+
+def test_kernels_are_declared_and_started_without_a_compiler() -> None:
+    modules = [name for name in FILES if _in_room(name, "cuda_kernels") and not _in_room(name, "cuda_kernels.lowering")]
+    code = f"""
+import sys
+from importlib import import_module
+for module in {modules}:
+    import_module(module)
+assert not {{"numba", "llvmlite"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
     knowing = {
         module

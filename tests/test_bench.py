@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cuda_kernels import launch
-from cuda_kernels.gemm import config, tuning
-from cuda_kernels.gemm.config import Library
-from cuda_kernels.gemm.product import Tile
+from cuda_kernels.gemm.spec import Tile
+from cuda_kernels.host import gemm_configs, gemm_selection, launch
+from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import bench, cli
 from lightning_fp8.ops import planning
 from lightning_fp8.recipes import make_recipe
@@ -22,14 +21,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64, False),))
+    monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gemm_configs, "_SHAPES", ((1, 1, 64, False),))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
-    tuning.measured_on.cache_clear()
+    gemm_selection.measured_on.cache_clear()
     planning.forget()
     yield tmp_path
-    tuning.measured_on.cache_clear()
+    gemm_selection.measured_on.cache_clear()
     planning.forget()
 
 
@@ -61,13 +60,13 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         of, recipe = bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise")
         job = bench.job_of(of, recipe, CPU)
         calls = bench.candidates(of, recipe, job)
-    assert set(calls) == {plan for plan in config.plans(job.problem) if plan is not Library.BF16}
+    assert set(calls) == {plan for plan in gemm_configs.plans(job.problem) if plan is not Library.BF16}
     assert sum(ours) == 3 * 3  # products, rounds
-    kept = tuning.measured_on("cpu")
+    kept = gemm_selection.measured_on("cpu")
     assert [each.sizes for each in kept] == [(16, 48, 32), (16, 32, 48), (48, 32, 16)]
     assert all(isinstance(each.plan, Tile) for each in kept)
-    assert tuning.plan_for(job.problem, kept) == kept[0].plan
-    assert tuning.plan_for(job.problem) is Library.CUBLASLT
+    assert gemm_selection.plan_for(job.problem, kept) == kept[0].plan
+    assert gemm_selection.plan_for(job.problem) is Library.CUBLASLT
 
 
 def test_a_plan_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

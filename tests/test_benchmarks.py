@@ -22,8 +22,8 @@ from benchmarks.operations import Call, Operation
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
-from cuda_kernels.gemm import config, tuning
-from cuda_kernels.gemm.product import Tile
+from cuda_kernels.gemm.spec import Tile
+from cuda_kernels.host import gemm_configs, gemm_selection
 from tests.cublaslt_stand_in import CublasLt, stand_in
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.test_gemm_config import LLAMA
@@ -512,7 +512,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
 @pytest.mark.usefixtures("no_layers", "library")
 def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels that run, emulated: each legal plan is right, and has its ratio to what others need."""
-    monkeypatch.setattr(config, "_SHAPES", ((1, 1, 64, False),))
+    monkeypatch.setattr(gemm_configs, "_SHAPES", ((1, 1, 64, False),))
     with executing(Emulator()):
         results = list(products.run(Plan(torch.device("cpu"), dry=True)))
     ours = [result for result in results if result.by.startswith(OURS)]
@@ -577,10 +577,12 @@ def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch:
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of right ones; the package takes them on cards of that name, after what the user measured."""
     product, sizes = str(LLAMA.product), (LLAMA.m, LLAMA.n, LLAMA.k)
-    slow, fast, wrong, *_ = (plan for plan in config.plans(LLAMA) if isinstance(plan, Tile))
+    slow, fast, wrong, *_ = (plan for plan in gemm_configs.plans(LLAMA) if isinstance(plan, Tile))
 
-    def timed(plan: config.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes) -> Any:
-        entry = tuning.to_json(tuning.Measured(product, sizes, plan))
+    def timed(
+        plan: gemm_configs.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
+    ) -> Any:
+        entry = gemm_selection.to_json(gemm_selection.Measured(product, sizes, plan))
         times = Times(*[1e-3 * milliseconds] * 3, 3)
         return Result("fprop", OURS, sizes, "e4m3", correct=correct, times=times, choice=entry).as_json()
 
@@ -589,15 +591,18 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     machine = {"machine": {"card": {"name": "A Card"}}, "suites": {"products": results}}
     files.write(machine, measured)
     assert main(["choose", str(measured), "--out", str(out)]) == 0
-    monkeypatch.setattr(tuning, "shipped_file", lambda card: tmp_path / "a-card.json")
-    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path / "cache")
-    tuning.measured_on.cache_clear()
-    assert [(each.sizes, each.plan) for each in tuning.measured_on("A Card")] == [(sizes, fast), ((64, 64, 64), slow)]
-    assert tuning.plan_for(LLAMA, tuning.measured_on("A Card")) == fast
-    kept = tuning.keep("A Card", [tuning.Measured(product, sizes, wrong)])
-    assert tuning.plan_for(LLAMA, tuning.measured_on("A Card")) == wrong
+    monkeypatch.setattr(gemm_selection, "shipped_file", lambda card: tmp_path / "a-card.json")
+    monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path / "cache")
+    gemm_selection.measured_on.cache_clear()
+    assert [(each.sizes, each.plan) for each in gemm_selection.measured_on("A Card")] == [
+        (sizes, fast),
+        ((64, 64, 64), slow),
+    ]
+    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == fast
+    kept = gemm_selection.keep("A Card", [gemm_selection.Measured(product, sizes, wrong)])
+    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
-    tuning.measured_on.cache_clear()
+    gemm_selection.measured_on.cache_clear()
     files.write({**machine, "machine": {"card": None}}, measured)
     with pytest.raises(SystemExit, match="no product that was timed on a card"):
         main(["choose", str(measured)])

@@ -122,9 +122,9 @@ def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> 
 
 def test_more_than_2_31_elements() -> None:
     """Rows 2**31 elements apart, in what is read and in both copies that are written: addresses do not wrap."""
-    from cuda_kernels.launch import Launch
-    from cuda_kernels.quantize import quantize_tensor_kernel
-    from cuda_kernels.tile import tensor_source
+    from cuda_kernels.casts.quantize import quantize_tensor_kernel
+    from cuda_kernels.device.tile import tensor_source
+    from cuda_kernels.host.launch import Launch
 
     rows, columns, pitch = 3, 8, 2**31
     values = sample(rows, columns, BF16)

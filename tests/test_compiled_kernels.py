@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cuda_kernels import compiler
-from cuda_kernels.cache import cached
-from cuda_kernels.gemm.hopper import _PRODUCERS_REGISTERS, _REGISTERS
+from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
+from cuda_kernels.host import machine_code
+from cuda_kernels.host.cache import cached
 from cuda_kernels.kernel import Kernel
+from cuda_kernels.lowering import compiler
 from tests import fused_cases, gemm_cases, kernel_cases, sass
 from tests.cubin import ATTRIBUTES, entry_of
 from tests.emulated import builders, kernels_of, ltoir_of
@@ -35,7 +36,7 @@ def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
         code, report = compiler.link(ltoir_of(kernel, arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
-    report, _, code = cached(kernel.key("report", arch), build).partition(b"\0")
+    report, _, code = cached(machine_code.key(kernel, "report", arch), build).partition(b"\0")
     return report.decode(), code
 
 

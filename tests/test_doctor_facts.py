@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels.toolchain import numbers, versions
+from cuda_kernels.host.toolchain import numbers, versions
 from lightning_fp8 import ops
 from lightning_fp8.doctor import checks, compilers, driver, machine, probes
 from lightning_fp8.doctor.machine import Card, Torch
@@ -288,7 +288,7 @@ def test_the_first_card_for_fp8_is_tried(
 
 def test_a_slow_fallback_is_no_success() -> None:
     """What runs instead of kernels warns; a probe on a card must not pass on it."""
-    from cuda_kernels.launch import KernelError
+    from cuda_kernels.host.launch import KernelError
 
     @planning.planned(lambda x: x)
     def plan(device: torch.device) -> Any:

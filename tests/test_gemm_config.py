@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_kernels import cache
-from cuda_kernels.gemm import config, tuning
-from cuda_kernels.gemm.config import Library, Plan, Problem, estimated, plans
-from cuda_kernels.gemm.product import MmaTile, Product, Scaling, Tile
-from cuda_kernels.gemm.tuning import Measured, keep, measured_on, plan_for
+from cuda_kernels.gemm.spec import MmaTile, Product, Scaling, Tile
+from cuda_kernels.host import cache, gemm_configs, gemm_selection
+from cuda_kernels.host.gemm_configs import Library, Plan, Problem, estimated, plans
+from cuda_kernels.host.gemm_selection import Measured, keep, measured_on, plan_for
 from lightning_fp8.ops import gemm, planning, reference
 
 SIZES = st.integers(1, 200_000)
@@ -98,7 +97,7 @@ def test_every_problem_has_a_plan(problem: Problem, wish: str | None) -> None:
     assert plan in plans(problem)
     if problem.architecture in ("89", "90a", "120") and wish == "numba":
         assert not isinstance(plan, Library)
-    if wish == "cublaslt" and config.cublaslt_takes(problem):
+    if wish == "cublaslt" and gemm_configs.cublaslt_takes(problem):
         assert plan is Library.CUBLASLT
 
 
@@ -132,7 +131,7 @@ def test_what_shared_memory_lets_through(tile: tuple[int, ...], share: float) ->
     groups, waves, columns, *alternate = tile
     shape = Tile(groups, waves, columns, 4, alternate=bool(alternate))
     multiplying = shape.rows * columns * 128 / 4096
-    assert multiplying / config.shared_clocks(shape, LLAMA.product) == pytest.approx(share, abs=0.01)
+    assert multiplying / gemm_configs.shared_clocks(shape, LLAMA.product) == pytest.approx(share, abs=0.01)
 
 
 def test_unknown_wish() -> None:
@@ -176,16 +175,16 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op takes the plan that the user wishes."""
     taken: list[Plan] = []
-    chosen = tuning.plan_for
+    chosen = gemm_selection.plan_for
 
     def noted(*args: object) -> Plan:
         taken.append(chosen(*args))  # type: ignore[arg-type]
         return Library.BF16
 
-    monkeypatch.setattr(tuning, "plan_for", noted)
+    monkeypatch.setattr(gemm_selection, "plan_for", noted)
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
     for wish, kind in (("numba", Tile), ("cublaslt", Library)):
-        monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
+        monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
         planning.forget()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)

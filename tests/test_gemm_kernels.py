@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import launch
-from cuda_kernels.gemm import hopper, tuning
+from cuda_kernels.gemm import wgmma
+from cuda_kernels.host import gemm_selection, launch, machine_code
 from lightning_fp8.ops import cuda, gemm, jobs, planning, reference
 from lightning_fp8.ops.how import how_to, how_to_multiply
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
@@ -68,7 +68,7 @@ def test_the_three_products_of_a_layer(
     recipe: type, shape: tuple[int, int, int], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels cast, kernels multiply: fprop, dgrad and wgrad are the reference's, and no operand is copied between."""
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
     planning.forget()
     tokens, inputs, outputs = shape
     generator = torch.Generator().manual_seed(0)
@@ -171,24 +171,24 @@ def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeyp
     case = next(case for case in CASES if case.name.startswith("product-tensor-16x16x16-1/1/64/1"))
     (kernel,) = kernels_of(case.run)
     assert "trap;" not in ptx_of(kernel)
-    monkeypatch.setenv(hopper.TRAP_VARIABLE, "1")
-    hopper.gemm_kernel.cache_clear()
+    monkeypatch.setenv(wgmma.TRAP_VARIABLE, "1")
+    wgmma.gemm_kernel.cache_clear()
     try:
         case.run("cpu")
         (trapping,) = emulator.launched
         assert trapping.name == f"{kernel.name[:-1]} trap)"
-        assert trapping.key("cubin", "90a") != kernel.key("cubin", "90a")
+        assert machine_code.key(trapping, "cubin", "90a") != machine_code.key(kernel, "cubin", "90a")
         assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
         emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
         with pytest.raises(EmulatorError, match="trap"):
             case.run("cpu")
     finally:
-        hopper.gemm_kernel.cache_clear()
+        wgmma.gemm_kernel.cache_clear()
 
 
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
     planning.forget()
     a, b = (operand(torch.randn(rows, 203), E4M3, layout, True) for rows, layout in ((40, "1x128"), (30, "128x128")))
     right = (a.dequantize().double() @ b.dequantize().double().t()).float()
@@ -207,7 +207,7 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
 def test_scales_of_rows_that_are_not_side_by_side(
     stride: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
     planning.forget()
     a, b = (operand(torch.randn(64, 64), E4M3, "row", True) for _ in range(2))
     wide = torch.full((128, 1), torch.nan)
@@ -222,7 +222,7 @@ def test_scales_of_rows_that_are_not_side_by_side(
 
 def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the caller's to know, and the next call may have enough."""
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
     planning.forget()
     a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, "tensor", True)
 
@@ -252,7 +252,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
         raise RuntimeError("not on this card")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "cublaslt")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
     planning.forget()
     data, scale = jobs.laid_out(b.data, b.scale_inv, Layout.TENSOR)
     with warnings.catch_warnings(record=True) as caught:
@@ -275,7 +275,7 @@ def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return (a.float() @ b.float() * rest["scale_a"] * rest["scale_b"] + bias).to(rest["out_dtype"])
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, wish)
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
     planning.forget()
     a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
     bias = torch.arange(64).bfloat16()[::2]
@@ -290,7 +290,7 @@ def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch._scaled_mm takes it gets, and the rest is exact; one warning for all."""
     monkeypatch.delitem(launch.EXECUTORS, "cpu")
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
     taken: list[torch.Size] = []
 
     def noted(

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from cuda_kernels.activation import activation_source
-from cuda_kernels.amax import amax_kernel, row_amax_kernel
+from cuda_kernels.casts.activation import activation_source
+from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
+from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
+from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+from cuda_kernels.device.rows import cast_spread
+from cuda_kernels.device.tile import TILE, tensor_source
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.norm import Norm
-from cuda_kernels.norm_backward import backward_spread, norm_backward_kernel
-from cuda_kernels.norm_cast import normalize_kernel
-from cuda_kernels.quantize import quantize_rows_kernel, quantize_tensor_kernel
-from cuda_kernels.quantize_blocks import quantize_blocks_kernel
-from cuda_kernels.rows import cast_spread
-from cuda_kernels.tile import TILE, tensor_source
+from cuda_kernels.norm.backward import backward_spread, norm_backward_kernel
+from cuda_kernels.norm.cast import normalize_kernel
+from cuda_kernels.norm.statistics import Norm
 from tests.issue_slots import NoWalk, issue_clocks, issue_slots, memory_clocks, slots_of_another
 from tests.sass import disassembled
 from tests.test_compiled_kernels import compiled

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import cache, compiler, kernel
-from cuda_kernels.column_sums import column_sums_kernel
-from cuda_kernels.gemm import tuning
+from cuda_kernels import kernel
+from cuda_kernels.casts.column_sums import column_sums_kernel
+from cuda_kernels.casts.update_scales import update_scales_kernel
+from cuda_kernels.host import cache, gemm_selection, machine_code
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.scaling import update_scales_kernel
+from cuda_kernels.lowering import compiler
 from lightning_fp8 import Linear, fp8_autocast, kernels
 from lightning_fp8.doctor import probes
 from lightning_fp8.recipes import RECIPES, make_recipe
@@ -40,9 +41,9 @@ def test_what_was_built_is_taken_whatever_compilers_are_here(tmp_path: Path, mon
     assert all("numba-cuda " in each.pop("compilers") for each in manifest.values())
     sums, scales = two()
     assert manifest == {
-        sums.source_key("cubin", "90a"): {"name": sums.name, "arch": "90a"},
-        scales.source_key("cubin", "90a"): {"name": scales.name, "arch": "90a"},
-        sums.source_key("cubin", "89"): {"name": sums.name, "arch": "89"},
+        machine_code.source_key(sums, "cubin", "90a"): {"name": sums.name, "arch": "90a"},
+        machine_code.source_key(scales, "cubin", "90a"): {"name": scales.name, "arch": "90a"},
+        machine_code.source_key(sums, "cubin", "89"): {"name": sums.name, "arch": "89"},
     }
     assert {path.name for path in tmp_path.iterdir()} == {kernels.MANIFEST, *manifest}
 
@@ -51,11 +52,11 @@ def test_what_was_built_is_taken_whatever_compilers_are_here(tmp_path: Path, mon
     monkeypatch.setattr(kernel, "compilers", lambda: "others")
     monkeypatch.setattr(compiler, "ltoir", lambda *args: pytest.fail("it was compiled again"))
     monkeypatch.setenv(cache.CARRIED_VARIABLE, str(tmp_path))
-    assert sums.cubin("90a").startswith(b"\x7fELF")
-    path = tmp_path / scales.source_key("cubin", "90a")
+    assert machine_code.cubin(sums, "90a").startswith(b"\x7fELF")
+    path = tmp_path / machine_code.source_key(scales, "cubin", "90a")
     path.write_bytes(path.read_bytes()[:-1])  # damaged: as if it were not there
     with pytest.raises(BaseException, match="it was compiled again"):
-        scales.cubin("90a")
+        machine_code.cubin(scales, "90a")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -82,7 +83,7 @@ def test_what_a_layer_starts(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
 def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products too: whichever tile is chosen, it is among those of the layer."""
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, "numba")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
     monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm"))
     layer = Linear(512, 256, bias=bias)  # float32 weights
     with kernels.noted() as found:

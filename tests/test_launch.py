@@ -20,15 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import cache, compiler, entry, launch, tensor_maps
-from cuda_kernels.amax import amax_kernel
-from cuda_kernels.gemm import hopper
-from cuda_kernels.gemm.product import Product, Scaling, Tile
+from cuda_kernels.casts.amax import amax_kernel
+from cuda_kernels.casts.quantize import quantize_tensor_kernel
+from cuda_kernels.casts.update_scales import update_scales_kernel
+from cuda_kernels.device.tile import tensor_source
+from cuda_kernels.gemm import wgmma
+from cuda_kernels.gemm.spec import Product, Scaling, Tile
+from cuda_kernels.host import cache, launch, machine_code, tensor_maps
+from cuda_kernels.host.launch import Launch, NoKernels
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
-from cuda_kernels.launch import Launch, NoKernels
-from cuda_kernels.quantize import quantize_tensor_kernel
-from cuda_kernels.scaling import update_scales_kernel
-from cuda_kernels.tile import tensor_source
+from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import cuda, planning, reference
 from lightning_fp8.ops.schema import empty_operand
@@ -52,11 +53,11 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = KERNEL.cubin("90a")
+    code = machine_code.cubin(KERNEL, "90a")
     assert code.startswith(b"\x7fELF")
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(compiler, "link", None)  # compiling again would fail
-    assert KERNEL.cubin("90a") == code
+    assert machine_code.cubin(KERNEL, "90a") == code
     (file,) = cold.iterdir()
     assert file.read_bytes()[32:] == code
 
@@ -83,7 +84,7 @@ import hashlib
 from tests.test_launch import KERNEL
 print("ready", flush=True)
 sys.stdin.readline()
-print(hashlib.sha256(KERNEL.cubin("90a")).hexdigest(), flush=True)
+print(hashlib.sha256(machine_code.cubin(KERNEL, "90a")).hexdigest(), flush=True)
 """
     environment = os.environ | {cache.CACHE_VARIABLE: str(cold)}
     processes = [
@@ -131,12 +132,12 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of what is carried does not: it was compiled elsewhere."""
-    key, carried = KERNEL.key("cubin", "90a"), KERNEL.source_key("cubin", "90a")
-    assert len({key, KERNEL.key("cubin", "89"), KERNEL.key("ptx", "89"), carried}) == 4
+    key, carried = machine_code.key(KERNEL, "cubin", "90a"), machine_code.source_key(KERNEL, "cubin", "90a")
+    assert len({key, machine_code.key(KERNEL, "cubin", "89"), machine_code.key(KERNEL, "ptx", "89"), carried}) == 4
     monkeypatch.setattr(cache, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
     cache.compilers.cache_clear()
-    assert key != KERNEL.key("cubin", "90a")
-    assert carried == KERNEL.source_key("cubin", "90a")
+    assert key != machine_code.key(KERNEL, "cubin", "90a")
+    assert carried == machine_code.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
     cache.compilers.cache_clear()
 
@@ -195,8 +196,8 @@ def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: py
 THROUGH_THE_BINDINGS = """
 import struct
 import torch
-from cuda_kernels import launch, tensor_maps
-from cuda_kernels.tensor_maps import Box
+from cuda_kernels.host import launch, tensor_maps
+from cuda_kernels.host.tensor_maps import Box
 from tests.launch_everything import CARD, Started, in_a_fresh_thread
 
 noted = Started().noted
@@ -262,7 +263,7 @@ def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_pat
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
     for kernel, *_ in one_of_each().values():
         arch = kernel.architectures[0]
-        cache.carry(tmp_path, kernel.source_key("cubin", arch), compiled(kernel, arch)[1])
+        cache.carry(tmp_path, machine_code.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache.CARRIED_VARIABLE: str(tmp_path), cache.CACHE_VARIABLE: str(tmp_path / "empty")}
     assert on_the_fake_driver(fake_driver, "-m", "tests.launch_everything", **folders) == "started\n"
     assert not (tmp_path / "empty").exists()
@@ -377,12 +378,12 @@ def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch:
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The annotation that maps lie in the parameters is lost: what a change of Numba's calling convention would do."""
     product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
-    kernel = hopper.gemm_kernel(product, Tile(1, 1, 64, 4))
+    kernel = wgmma.gemm_kernel(product, Tile(1, 1, 64, 4))
     monkeypatch.setattr(entry, "_annotate", lambda *args: None)
     compiler._made.cache_clear()
     entry.maps_by_value.cache_clear()
     with pytest.raises(KernelError, match="does not read its tensor maps in place"):
-        kernel.cubin("90a")
+        machine_code.cubin(kernel, "90a")
     compiler._made.cache_clear()
     entry.maps_by_value.cache_clear()
 

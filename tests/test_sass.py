@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cuda_kernels.launch import Kernel
+from cuda_kernels.host.launch import Kernel
 from tests import sass
 from tests.test_compiled_kernels import PRODUCTS, compiled, variants
 

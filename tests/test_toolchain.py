@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cuda_kernels.toolchain import conflicts, newer_nvvm, numbers, versions
+from cuda_kernels.host.toolchain import conflicts, newer_nvvm, numbers, versions
 
 NUMPYS = [
     # numba, numpy, whether it is imported: read in numba/__init__.py of each release
@@ -96,7 +96,7 @@ def test_the_environment_of_these_tests_has_no_conflict() -> None:
 def test_neither_torch_nor_a_compiler_is_imported() -> None:
     program = """
 import sys
-from cuda_kernels.toolchain import conflicts, versions
+from cuda_kernels.host.toolchain import conflicts, versions
 conflicts(versions())
 print(sorted({"torch", "numba", "numpy", "llvmlite", "cuda"} & sys.modules.keys()))
 """

@@ -110,8 +110,8 @@ def test_kernels_compile_with_a_numpy_that_has_no_row_stack() -> None:
     code = """
 import numpy
 vars(numpy).pop("row_stack", None)
-from cuda_kernels import compiler
-from cuda_kernels.column_sums import column_sums_kernel
+from cuda_kernels.lowering import compiler
+from cuda_kernels.casts.column_sums import column_sums_kernel
 assert compiler.ltoir(column_sums_kernel("float32"), "90a")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -1,1 +1,1 @@
-"""``D = A Bᵀ`` of FP8 matrices: which kernel for which problem (``config``), and the kernels."""
+"""``D = A Bᵀ`` of FP8 matrices. ``spec`` says what is computed; ``wgmma`` is Hopper's kernel, ``mma`` the others'."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.codec import raise_to
-from cuda_kernels.fragments import (
+from cuda_kernels.device.codec import raise_to
+from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
     scale_all,
@@ -16,10 +16,10 @@ from cuda_kernels.fragments import (
     stage,
     store_all,
 )
-from cuda_kernels.gemm.product import Product, Scaling, Tile, chunk_columns, chunks_of, places
-from cuda_kernels.hopper import named_barrier, shared_fence, store_commit, store_wait, tensor_add, tensor_store
-from cuda_kernels.language import asm, cuda, device, f32, i64, u32
-from cuda_kernels.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
+from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
+from cuda_kernels.device.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
+from cuda_kernels.device.sm90 import named_barrier, shared_fence, store_commit, store_wait, tensor_add, tensor_store
+from cuda_kernels.gemm.spec import Product, Scaling, Tile, chunk_columns, chunks_of, places
 
 _CHUNK_BYTES = 64 * 128
 """64 rows of what a copy takes at a time."""

@@ -12,15 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.ampere import copy_4, copy_16, copy_commit, copy_wait
-from cuda_kernels.fragments import add, add_rows, add_rows_and_columns, load_matrices, mma, slice_of, store_all, zeros
+from cuda_kernels.device.fragments import (
+    add,
+    add_rows,
+    add_rows_and_columns,
+    load_matrices,
+    mma,
+    slice_of,
+    store_all,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, i32, i64, u32
+from cuda_kernels.device.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
+from cuda_kernels.device.sm80 import copy_4, copy_16, copy_commit, copy_wait
 from cuda_kernels.gemm.epilogue import finisher
-from cuda_kernels.gemm.product import WARP_COLUMNS, MmaTile, Product, Scaling
 from cuda_kernels.gemm.promotion import scales_of_blocks, steps_at_once
 from cuda_kernels.gemm.raster import corner
+from cuda_kernels.gemm.spec import WARP_COLUMNS, MmaTile, Product, Scaling
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.language import cuda, device, i32, i64, u32
-from cuda_kernels.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
 
 _K = 128
 """Bytes of a row in shared memory, and the products of one scale."""

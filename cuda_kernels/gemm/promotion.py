@@ -10,11 +10,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
-from cuda_kernels.gemm.config import ACCUMULATORS
-from cuda_kernels.gemm.product import Product, Scaling, Tile, places
-from cuda_kernels.language import cuda, device, i32, i64
-from cuda_kernels.ptx import from_bits, load_4_if, shared_load_4, shuffle
+from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
+from cuda_kernels.gemm.spec import ACCUMULATORS, Product, Scaling, Tile, places
 
 _BLOCK = 128
 """Rows of B that have one scale."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cuda_kernels.language import device
-from cuda_kernels.ptx import quotient, remainder
+from cuda_kernels.device.language import device
+from cuda_kernels.device.ptx import quotient, remainder
 
 _BAND = 8
 """Rows of tiles that are walked through together: blocks that run at a time share their operands in L2."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Callable, Iterator, Mapping
 
-from cuda_kernels.toolchain import known_conflicts, newer_nvvm, numbers, nvvm_conflict
+from cuda_kernels.host.toolchain import known_conflicts, newer_nvvm, numbers, nvvm_conflict
 from lightning_fp8.doctor.findings import Finding, Verdict
 from lightning_fp8.doctor.machine import Cache, Driver, Torch
 from lightning_fp8.doctor.processes import Answer

@@ -83,11 +83,12 @@ def product() -> str:
 
 def compiled() -> str:
     """One kernel, compiled for Hopper; the caller gives an empty cache."""
-    from cuda_kernels.amax import amax_kernel
-    from cuda_kernels.tile import tensor_source
+    from cuda_kernels.casts.amax import amax_kernel
+    from cuda_kernels.device.tile import tensor_source
+    from cuda_kernels.host import machine_code
 
     kernel = amax_kernel(tensor_source("bfloat16", True), True)
-    return f"{kernel.name} for sm_90a: {len(kernel.cubin('90a')):,} bytes of machine code"
+    return f"{kernel.name} for sm_90a: {len(machine_code.cubin(kernel, '90a')):,} bytes of machine code"
 
 
 def refuse_fallbacks() -> None:

@@ -28,7 +28,8 @@ def observe(x: Tensor, seen: Tensor) -> None:
 def _observe_plan(
     device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
 ) -> Callable[[Tensor, Tensor], None]:
-    from cuda_kernels import amax, launch
+    from cuda_kernels.casts import amax
+    from cuda_kernels.host import launch
 
     values = values_of(dtype, shape, strides, address)
     if values is None:
@@ -52,12 +53,13 @@ def update_scales(
 def _update_plan(
     device: torch.device, window: Sequence[int], margin: float, algorithm: str, recompute: bool
 ) -> Callable[..., None]:
-    from cuda_kernels import launch, scaling
+    from cuda_kernels.casts import update_scales
+    from cuda_kernels.host import launch
 
     refuse_empty(window)
     length, n = window
-    kernel = scaling.update_scales_kernel(algorithm == "most_recent", recompute)
-    start = launch.Launch(kernel, -(-n // scaling.COLUMNS), (2.0**margin, length, n), device).start
+    kernel = update_scales.update_scales_kernel(algorithm == "most_recent", recompute)
+    start = launch.Launch(kernel, -(-n // update_scales.COLUMNS), (2.0**margin, length, n), device).start
     at = launch.address_on(device)
 
     def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:

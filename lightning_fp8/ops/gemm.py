@@ -63,9 +63,8 @@ def _planned_anywhere(
     ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16; ``amax``: whether
     ``seen`` is given.
     """
-    from cuda_kernels import launch
-    from cuda_kernels.gemm import tuning
-    from cuda_kernels.gemm.config import Library
+    from cuda_kernels.host import gemm_selection, launch
+    from cuda_kernels.host.gemm_configs import Library
 
     layout_a, layout_b, *_ = parsed_product(how)
     left, right = Operand.at(a, layout_a), Operand.at(b, layout_b)
@@ -75,8 +74,8 @@ def _planned_anywhere(
     if not (left.lies_well and right.lies_well):
         return _laid_out_first
     job = job_of(device, left, right, how, bias, out, amax)
-    wish = (os.environ.get(tuning.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
-    plan = tuning.plan_for(job.problem, tuning.measured_on(launch.name_of(device)), wish)
+    wish = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
+    plan = gemm_selection.plan_for(job.problem, gemm_selection.measured_on(launch.name_of(device)), wish)
     return multiplier(job, plan) if kernels or isinstance(plan, Library) else exactly
 
 

@@ -13,7 +13,7 @@ from lightning_fp8.ops.schema import empty_operand, operand_layout
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.config import Problem
+    from cuda_kernels.host.gemm_configs import Problem
 
 SCALINGS = {
     (Layout.TENSOR, Layout.TENSOR): "TENSOR",
@@ -21,7 +21,7 @@ SCALINGS = {
     (Layout.BLOCK_1X128, Layout.BLOCK_128X128): "BLOCK",
     (Layout.BLOCK_1X128, Layout.BLOCK_1X128): "BLOCKS",
 }
-"""Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.product.Scaling`."""
+"""Pairs of layouts that kernels multiply, by the names of :class:`cuda_kernels.gemm.spec.Scaling`."""
 
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
 """How an operand lies: dtype, shape, strides, its address modulo 16, and of its scales the strides and the address."""
@@ -100,9 +100,9 @@ def job_of(
     amax: bool = False,
 ) -> Job:
     """The product of these operands on ``device``; see :func:`lightning_fp8.ops.gemm._plan`."""
-    from cuda_kernels import launch
-    from cuda_kernels.gemm.config import Problem
-    from cuda_kernels.gemm.product import Product, Scaling
+    from cuda_kernels.gemm.spec import Product, Scaling
+    from cuda_kernels.host import launch
+    from cuda_kernels.host.gemm_configs import Problem
 
     _, _, dtype, fast = parsed_product(how)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))

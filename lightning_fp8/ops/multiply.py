@@ -17,8 +17,8 @@ from lightning_fp8.ops.operands import allocator
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.config import Plan
-    from cuda_kernels.gemm.product import MmaTile, Tile
+    from cuda_kernels.gemm.spec import MmaTile, Tile
+    from cuda_kernels.host.gemm_configs import Plan
 
 Given = Tensor | None
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Given", "Given", "Given"], Tensor]
@@ -27,8 +27,8 @@ Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Given", "Given", "Giv
 
 def multiplier(job: Job, plan: Plan) -> Multiply:
     """What computes ``job`` as planned."""
-    from cuda_kernels.gemm.config import Library
-    from cuda_kernels.gemm.product import MmaTile, Tile
+    from cuda_kernels.gemm.spec import MmaTile, Tile
+    from cuda_kernels.host.gemm_configs import Library
 
     if isinstance(plan, Tile):
         return _Hopper(job, plan).multiply
@@ -56,7 +56,7 @@ class _Kernel:
     """One of our kernels, started with operands that lie as planned."""
 
     def __init__(self, job: Job) -> None:
-        from cuda_kernels import launch
+        from cuda_kernels.host import launch
 
         self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
         self._out = (job.a.rows, job.b.rows), (job.b.rows, 1), parsed_product(job.how).out
@@ -77,9 +77,9 @@ class _Kernel:
 
 class _Hopper(_Kernel):
     def __init__(self, job: Job, tile: Tile) -> None:
-        from cuda_kernels import launch, tensor_maps
-        from cuda_kernels.gemm import hopper
-        from cuda_kernels.gemm.product import Scaling
+        from cuda_kernels.gemm import wgmma
+        from cuda_kernels.gemm.spec import Scaling
+        from cuda_kernels.host import launch, tensor_maps
 
         super().__init__(job)
         device, problem, product = job.device, job.problem, job.problem.product
@@ -96,7 +96,7 @@ class _Hopper(_Kernel):
         down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
         units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
         blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
-        kernel = hopper.gemm_kernel(product, tile)
+        kernel = wgmma.gemm_kernel(product, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
     def _start(
@@ -115,8 +115,8 @@ class _Hopper(_Kernel):
 
 class _Mma(_Kernel):
     def __init__(self, job: Job, tile: MmaTile) -> None:
-        from cuda_kernels import launch
         from cuda_kernels.gemm import mma
+        from cuda_kernels.host import launch
 
         super().__init__(job)
         device, problem, a, b, _, pitch = job

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_kernels.host.launch import NoKernels
 from cuda_kernels.kernel import KernelError
-from cuda_kernels.launch import NoKernels
 from lightning_fp8.ops.how import How, parsed
 from lightning_fp8.ops.operands import Operands, Outputs
 

@@ -15,8 +15,8 @@ from lightning_fp8.ops.planning import Op, current_device, planned, refuse_empty
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument
-    from cuda_kernels.tile import Source
+    from cuda_kernels.device.tile import Source
+    from cuda_kernels.host.launch import Argument
 
     Words = Sequence[Argument]
     Start = Callable[..., None]
@@ -50,7 +50,7 @@ class Values(NamedTuple):
 
 def values_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int) -> Values | None:
     """A tensor's own, its address taken modulo 16; None if it has to be made contiguous first."""
-    from cuda_kernels import tile
+    from cuda_kernels.device import tile
 
     refuse_empty(shape)
     rows, columns = shape
@@ -72,7 +72,8 @@ def sources_of(values: Values, how: How) -> tuple[Source, Source]:
 
 def blocks_of(device: torch.device, rows: int, columns: int) -> int:
     """How many blocks run side by side, each taking every n-th tile of ``[rows, columns]``."""
-    from cuda_kernels import launch, tile
+    from cuda_kernels.device import tile
+    from cuda_kernels.host import launch
 
     return min(tile.tiles(rows, columns), 4 * launch.multiprocessors(device))
 
@@ -96,7 +97,8 @@ class CastPlan:
         task: Task,
         storing: Source | None = None,
     ) -> None:
-        from cuda_kernels import launch, tile
+        from cuda_kernels.device import tile
+        from cuda_kernels.host import launch
 
         how = task.how
         if task.given:
@@ -123,7 +125,8 @@ class TensorPlan(CastPlan):
     """One scale for all; the tensor's own amax is found first where it may be needed."""
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
-        from cuda_kernels import amax, launch, quantize
+        from cuda_kernels.casts import amax, quantize
+        from cuda_kernels.host import launch
 
         blocks = blocks_of(self.device, self.rows, self.columns)
         numbers = self.rows, self.columns
@@ -155,7 +158,9 @@ class RowPlan(CastPlan):
     """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
-        from cuda_kernels import amax, launch, quantize, tile
+        from cuda_kernels.casts import amax, quantize
+        from cuda_kernels.device import tile
+        from cuda_kernels.host import launch
 
         numbers = self.rows, self.columns
         kernel = amax.row_amax_kernel(source, *self._usage)
@@ -184,7 +189,7 @@ class BlockPlan(CastPlan):
     """One scale for each block, from the block itself."""
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
-        from cuda_kernels.quantize_blocks import quantize_blocks_kernel
+        from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
 
         kernel = quantize_blocks_kernel(self._values, self._fp8, task.how.layout.value, *self._usage, task.counts)
         return kernel, self.rows, self.columns, *scaling, *self.operands.pitches

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from cuda_kernels import launch
-from cuda_kernels.gemm import config, tuning
-from cuda_kernels.gemm.config import Library
-from cuda_kernels.gemm.product import Product, Scaling
+from cuda_kernels.gemm.spec import Product, Scaling
+from cuda_kernels.host import gemm_configs, gemm_selection, launch
+from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops import planning
 from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
@@ -38,7 +37,7 @@ def test_case(case: Case) -> None:
 
 @pytest.fixture(params=["numba", "cublaslt"])
 def wish(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(tuning.CHOICE_VARIABLE, request.param)
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, request.param)
     planning.forget()
     return str(request.param)
 
@@ -70,7 +69,7 @@ def test_every_plan_of_a_problem() -> None:
     card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
     product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
     problem = Problem(1000, 1040, 1500, product, *card, aligned=True, even=True)
-    for plan in config.plans(problem):
+    for plan in gemm_configs.plans(problem):
         if not isinstance(plan, Library):
             numbers = (plan.rows, plan.columns)
             if problem.architecture == "90a":

@@ -19,7 +19,7 @@ from lightning_fp8.ops.plans import Task, Values, casting, plan_of
 def _activated(
     how: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
 ) -> Values | None:
-    from cuda_kernels.activation import activation_source
+    from cuda_kernels.casts.activation import activation_source
 
     x, name = place_of(dtype, shape, strides, address), parsed_activation(how).name
     if x is None:
@@ -54,8 +54,8 @@ class _ActivationBackward:
     def __init__(
         self, device: torch.device, kind: ActivationKind, shape: Sequence[int], x: Place, dy: Place, task: Task
     ) -> None:
-        from cuda_kernels.activation import activation_backward_source
-        from cuda_kernels.column_sums import summed_source
+        from cuda_kernels.casts.activation import activation_backward_source
+        from cuda_kernels.casts.column_sums import summed_source
 
         rows, columns = shape
         aligned = x.comes_in(4) and dy.comes_in(4)

@@ -18,9 +18,9 @@ from lightning_fp8.ops.plans import Task, plan_of
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.launch import Argument
-    from cuda_kernels.norm import Norm
-    from cuda_kernels.rows import Spread
+    from cuda_kernels.device.rows import Spread
+    from cuda_kernels.host.launch import Argument
+    from cuda_kernels.norm.statistics import Norm
 
 
 def norm_quantize(
@@ -59,7 +59,7 @@ class _Input(NamedTuple):
     @property
     def spread(self) -> Spread | None:
         """How a row fits into the registers of its threads, if it does."""
-        from cuda_kernels.rows import cast_spread
+        from cuda_kernels.device.rows import cast_spread
 
         return cast_spread(self.norm.dtype, self.place.columns) if self.comes_in(8, 16) else None
 
@@ -68,7 +68,7 @@ class _NormPlan:
     """Normalizes; what its subclasses share."""
 
     def __init__(self, of: _Input) -> None:
-        from cuda_kernels import launch
+        from cuda_kernels.host import launch
 
         self._at, self._allocate = launch.address_on(of.device), allocator(of.device)
         self._pitch, self._offset = of.place.pitch, int(of.kind.zero_centered)
@@ -88,13 +88,14 @@ class _RowsInRegisters(_NormPlan):
     """
 
     def __init__(self, of: _Input, spread: Spread, task: Task) -> None:
-        from cuda_kernels import launch, norm_cast
-        from cuda_kernels.rows import THREADS
+        from cuda_kernels.device.rows import THREADS
+        from cuda_kernels.host import launch
+        from cuda_kernels.norm import cast
 
         super().__init__(of)
         how, fp8 = task.how, task.how.float8.name.lower()
         self._operands = Operands(of.device, how, of.rows, of.place.columns)
-        kernel = norm_cast.normalize_kernel(of.norm, fp8, spread, task.observes)
+        kernel = cast.normalize_kernel(of.norm, fp8, spread, task.observes)
         groups = -(-of.rows * spread.threads // THREADS)
         blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(of.device))
         shape, pitch = (of.rows, of.place.columns, float(self._offset)), self._operands.pitches[0]
@@ -103,7 +104,7 @@ class _RowsInRegisters(_NormPlan):
         self._partials = (blocks,), (1,), torch.float32
         if not (task.given and how.nonzero):
             scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
-            kernel = norm_cast.cast_normalized_kernel(of.norm, fp8, spread)
+            kernel = cast.cast_normalized_kernel(of.norm, fp8, spread)
             self._again = launch.Launch(kernel, blocks, (*shape, blocks, *scaling, pitch), of.device).start
 
     def op(
@@ -135,15 +136,16 @@ class _Bands(_NormPlan):
     """
 
     def __init__(self, of: _Input, task: Task) -> None:
-        from cuda_kernels import launch, norm_bands
+        from cuda_kernels.host import launch
+        from cuda_kernels.norm import bands
 
         super().__init__(of)
         how, fp8 = task.how, task.how.float8.name.lower()
         self._operands = Operands(of.device, how, of.rows, of.place.columns)
-        kernel = norm_bands.normalize_bands_kernel(of.norm, of.comes_in(4), fp8, how.rowwise, task.observes)
+        kernel = bands.normalize_bands_kernel(of.norm, of.comes_in(4), fp8, how.rowwise, task.observes)
         pitch, _, pitch_t, _ = self._operands.pitches
         numbers = of.rows, of.place.columns, of.kind.eps, pitch, pitch_t
-        self._start = launch.Launch(kernel, -(-of.rows // norm_bands.BAND), numbers, of.device).start
+        self._start = launch.Launch(kernel, -(-of.rows // bands.BAND), numbers, of.device).start
 
     def op(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
@@ -163,19 +165,22 @@ class _StatisticsFirst(_NormPlan):
     """Statistics, and then any cast, which reads x again."""
 
     def __init__(self, of: _Input, spread: Spread | None, task: Task) -> None:
-        from cuda_kernels import launch, norm
-        from cuda_kernels.rows import THREADS
+        from cuda_kernels.device.rows import THREADS
+        from cuda_kernels.host import launch
+        from cuda_kernels.norm import statistics
 
         super().__init__(of)
         columns = of.place.columns
         if spread:
-            kernel = norm.statistics_of_rows_kernel(of.norm.dtype, of.norm.mean, spread)
+            kernel = statistics.statistics_of_rows_kernel(of.norm.dtype, of.norm.mean, spread)
             blocks = -(-of.rows * spread.threads // THREADS)
         else:
-            kernel = norm.statistics_of_long_rows_kernel(of.norm.dtype, of.norm.mean, of.place.comes_in(4))
+            kernel = statistics.statistics_of_long_rows_kernel(of.norm.dtype, of.norm.mean, of.place.comes_in(4))
             blocks = of.rows
         self._start = launch.Launch(kernel, blocks, (of.rows, columns, of.kind.eps), of.device).start
-        self._cast = plan_of(of.device, norm.normalized_source(of.norm, of.comes_in(4)), of.rows, columns, task).cast
+        self._cast = plan_of(
+            of.device, statistics.normalized_source(of.norm, of.comes_in(4)), of.rows, columns, task
+        ).cast
 
     def op(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
@@ -204,7 +209,7 @@ def _norm_plan(
     counts: bool,
 ) -> Callable[..., Results]:
     """``address``: the lowest four bits that any of the tensors' addresses has."""
-    from cuda_kernels.norm import Norm
+    from cuda_kernels.norm.statistics import Norm
 
     place, task = place_of(dtype, shape, strides, address), Task(parsed(how), given, observes, counts)
     if place is None:
@@ -239,8 +244,8 @@ class _NormBackward:
     def __init__(
         self, device: torch.device, norm: Norm, rows: int, weight: Place, x: Place, dy: Place, offset: float
     ) -> None:
-        from cuda_kernels import launch
-        from cuda_kernels import norm_backward as kernels
+        from cuda_kernels.host import launch
+        from cuda_kernels.norm import backward as kernels
 
         inputs, columns, dy_dtype = (x, dy, weight), x.columns, NAMES[dy.dtype]
         spread = None
@@ -285,7 +290,7 @@ def _norm_backward_plan(
     address: int,
     norm: str,
 ) -> Callable[..., Results]:
-    from cuda_kernels.norm import Norm
+    from cuda_kernels.norm.statistics import Norm
 
     x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, shape, dy_strides, address)
     if x is None or dy is None:

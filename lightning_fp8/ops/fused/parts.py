@@ -44,7 +44,8 @@ class ColumnSums:
     """
 
     def __init__(self, device: torch.device, n: int, columns: int, dtype: torch.dtype, of: int) -> None:
-        from cuda_kernels import column_sums, launch
+        from cuda_kernels.casts import column_sums
+        from cuda_kernels.host import launch
 
         self.pitch = -(-columns // 4) * 4
         self._at, self._allocate = launch.address_on(device), allocator(device)

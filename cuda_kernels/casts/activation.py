@@ -1,0 +1,281 @@
+"""Activations and their gradients as sources of tiles, computed in float32 from what they read.
+
+Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. With both rounded
+correctly, values of SiLU and GELU are within a relative 2e-7 max(1, |z|) of float64, mostly for the rounding of the
+exponent; the unit adds at most 2 and 1 float32-ulps. Values below 1e-36 may be flushed to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
+from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
+from cuda_kernels.device.tile import WARP_ROWS, Source
+
+_exp2 = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
+_reciprocal = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
+
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+_MINUS_LOG2_E = np.float32(-math.log2(math.e))
+# tanh(u) = 2 sigmoid(2 u) - 1 turns GELU's tanh form, x (1 + tanh(u)) / 2, into x sigmoid(2 u).
+_GELU_1 = np.float32(2 * math.sqrt(2 / math.pi))
+_GELU_3 = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
+_GELU_3_SLOPE = np.float32(6 * math.sqrt(2 / math.pi) * 0.044715)
+_FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
+"""Here every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
+
+
+@device
+def _sigmoid(x):
+    return _reciprocal(_ONE + _exp2(x * _MINUS_LOG2_E))
+
+
+@device
+def _at_least_minus_far(x):
+    return _MINUS_FAR if x < _MINUS_FAR else x
+
+
+@device
+def _bounded(x):
+    x = _at_least_minus_far(x)
+    return _FAR if x > _FAR else x
+
+
+@device
+def _silu(x):
+    return _at_least_minus_far(x) * _sigmoid(x)
+
+
+@device
+def _silu_both(dy, x):
+    s = _sigmoid(x)
+    return dy * (s * (_ONE + _bounded(x) * (_ONE - s))), _at_least_minus_far(x) * s
+
+
+@device
+def _gelu_argument(x):
+    return x * (_GELU_1 + _GELU_3 * (x * x))
+
+
+@device
+def _gelu(x):
+    return _at_least_minus_far(x) * _sigmoid(_gelu_argument(x))
+
+
+@device
+def _gelu_both(dy, x):
+    s, near = _sigmoid(_gelu_argument(x)), _bounded(x)
+    slope = s * (_ONE + near * (_ONE - s) * (_GELU_1 + _GELU_3_SLOPE * (near * near)))
+    return dy * slope, _at_least_minus_far(x) * s
+
+
+@device
+def _relu(x):
+    return _ZERO if x < _ZERO else x
+
+
+@device
+def _relu_both(dy, x):
+    return _ZERO if x <= _ZERO else dy, _relu(x)
+
+
+@device
+def _srelu(x):
+    x = _relu(x)
+    return x * x
+
+
+@device
+def _srelu_both(dy, x):
+    return _ZERO if x <= _ZERO else dy * (_TWO * x), _srelu(x)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation's device functions.
+
+    Attributes:
+        value: ``x -> value``.
+        both: ``(dy, x) -> (dy times the derivative, value)``.
+        gated: the second half of a row multiplies the values of its first.
+    """
+
+    value: Any
+    both: Any
+    gated: bool
+
+
+ACTIVATIONS = {
+    name: Activation(value, both, gated)
+    for names, value, both in (
+        (("gelu", "geglu"), _gelu, _gelu_both),
+        (("relu", "reglu"), _relu, _relu_both),
+        (("srelu", "sreglu"), _srelu, _srelu_both),
+        (("silu", "swiglu"), _silu, _silu_both),
+    )
+    for name, gated in zip(names, (False, True))
+}
+"""By Transformer Engine's names; ``gelu`` is the tanh form."""
+
+
+def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, compute: Any) -> Source:
+    """A source that computes its values when it is loaded, so that kernels that look at them twice do it once.
+
+    Args:
+        raw: registers of one row of four elements, as they were read.
+        load_row: device function ``(words, columns, row, column, inside, registers, start)``.
+        compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
+    """
+    # What is read of some rows and what is computed of the others fit into the registers.
+    parts = 1 if raw <= 4 else 2 if aligned else 4
+    together = WARP_ROWS // parts
+    in_flight, decode_quad = together * raw, quad_decoder("float32")
+
+    @device
+    def load_rows(words, rows, columns, row, column, whole, registers, first):
+        read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
+        for step in range(together):
+            at = row + first + step
+            load_row(words, columns, at, column, at < rows, read, step * raw)
+        for step in range(together):
+            compute(columns, column, read, step * raw, values)
+            for index in range(4):
+                registers[4 * (first + step) + index] = bits(values[index])
+
+    @device
+    def load(words, rows, columns, row, column, whole, registers):
+        load_rows(words, rows, columns, row, column, whole, registers, 0)
+        if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
+            load_rows(words, rows, columns, row, column, whole, registers, together)
+        if parts > 2:
+            load_rows(words, rows, columns, row, column, whole, registers, 2 * together)
+            load_rows(words, rows, columns, row, column, whole, registers, 3 * together)
+
+    @device
+    def decode(registers, step):
+        return decode_quad(registers, 4 * step)
+
+    blocks = 2 if raw <= 4 or (aligned and raw <= 6) else 1
+    return Source(f"{name}, {aligned=}", words, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
+
+
+@device
+def _unpack(quad, values):
+    values[0], values[1], values[2], values[3] = quad
+
+
+@cache
+def activation_source(name: str, dtype: str, aligned: bool) -> Source:
+    """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
+
+    Words: x's address, the pitch of its rows in elements. ``aligned``: address, pitch and F are multiples of four
+    elements.
+    """
+    activation = ACTIVATIONS[name]
+    value, gated = activation.value, activation.gated
+    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
+    load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
+
+    @device
+    def load_row(words, columns, row, column, inside, registers, start):
+        address = words[0] + (row * words[1] + i64(column)) * item
+        loaded = load_quad(address, column, columns, inside)
+        for word in range(quad):
+            registers[start + word] = loaded[word]
+        if gated:
+            loaded = load_quad(address + i64(columns) * item, column, columns, inside)
+            for word in range(quad):
+                registers[start + quad + word] = loaded[word]
+
+    @device
+    def compute(columns, column, read, start, values):
+        x, gate = cuda.local.array(4, f32), cuda.local.array(4, f32)
+        _unpack(decode_quad(read, start), x)
+        if gated:
+            _unpack(decode_quad(read, start + quad), gate)
+        for index in range(4):
+            values[index] = value(x[index]) * gate[index] if gated else value(x[index])
+
+    raw = 2 * quad if gated else quad
+    return _computed(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
+
+
+def _wrapped_loader(dtype: str, aligned: bool) -> Any:
+    """A device function ``(address, column, period, columns, inside) -> words`` of four elements of a row.
+
+    Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
+    """
+    item, load_quad = ITEM_BYTES[dtype], quad_loader(dtype, True)
+    load_one = load_2_if if item == 2 else load_4_if
+
+    @device
+    def element(column, period):
+        return column - period * i64(column >= period)
+
+    @device
+    def load_aligned(address, column, period, columns, inside):
+        return load_quad(address + element(column, period) * item, column, columns, inside)
+
+    @device
+    def load_unaligned(address, column, period, columns, inside):
+        loaded = cuda.local.array(4, u32)
+        for index in range(4):
+            at = column + index
+            loaded[index] = load_one(address + element(at, period) * item, inside & (at < columns))
+        if item == 4:
+            return loaded
+        return loaded[0] | loaded[1] << u32(16), loaded[2] | loaded[3] << u32(16)
+
+    return load_aligned if aligned else load_unaligned
+
+
+@cache
+def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bool) -> Source:
+    """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
+
+    Words: x's address and pitch, dy's address and pitch. ``aligned``: addresses, pitches and F are multiples of four
+    elements.
+    """
+    activation = ACTIVATIONS[name]
+    both, gated = activation.both, activation.gated
+    item, quad, dy_item, dy_quad = ITEM_BYTES[dtype], quad_words(dtype), ITEM_BYTES[dy_dtype], quad_words(dy_dtype)
+    decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
+    load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
+    load_gate = quad_loader(dtype, aligned)
+
+    @device
+    def load_row(words, columns, row, column, inside, registers, start):
+        period = columns >> 1 if gated else columns
+        x, dy = words[0] + row * words[1] * item, words[2] + row * words[3] * dy_item
+        loaded = load_x(x, column, period, columns, inside)
+        for word in range(quad):
+            registers[start + word] = loaded[word]
+        loaded_dy = load_dy(dy, column, period, columns, inside)
+        for word in range(dy_quad):
+            registers[start + quad + word] = loaded_dy[word]
+        if gated:  # the gate is a factor of the first half alone
+            loaded_gate = load_gate(x + i64(period + column) * item, column, period, inside)
+            for word in range(quad):
+                registers[start + quad + dy_quad + word] = loaded_gate[word]
+
+    @device
+    def compute(columns, column, read, start, values):
+        x, dy, gate = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
+        _unpack(decode_x(read, start), x)
+        _unpack(decode_dy(read, start + quad), dy)
+        if gated:
+            _unpack(decode_x(read, start + quad + dy_quad), gate)
+        for index in range(4):
+            factor = dy[index] * gate[index] if gated else dy[index]
+            of_x, value = both(factor, x[index])
+            values[index] = of_x if not gated or column + index < columns >> 1 else dy[index] * value
+
+    raw = (2 * quad if gated else quad) + dy_quad
+    return _computed(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

@@ -1,0 +1,125 @@
+"""Largest magnitudes, for scales that must be known before the cast."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.device.language import cuda, i32, i64, u32
+from cuda_kernels.device.ptx import (
+    atomic_max,
+    dynamic_shared,
+    from_bits,
+    load_f32,
+    shared_load_4,
+    shared_store_16,
+    store_f32,
+    unsigned_max,
+    warp_max,
+)
+from cuda_kernels.device.tile import (
+    THREADS,
+    TILE,
+    WARP_ROWS,
+    WARPS,
+    Source,
+    block_max,
+    position,
+    share,
+)
+from cuda_kernels.kernel import Kernel
+
+_ONE, _ZERO = np.float32(1), np.float32(0)
+
+
+@cache
+def amax_kernel(source: Source, accumulate: bool) -> Kernel:
+    """``max |x|`` of a tensor, by blocks that each take every n-th tile.
+
+    ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
+    happens where ``scale [1]`` (if it is given) is not 0.
+    """
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    share_of = share(source.vector)
+    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+
+    def amax(x, scale, amax, rows, columns):
+        if scale != 0 and load_f32(scale) != _ZERO:
+            return
+        thread = cuda.threadIdx.x
+        registers, kept = cuda.local.array(held, u32), cuda.local.array(n_kept, u32)
+        clear(kept)
+        across = i32(i32(columns + TILE - 1) >> 7)
+        end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
+        tile = i32(cuda.blockIdx.x)
+        row_of_thread, column_of_thread = share_of(thread)
+        while tile < end:
+            first_row, first_column, whole = position(tile, rows, columns)
+            row, column = i32(first_row + row_of_thread), i32(first_column + column_of_thread)
+            load(x, rows, columns, row, column, whole, registers)
+            for step in range(WARP_ROWS):
+                fold(registers, step, decode(registers, step), kept)
+            tile = i32(tile + cuda.gridDim.x)
+        largest = block_max(largest_kept(kept), dynamic_shared(), thread)
+        if thread == 0:
+            if accumulate:
+                atomic_max(amax, largest)
+            else:
+                store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(largest))
+
+    return Kernel(
+        f"amax({source.name}, {accumulate=})",
+        amax,
+        (source.words_type, i64, i64, i32, i32),
+        THREADS,
+        shared_bytes=32,
+        blocks_per_multiprocessor=source.blocks,
+    )
+
+
+@cache
+def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
+    """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    columns_of, largest_of = maxima.columns, maxima.largest
+
+    def row_amax(x, rows_amax, columns_amax, rows, columns):
+        thread = cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
+        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
+        row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
+        registers = cuda.local.array(held, u32)
+        of_quad, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        load(x, rows, columns, row, column, whole, registers)
+        of_row = u32(0)
+        clear(of_columns)
+        for step in range(WARP_ROWS):
+            quad = decode(registers, step)
+            take(registers, step, quad, of_quad)
+            if by_row:
+                largest = warp_max(largest_of(of_quad))
+                of_row = largest if lane == step else of_row
+            fold(registers, step, quad, of_columns)
+        if by_row and lane < WARP_ROWS and row + lane < rows:
+            atomic_max(rows_amax + i64(row + lane) * 4, of_row)
+        if by_column:
+            shared = dynamic_shared()
+            a, b, c, d = columns_of(of_columns)
+            shared_store_16(shared + warp * (4 * TILE) + lane * 16, a, b, c, d)
+            cuda.syncthreads()
+            if thread < TILE and first_column + thread < columns:
+                largest = u32(0)
+                for other in range(WARPS):
+                    largest = unsigned_max(largest, shared_load_4(shared + other * (4 * TILE) + thread * 4))
+                atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
+
+    return Kernel(
+        f"row_amax({source.name}, {by_row=}, {by_column=})",
+        row_amax,
+        (source.words_type, i64, i64, i32, i32),
+        THREADS,
+        shared_bytes=WARPS * TILE * 4,
+        blocks_per_multiprocessor=max(1, source.blocks - 1),
+    )

@@ -1,0 +1,97 @@
+"""Sums of columns in two stages, in an order that does not depend on which block is first.
+
+The first stage is a by-product of kernels that hold the values: partial sums, float32 ``[n, pitch]``. The second adds
+them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.device.codec import ITEM_BYTES
+from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
+from cuda_kernels.device.rows import element_storer
+from cuda_kernels.device.tile import WARP_ROWS, Source
+from cuda_kernels.kernel import Kernel
+
+COLUMNS = 32
+"""Columns of a block: a warp reads 128 bytes of a row of partial sums."""
+_WARPS = 32
+_AHEAD = 8
+"""Rows that a warp reads at a time: its loads are in flight together."""
+_ZERO = np.float32(0)
+
+
+@cache
+def summed_source(source: Source) -> Source:
+    """``source``, which also leaves the sums of its columns over every 16 rows when it is loaded.
+
+    Words: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), pitch]`` with columns
+    rounded up to a multiple of four for the pitch.
+    """
+    load_values, decode, partials = source.load, source.decode, source.words
+
+    @device
+    def load(words, rows, columns, row, column, whole, registers):
+        load_values(words, rows, columns, row, column, whole, registers)
+        p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
+        for step in range(WARP_ROWS):
+            a, b, c, d = decode(registers, step)
+            p, q, r, s = p + a, q + b, r + c, s + d
+        if row < rows and column < columns:
+            pitch = i64(columns + 3) & i64(-4)
+            address = words[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
+            store_16(address, bits(p), bits(q), bits(r), bits(s))
+
+    return replace(source, name=f"{source.name}, summed", words=source.words + 1, load=load)
+
+
+@cache
+def column_sums_kernel(dtype: str) -> Kernel:
+    """``out [columns]`` of ``dtype`` from partial sums ``[n, pitch]``, and ``other`` from a second ``[n, pitch]``.
+
+    A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
+    """
+    item, store = ITEM_BYTES[dtype], element_storer(dtype)
+
+    def column_sums(partials, out, other, pitch, n, columns):
+        thread = cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
+        across = (columns + i32(COLUMNS - 1)) >> i32(5)
+        block = cuda.blockIdx.x
+        if block >= across:
+            block, partials, out = block - across, partials + i64(n) * pitch * 4, other
+        column = block * COLUMNS + lane
+        inside = column < columns
+        held = cuda.local.array(_AHEAD, f32)
+        total = _ZERO
+        first = i32(warp)
+        while first < n:
+            for step in range(_AHEAD):
+                row = first + _WARPS * step
+                held[step] = _ZERO
+                if inside and row < n:
+                    held[step] = load_f32(partials + (i64(row) * pitch + column) * 4)
+            for step in range(_AHEAD):
+                total += held[step]
+            first += _WARPS * _AHEAD
+        shared = dynamic_shared()
+        shared_store_4(shared + thread * 4, bits(total))
+        cuda.syncthreads()
+        if warp == 0 and inside:
+            total = _ZERO
+            for of_warp in range(_WARPS):
+                total += from_bits(shared_load_4(shared + (of_warp * COLUMNS + lane) * 4))
+            store(out + i64(column) * item, total)
+
+    return Kernel(
+        f"column_sums({dtype})",
+        column_sums,
+        (i64, i64, i64, i64, i32, i32),
+        COLUMNS * _WARPS,
+        shared_bytes=COLUMNS * _WARPS * 4,
+    )

@@ -1,0 +1,95 @@
+"""The delayed-scaling update of all tensors of a model in one launch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.device.language import cuda, f32, i32, i64, u32
+from cuda_kernels.device.ptx import (
+    bits,
+    divide,
+    dynamic_shared,
+    from_bits,
+    load_f32,
+    shared_load_4,
+    shared_store_4,
+    store_f32,
+    unsigned_max,
+)
+from cuda_kernels.kernel import Kernel
+
+COLUMNS = 32
+"""Tensors of a block: their amaxes of one step lie side by side, a warp reads 128 bytes."""
+WARPS = 32
+ROWS = 8
+"""Steps of the window that one warp moves at a time: its loads are in flight together."""
+
+_ZERO, _INFINITY, _LARGEST = np.float32(0), np.float32(np.inf), np.finfo(np.float32).max
+
+
+@cache
+def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
+    """Push ``seen [n]`` into ``window [length, n]``, oldest first, compute ``scale [n]``, zero ``seen``.
+
+    A tensor whose amax is 0, inf or NaN keeps window and scale. The window's first row is 0 afterwards.
+    """
+
+    of_window = recompute and not most_recent
+
+    def update_scales(seen, window, scale, fp8_max, power, length, n):
+        thread = cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
+        column = cuda.blockIdx.x * COLUMNS + lane
+        inside = column < n
+        at = i64(column) * 4
+        newest = _ZERO
+        if inside:
+            newest = load_f32(seen + at)
+        usable = _ZERO < newest < _INFINITY
+        held = cuda.local.array(ROWS, f32)
+        largest = newest if usable else _ZERO
+        start = i32(0)
+        # A warp reads the steps after its own before any warp overwrites them.
+        while start < length:
+            first = start + warp * ROWS
+            if usable:
+                for step in range(ROWS):
+                    row = first + step
+                    held[step] = newest
+                    if row + 1 < length:
+                        held[step] = load_f32(window + i64(row + 1) * n * 4 + at)
+                        largest = held[step] if held[step] > largest else largest
+            cuda.syncthreads()
+            if usable:
+                for step in range(ROWS):
+                    row = first + step
+                    if row < length:
+                        store_f32(window + i64(row) * n * 4 + at, _ZERO if row == 0 else held[step])
+            elif inside and first == 0:
+                store_f32(window + at, _ZERO)
+            start += WARPS * ROWS
+        shared = dynamic_shared()
+        if of_window:
+            shared_store_4(shared + thread * 4, bits(largest))
+            cuda.syncthreads()
+        if warp == 0 and inside:
+            if usable and recompute:
+                amax = newest
+                if of_window:
+                    highest = u32(0)
+                    for other in range(WARPS):
+                        highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
+                    amax = from_bits(highest)
+                new = divide(divide(load_f32(fp8_max + at), amax), power)
+                store_f32(scale + at, new if new < _LARGEST else _LARGEST)
+            store_f32(seen + at, _ZERO)
+
+    return Kernel(
+        f"update_scales({most_recent=}, {recompute=})",
+        update_scales,
+        (i64, i64, i64, i64, f32, i32, i32),
+        COLUMNS * WARPS,
+        shared_bytes=COLUMNS * WARPS * 4,
+    )

@@ -1,0 +1,267 @@
+"""Device functions between the bits of tensors and float32, and from amaxes to scales; inlined into kernels.
+
+An amax travels as the bits of its float32: without their sign, floats order like integers, NaN on top, so that a
+maximum is an integer's, keeps NaN, and is the same in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.device.language import device
+from cuda_kernels.device.ptx import (
+    atomic_max,
+    bits,
+    divide,
+    from_bits,
+    high_half,
+    larger_magnitudes,
+    load_2_if,
+    load_4_if,
+    load_8_if,
+    load_16_if,
+    load_relaxed,
+    low_half,
+    unsigned_max,
+)
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
+"""Of the kernels, which know no torch."""
+
+_ZERO, _ONE, _INFINITY, _LARGEST = np.float32(0), np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
+_SIGNLESS = np.uint32(0x7FFFFFFF)
+_EXPONENT = np.uint32(0x7F800000)
+_MANTISSA = np.uint32(0x7FFFFF)
+
+
+@device
+def raise_to(seen, largest):
+    """Raise the number at ``seen`` to one of these bits. Most raise nothing: a read is cheaper than an atomic."""
+    if largest > load_relaxed(seen):
+        atomic_max(seen, largest)
+
+
+@device
+def magnitude(value):
+    """The bits of ``|value|``."""
+    return bits(value) & _SIGNLESS
+
+
+@device
+def largest_of(a, b, c, d):
+    return unsigned_max(unsigned_max(a, b), unsigned_max(c, d))
+
+
+@device
+def quad_magnitude(a, b, c, d):
+    """The bits of the largest magnitude of four values."""
+    return largest_of(magnitude(a), magnitude(b), magnitude(c), magnitude(d))
+
+
+@device
+def current_scale(amax, fp8_max, power_2, epsilon):
+    """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below."""
+    amax = epsilon if epsilon > amax else amax
+    scale = divide(fp8_max, amax)
+    scale = scale if scale < _LARGEST else _LARGEST
+    scale = scale if _ZERO < amax < _INFINITY else _ONE
+    return from_bits(bits(scale) & _EXPONENT) if power_2 else scale
+
+
+@device
+def e8m0_code(amax, reciprocal_max):
+    """The E8M0 code of ``amax * reciprocal_max``, rounded up; 254 for inf, 255 for NaN."""
+    scaled = bits(amax * reciprocal_max)
+    exponent, mantissa = scaled >> np.uint32(23), scaled & _MANTISSA
+    # A subnormal up to 2**-127 is what code 0 stands for.
+    above = mantissa > np.uint32(0) if exponent > np.uint32(0) else mantissa > np.uint32(0x400000)
+    code = exponent + (np.uint32(1) if above else np.uint32(0))
+    code = code if code < np.uint32(254) else np.uint32(254)
+    return code if amax == amax else np.uint32(255)
+
+
+@device
+def e8m0_scale(code):
+    """``2**(127 - code)``, which multiplies before the cast; NaN for 255."""
+    scale = (np.uint32(254) - code) << np.uint32(23) if code < np.uint32(254) else np.uint32(0x00400000)
+    return from_bits(scale if code < np.uint32(255) else _SIGNLESS)
+
+
+def quad_loader(dtype: str, aligned: bool) -> Any:
+    """A device function ``(address, column, columns, inside) -> words`` that loads four elements of a row.
+
+    Elements beyond ``columns`` are zeros, all four where ``inside`` is false. ``aligned``: the address is a multiple
+    of four elements' bytes, and so is the row's length, so that four elements are inside or outside together.
+    """
+    if ITEM_BYTES[dtype] == 2:
+        if aligned:
+
+            @device
+            def load(address, column, columns, inside):
+                return load_8_if(address, inside and column < columns)
+        else:
+
+            @device
+            def load(address, column, columns, inside):
+                a = load_2_if(address, inside and column < columns)
+                b = load_2_if(address + 2, inside and column + 1 < columns)
+                c = load_2_if(address + 4, inside and column + 2 < columns)
+                d = load_2_if(address + 6, inside and column + 3 < columns)
+                return a | b << np.uint32(16), c | d << np.uint32(16)
+    elif aligned:
+
+        @device
+        def load(address, column, columns, inside):
+            return load_16_if(address, inside and column < columns)
+    else:
+
+        @device
+        def load(address, column, columns, inside):
+            a = load_4_if(address, inside and column < columns)
+            b = load_4_if(address + 4, inside and column + 1 < columns)
+            c = load_4_if(address + 8, inside and column + 2 < columns)
+            d = load_4_if(address + 12, inside and column + 3 < columns)
+            return a, b, c, d
+
+    return load
+
+
+def vector_loader(dtype: str, elements: int) -> Any:
+    """A device function ``address -> words`` that loads neighbouring elements, none of them outside the tensor.
+
+    The address is a multiple of their bytes, which are 8 or 16.
+    """
+    load_if = load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
+
+    @device
+    def load(address):
+        return load_if(address, True)
+
+    return load
+
+
+def edge_loader(dtype: str, vector: int) -> Any:
+    """As :func:`quad_loader`, of eight elements where rows are multiples of ``vector`` 8; of four with 4 and 1."""
+    if vector < 8:
+        return quad_loader(dtype, vector == 4)
+
+    @device
+    def load(address, column, columns, inside):
+        return load_16_if(address, inside and column < columns)
+
+    return load
+
+
+def quad_words(dtype: str) -> int:
+    """Registers that hold four elements."""
+    return ITEM_BYTES[dtype]
+
+
+def quad_decoder(dtype: str) -> Any:
+    """A device function ``(registers, start) -> four float32`` of an array of registers."""
+    if dtype == "float32":
+
+        @device
+        def decode(registers, start):
+            return (
+                from_bits(registers[start]),
+                from_bits(registers[start + 1]),
+                from_bits(registers[start + 2]),
+                from_bits(registers[start + 3]),
+            )
+    else:
+        low, high = low_half[dtype], high_half[dtype]
+
+        @device
+        def decode(registers, start):
+            a, b = registers[start], registers[start + 1]
+            return low(a), high(a), low(b), high(b)
+
+    return decode
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """How the largest magnitudes of quads, each of four columns, are kept while more of them are looked at.
+
+    Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
+
+    Attributes:
+        words: registers that keep four columns' maxima.
+        clear: device function ``kept``: of nothing.
+        take: device function ``(registers, step, quad, kept)``: those of one quad alone; ``quad``: what it decodes to.
+        fold: the same: those of what was kept and of the quad.
+        columns: device function ``kept -> bits of four float32``.
+        largest: device function ``kept -> bits`` of the largest.
+    """
+
+    words: int
+    clear: Any
+    take: Any
+    fold: Any
+    columns: Any
+    largest: Any
+
+
+def _clearer(words: int) -> Any:
+    @device
+    def clear(kept):
+        for index in range(words):
+            kept[index] = np.uint32(0)
+
+    return clear
+
+
+def packed_maxima(dtype: str) -> Maxima:
+    """Of registers that hold elements of 16 bits as they were loaded."""
+    larger, low, high = larger_magnitudes[dtype], low_half[dtype], high_half[dtype]
+
+    @device
+    def take(registers, step, quad, kept):
+        kept[0], kept[1] = registers[2 * step], registers[2 * step + 1]
+
+    @device
+    def fold(registers, step, quad, kept):
+        kept[0], kept[1] = larger(kept[0], registers[2 * step]), larger(kept[1], registers[2 * step + 1])
+
+    @device
+    def columns(kept):
+        a, b = kept[0], kept[1]
+        return magnitude(low(a)), magnitude(high(a)), magnitude(low(b)), magnitude(high(b))
+
+    @device
+    def largest(kept):
+        word = larger(kept[0], kept[1])
+        return unsigned_max(magnitude(low(word)), magnitude(high(word)))
+
+    return Maxima(2, _clearer(2), take, fold, columns, largest)
+
+
+def decoded_maxima() -> Maxima:
+    """Of quads as they are decoded."""
+    larger = larger_magnitudes["float32"]
+
+    @device
+    def take(registers, step, quad, kept):
+        for index in range(4):
+            kept[index] = bits(quad[index])
+
+    @device
+    def fold(registers, step, quad, kept):
+        for index in range(4):
+            kept[index] = bits(larger(from_bits(kept[index]), quad[index]))
+
+    @device
+    def columns(kept):
+        return kept[0] & _SIGNLESS, kept[1] & _SIGNLESS, kept[2] & _SIGNLESS, kept[3] & _SIGNLESS
+
+    @device
+    def largest(kept):
+        a, b = larger(from_bits(kept[0]), from_bits(kept[1])), larger(from_bits(kept[2]), from_bits(kept[3]))
+        return magnitude(larger(a, b))
+
+    return Maxima(4, _clearer(4), take, fold, columns, largest)

@@ -1,0 +1,98 @@
+"""PTX instructions as functions that kernels may call, documented by their names in the PTX ISA."""
+
+from __future__ import annotations
+
+from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u16, u32, void, words
+
+# --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
+
+load_2 = asm("ld.global.nc.b16 $0, [$1];", u16, i64)
+load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
+load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
+"""Coherent: also sees what this kernel wrote."""
+
+# Zeros first: of two complementary predicates the assembler does not see that they define the whole register, and keeps
+# it throughout a loop.
+_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.L1::no_allocate.%s; }"
+load_2_if = asm(
+    "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"
+    " cvt.u32.u16 $0, h; }",
+    u32, i64, i32,
+)  # fmt: skip
+load_4_if = asm(_GUARD % ("$2", "mov.b32 $0, 0;", "b32 $0, [$1]"), u32, i64, i32)
+load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+load_16_if = asm(
+    _GUARD
+    % (
+        "$5",
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "v4.b32 {$0, $1, $2, $3}, [$4]",
+    ),
+    words(4), i64, i32,
+)  # fmt: skip
+
+store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
+store_2 = asm("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", void, i64, u32)
+store_4 = asm("st.global.b32 [$0], $1;", void, i64, u32)
+store_f32 = asm("st.global.f32 [$0], $1;", void, i64, f32)
+store_8 = asm("st.global.v2.b32 [$0], {$1, $2};", void, i64, u32, u32)
+store_16 = asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", void, i64, u32, u32, u32, u32)
+
+atomic_max = asm("red.global.max.u32 [$0], $1;", void, i64, u32)
+atomic_add = asm("red.global.add.u64 [$0], $1;", void, i64, i64)
+load_relaxed = asm("ld.relaxed.gpu.global.b32 $0, [$1];", u32, i64)
+
+# --- Shared memory ----------------------------------------------------------------------------------------------------
+
+dynamic_shared = lowered("entry", "dynamic_shared")()
+"""``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
+shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
+shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", words(4), i32)
+shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)
+shared_store_8 = asm("st.shared.v2.b32 [$0], {$1, $2};", void, i32, u32, u32)
+shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
+
+# --- Warps ------------------------------------------------------------------------------------------------------------
+
+warp_max = asm("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, u32)
+warp_sum = asm("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, u32)
+shuffle = asm("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, i32)
+shuffle_xor = asm("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, const)
+
+# --- Registers --------------------------------------------------------------------------------------------------------
+
+bits = asm("mov.b32 $0, $1;", u32, f32, pure=True)
+from_bits = asm("mov.b32 $0, $1;", f32, u32, pure=True)
+unsigned_max = asm("max.u32 $0, $1, $2;", u32, u32, u32, pure=True)
+"""Numba's own ``max`` compares unsigned numbers as 64-bit ones."""
+larger_magnitudes = {
+    "bfloat16": asm("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", u32, u32, u32, pure=True),
+    "float16": asm("max.NaN.xorsign.abs.f16x2 $0, $1, $2;", u32, u32, u32, pure=True),
+    "float32": asm("max.NaN.xorsign.abs.f32 $0, $1, $2;", f32, f32, f32, pure=True),
+}
+"""The larger magnitude, NaN above all, of each half where there are two, with some sign. By the name of the dtype."""
+quotient = asm("div.s32 $0, $1, $2;", i32, i32, i32, pure=True)
+"""Numba's own ``//`` turns into a 64-bit division with a call."""
+remainder = asm("rem.s32 $0, $1, $2;", i32, i32, i32, pure=True)
+divide = asm("div.rn.f32 $0, $1, $2;", f32, f32, f32, pure=True)
+permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
+
+low_half = {
+    "bfloat16": asm("shl.b32 $0, $1, 16;", f32, u32, pure=True),
+    "float16": asm("{ .reg .b16 h, x; mov.b32 {h, x}, $1; cvt.f32.f16 $0, h; }", f32, u32, pure=True),
+}
+"""The value of a register's low 16 bits, by the name of their dtype."""
+high_half = {
+    "bfloat16": asm("and.b32 $0, $1, 0xffff0000;", f32, u32, pure=True),
+    "float16": asm("{ .reg .b16 h, x; mov.b32 {x, h}, $1; cvt.f32.f16 $0, h; }", f32, u32, pure=True),
+}
+
+float8x4 = {
+    name: asm(
+        f"{{ .reg .b16 lo, hi; cvt.rn.satfinite.{name}x2.f32 lo, $2, $1; cvt.rn.satfinite.{name}x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
+        u32, f32, f32, f32, f32, pure=True,
+    )
+    for name in ("e4m3", "e5m2")
+}  # fmt: skip
+"""Four float32, rounded to nearest even, saturated, NaN kept; the first in the lowest byte. By the format's name."""

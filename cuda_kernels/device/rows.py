@@ -1,0 +1,278 @@
+"""Rows held in the registers of their threads, for what is summed along them: how they are spread, loaded and summed.
+
+A row's threads hold vectors of four or eight neighbouring elements, every ``threads``-th vector one thread's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, words
+from cuda_kernels.device.ptx import (
+    bits,
+    from_bits,
+    load_8_if,
+    load_16_if,
+    shared_load_4,
+    shared_load_16,
+    shared_store_4,
+    shuffle_xor,
+    store_2,
+    store_8,
+    store_16,
+    store_f32,
+)
+
+THREADS = 256
+"""Threads of a block that casts; one to eight rows share it."""
+
+# Zeros first: of two complementary predicates the assembler does not see that they define the whole register.
+_KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
+_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+_kept_16_if = asm(
+    _KEPT
+    % (
+        "$5",
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "v4.b32 {$0, $1, $2, $3}, [$4]",
+    ),
+    words(4), i64, i32,
+)  # fmt: skip
+
+_pair = {
+    "bfloat16": asm("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, pure=True),
+    "float16": asm("cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, pure=True),
+}
+"""Two float32, rounded to nearest even; the first in the low half. By the name of the dtype."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a row lies in registers.
+
+    Attributes:
+        threads: of one row; a power of two, at least 32.
+        vectors: of one thread.
+        quads: of a vector: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
+        full: whether a row fills the vectors of all its threads.
+    """
+
+    threads: int
+    vectors: int
+    quads: int
+    full: bool
+
+    @property
+    def shift(self) -> int:
+        """``threads`` as a power of two."""
+        return self.threads.bit_length() - 1
+
+    @property
+    def all_quads(self) -> int:
+        """Of one thread."""
+        return self.vectors * self.quads
+
+
+def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int) -> Spread | None:
+    """The narrowest spread of a row of ``columns`` elements, or None where it does not fit.
+
+    Args:
+        dtypes: of the tensors whose rows are held.
+        threads: what a row may have, ascending.
+        elements: how many one thread may hold.
+        most: how many it may with the most threads.
+    """
+    quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
+    # Codes beyond the last column fill a row's last 16 bytes.
+    needed = -(-columns // 16) * 4 // quads
+    for count in threads:
+        vectors = -(-needed // count)
+        if 4 * quads * vectors <= (most if count == threads[-1] else elements):
+            return Spread(count, vectors, quads, columns == 4 * quads * vectors * count)
+    return None
+
+
+def cast_spread(dtype: str, columns: int) -> Spread | None:
+    """How rows lie in blocks of :data:`THREADS`, with 32 registers of a thread, or 64 for the longest of float32."""
+    return spread((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
+
+
+def row_loader(dtype: str, spread: Spread) -> Any:
+    """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
+
+    ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
+    """
+    threads, vectors, width = spread.threads, spread.vectors, 4 * spread.quads
+    item, held = ITEM_BYTES[dtype], ITEM_BYTES[dtype] * spread.quads
+    load_vector, inside = load_16_if if held == 4 else load_8_if, inside_row(spread)
+
+    @device
+    def load(address, columns, lane, registers):
+        of_lane = address + i64(lane) * (width * item)
+        for vector in range(vectors):
+            column = i32((vector * threads + lane) * width)
+            loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
+            for word in range(held):
+                registers[vector * held + word] = loaded[word]
+
+    return load
+
+
+def inside_row(spread: Spread) -> Any:
+    """A device function ``(column, columns) -> whether the column, of a thread's, is inside``."""
+    full = spread.full
+
+    @device
+    def inside(column, columns):
+        return full or column < columns
+
+    return inside
+
+
+def quad_column(spread: Spread) -> Any:
+    """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
+    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+
+    @device
+    def column_of(quad, lane):
+        return i32(((quad >> shift) * threads + lane) * width + 4 * (quad & mask))
+
+    return column_of
+
+
+def quad_address(item: int, spread: Spread) -> Any:
+    """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four, of elements of ``item`` bytes.
+
+    It is that of the lane and a number known when compiled, which loads and stores add for nothing.
+    """
+    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+
+    @device
+    def address_of(row, quad, lane):
+        return row + i64(lane) * (width * item) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * item
+
+    return address_of
+
+
+def registers_of(dtype: str, spread: Spread) -> int:
+    """32-bit registers of a thread that hold its share of a row."""
+    return quad_words(dtype) * spread.quads * spread.vectors
+
+
+def quad_reader(dtype: str, aligned: bool) -> Any:
+    """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
+    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
+
+    @device
+    def quad(row, column, columns):
+        registers = cuda.local.array(held, u32)
+        loaded = load(row + i64(column) * item, column, columns, True)
+        for word in range(held):
+            registers[word] = loaded[word]
+        return decode(registers, 0)
+
+    return quad
+
+
+def parameter_quad(dtype: str) -> Any:
+    """A device function ``(address, inside) -> four float32`` of a vector that every row reads.
+
+    It stays in the multiprocessor's first cache. Zeros where not ``inside``.
+    """
+    held = quad_words(dtype)
+    load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
+
+    @device
+    def quad(address, inside):
+        registers = cuda.local.array(held, u32)
+        loaded = load(address, inside)
+        for word in range(held):
+            registers[word] = loaded[word]
+        return decode(registers, 0)
+
+    return quad
+
+
+def element_storer(dtype: str) -> Any:
+    """A device function ``(address, value)`` that rounds and stores one element."""
+    pair = _pair.get(dtype)
+
+    @device
+    def store_float(address, value):
+        store_f32(address, value)
+
+    @device
+    def store_half(address, value):
+        store_2(address, pair(value, value))
+
+    return store_half if pair else store_float
+
+
+def quad_storer(dtype: str, aligned: bool) -> Any:
+    """A device function ``(address, column, columns, a, b, c, d)`` that rounds and stores four elements of a row.
+
+    ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
+    """
+    pair, item, store_one = _pair.get(dtype), ITEM_BYTES[dtype], element_storer(dtype)
+
+    @device
+    def store_halves(address, column, columns, a, b, c, d):
+        if column < columns:
+            store_8(address, pair(a, b), pair(c, d))
+
+    @device
+    def store_floats(address, column, columns, a, b, c, d):
+        if column < columns:
+            store_16(address, bits(a), bits(b), bits(c), bits(d))
+
+    @device
+    def store_each(address, column, columns, a, b, c, d):
+        if column < columns:
+            store_one(address, a)
+        if column + 1 < columns:
+            store_one(address + item, b)
+        if column + 2 < columns:
+            store_one(address + 2 * item, c)
+        if column + 3 < columns:
+            store_one(address + 3 * item, d)
+
+    return store_each if not aligned else store_halves if pair else store_floats
+
+
+def row_sum(threads: int) -> Any:
+    """A device function ``(value, shared, thread) -> sum`` over the ``threads`` threads of a row, in a fixed order.
+
+    ``shared``: four bytes for each warp of the block. They may be used again after the next call with others.
+    """
+    warps = threads >> 5
+    first_warp = -warps
+
+    @device
+    def total(value, shared, thread):
+        value += from_bits(shuffle_xor(bits(value), 16))
+        value += from_bits(shuffle_xor(bits(value), 8))
+        value += from_bits(shuffle_xor(bits(value), 4))
+        value += from_bits(shuffle_xor(bits(value), 2))
+        value += from_bits(shuffle_xor(bits(value), 1))
+        if warps > 1:
+            warp = thread >> 5
+            if thread & 31 == 0:
+                shared_store_4(shared + warp * 4, bits(value))
+            cuda.syncthreads()
+            value = f32(0)
+            of_row = i32(shared + i32(warp & first_warp) * 4)
+            if warps >= 4:  # 16 bytes at a time
+                for four in range(warps // 4):
+                    a, b, c, d = shared_load_16(i32(of_row + 16 * four))
+                    value += from_bits(a)
+                    value += from_bits(b)
+                    value += from_bits(c)
+                    value += from_bits(d)
+            else:
+                for other in range(warps):
+                    value += from_bits(shared_load_4(i32(of_row + 4 * other)))
+        return value
+
+    return total

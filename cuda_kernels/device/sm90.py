@@ -1,0 +1,111 @@
+"""PTX of Hopper: barriers that count bytes, the tensor memory accelerator, clusters, and warpgroup products."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.device.fragments import registers
+from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, void
+
+# --- Barriers ---------------------------------------------------------------------------------------------------------
+
+barrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
+barrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
+barrier_arrive_at = asm(
+    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
+    void, i32, i32,
+)  # fmt: skip
+"""At the barrier in the same place of the cluster's block of that rank.
+
+With ``.release.cluster`` each would wait until the whole card sees what was written; nothing was.
+"""
+barrier_expect = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
+barrier_wait = asm(
+    "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }", void, i32, i32
+)
+barrier_wait_or_trap = asm(
+    "{ .reg .pred p; .reg .u32 n; mov.u32 n, 0;"
+    " again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 1000000; @p bra done;"
+    " add.u32 n, n, 1; setp.gt.u32 p, n, 10000; @p trap; bra again; done: }",
+    void, i32, i32,
+)  # fmt: skip
+"""The same, but an error after 10,000 times a millisecond, which is as long as the hardware likes."""
+barrier_init_fence = asm("fence.mbarrier_init.release.cluster;")
+named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
+
+# --- Warps and clusters -----------------------------------------------------------------------------------------------
+
+elect = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
+broadcast = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
+"""The first lane's value: the compiler then knows that a branch on it is the whole warp's."""
+warp_sync = asm("bar.warp.sync 0xffffffff;")
+more_registers = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
+fewer_registers = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
+cluster_start = asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;")
+"""After ``barrier_init_fence``, which makes barriers known to the cluster; it makes nothing else known."""
+cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
+
+in_clusters_of = lowered("entry", "in_clusters_of")
+"""Of so many blocks: a function whose call in a kernel makes it run in such clusters."""
+
+# --- Tensor maps and copies -------------------------------------------------------------------------------------------
+
+maps_by_value = lowered("entry", "maps_by_value")()
+"""Called in a kernel that has tensor maps: they lie in its parameters."""
+address_of = lowered("entry", "address_of")()
+"""``map -> int64``: for the copies."""
+
+prefetch_map = asm("prefetch.tensormap [$0];", void, i64)
+_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+tensor_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
+"""``(shared, map, barrier, column, row)``."""
+tensor_load_to_all = asm(
+    f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, i16
+)
+"""The same to those blocks of the cluster whose bits are set in the last operand."""
+tensor_store = asm(
+    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32
+)
+"""``(map, shared, column, row)``."""
+tensor_add = asm(
+    "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$2, $3}], [$1];",
+    void, i64, i32, i32, i32,
+)  # fmt: skip
+"""The same, added to what is there."""
+store_commit = asm("cp.async.bulk.commit_group;")
+store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
+"""Until all but so many groups of stores have read shared memory."""
+shared_fence = asm("fence.proxy.async.shared::cta;")
+"""Before a copy of what this thread wrote to shared memory."""
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+K_MAJOR_128 = (1 << 62) | (64 << 32)
+"""A matrix descriptor without address: rows of 128 bytes, swizzled over 8 rows, 1024 bytes from 8 rows to the next."""
+
+
+@cache
+def wgmma(n: int, a: str, b: str) -> Any:
+    """``(acc, x, y, keep) -> acc``: ``A [64, 32] Bᵀ [32, n]`` of FP8 formats ``a`` and ``b``, plus acc if ``keep``.
+
+    ``x``, ``y``: matrix descriptors.
+    """
+    count = n // 2
+    acc = ", ".join(f"${index}" for index in range(count))
+    return asm(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 2}, 0;"
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}",
+        registers(count), registers(count), i64, i64, i32,
+    )  # fmt: skip
+
+
+wgmma_fence = asm("wgmma.fence.sync.aligned;")
+wgmma_commit = asm("wgmma.commit_group.sync.aligned;")
+
+
+@cache
+def wgmma_wait(count: int, pending: int) -> Any:
+    """``acc -> acc`` once all but so many groups of products are done."""
+    return asm(f"wgmma.wait_group.sync.aligned {pending};", registers(count), registers(count))

@@ -1,0 +1,1 @@
+"""What surrounds kernels: keys and files of machine code, compilers' versions, the choice of a GEMM, launches."""

@@ -1,0 +1,150 @@
+"""Plans that were measured: read from a file for the card, written to one, and chosen from.
+
+A file holds, for one card, entries of a product, its sizes, and the plan that took least time. The user's lies beside
+the compiled kernels; one for a card that we measured lies in ``measured`` here, where there is none yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.host.cache import cache_folder, write_whole
+from cuda_kernels.host.gemm_configs import Library, Plan, Problem, cublaslt_takes, estimated, plans
+
+if TYPE_CHECKING:
+    from cuda_kernels.host.precompile import Build
+
+CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
+"""Environment variable: ``numba`` or ``cublaslt`` takes that wherever it can; else what was measured decides."""
+
+_NEAR = 2.0
+"""A measurement counts for a problem whose sizes differ by less than this factor."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was fastest."""
+
+    product: str
+    sizes: tuple[int, int, int]
+    plan: Plan
+
+
+def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | None = None) -> Plan:
+    """The plan to take: one of :func:`plans`.
+
+    Args:
+        measured: on this card.
+        wish: ``numba``, ``cublaslt`` or None.
+
+    Raises:
+        ValueError: another wish.
+    """
+    if wish not in (None, "numba", "cublaslt"):
+        raise ValueError(
+            f"{CHOICE_VARIABLE}={wish!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
+        )
+    legal = plans(problem)
+    if wish == "cublaslt" and cublaslt_takes(problem):
+        return Library.CUBLASLT
+    product = str(replace(problem.product, amax=False))  # which makes no tile faster than another
+    alike = [each for each in measured if each.product == product and each.plan in legal]
+    if wish == "numba":
+        alike = [each for each in alike if not isinstance(each.plan, Library)]
+    sizes = problem.m, problem.n, problem.k
+    near = [(_apart(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    if near and min(near)[0] < math.log(_NEAR):
+        return alike[min(near)[1]].plan
+    # Nothing measured: what runs everywhere comes before what never ran on this card.
+    if wish is None and cublaslt_takes(problem):
+        return Library.CUBLASLT
+    return estimated(problem)
+
+
+def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """How far apart sizes are: the largest of the logarithms of their ratios."""
+    return max(abs(math.log(x / y)) for x, y in zip(a, b))
+
+
+def builds_of(problem: Problem) -> list[Build]:
+    """What makes the kernels of all its plans."""
+    from cuda_kernels.gemm import mma, wgmma
+
+    builds: list[Build] = []
+    for plan in plans(problem):
+        if not isinstance(plan, Library):
+            function = wgmma.gemm_kernel if isinstance(plan, Tile) else mma.mma_gemm_kernel
+            builds.append((function, (problem.product, plan)))
+    return builds
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def user_file(card: str) -> Path:
+    """Where measurements on the user's card of that name are kept."""
+    return cache_folder() / f"gemm-{_slug(card)}.json"
+
+
+def shipped_file(card: str) -> Path:
+    """Where ours on cards of that name are."""
+    return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
+
+
+def _slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+@cache
+def measured_on(card: str) -> tuple[Measured, ...]:
+    """What was measured on cards of that name: by the user, then by us; a damaged file counts as none."""
+    return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
+
+
+def _kept_in(path: Path) -> list[Measured]:
+    try:
+        return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def keep(card: str, measured: Iterable[Measured]) -> Path:
+    """Add measurements to the user's file, in place of older ones of the same problem."""
+    path = user_file(card)
+    kept = {(each.product, each.sizes): each for each in (*_kept_in(path), *measured)}
+    write_whole(path, json.dumps(document(card, kept.values()), indent=1).encode())
+    measured_on.cache_clear()
+    return path
+
+
+def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
+    """What a file of measurements holds."""
+    return {"card": card, "measured": [to_json(each) for each in measured]}
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """An entry of a file."""
+    plan: Any = measured.plan
+    described = plan.value if isinstance(plan, Library) else {"kind": type(plan).__name__, **asdict(plan)}
+    return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
+
+
+def from_json(entry: dict[str, Any]) -> Measured:
+    """What an entry says.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    plan = dict(entry["plan"]) if isinstance(entry["plan"], dict) else entry["plan"]
+    kinds = {"Tile": Tile, "MmaTile": MmaTile}
+    described: Plan = Library(plan) if isinstance(plan, str) else kinds[plan.pop("kind")](**plan)
+    m, n, k = (int(size) for size in entry["sizes"])
+    return Measured(str(entry["product"]), (m, n, k), described)

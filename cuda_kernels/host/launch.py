@@ -1,0 +1,272 @@
+"""Kernels loaded on a device and started on torch's current stream.
+
+What differs from start to start comes first among a kernel's parameters: tensor maps, and int64. A launch writes those
+into a buffer that holds the others already, and the driver copies them from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.host import machine_code
+from cuda_kernels.host.toolchain import conflicts, versions
+from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
+
+if TYPE_CHECKING:
+    from cuda_kernels.host.tensor_maps import Map
+
+Argument = Union[Tensor, "Map", bytes, int]
+Executor = Callable[[Kernel, int, Sequence["Argument | float"]], None]
+
+
+class NoKernels(KernelError):
+    """None of the kernels run on a device."""
+
+
+class Launch:
+    """A kernel made ready for tensors that lie alike: addresses are all that is left to say when it starts.
+
+    Attributes:
+        kernel: what to start.
+        blocks: how many.
+        numbers: its last parameters; those before are tensor maps and int64.
+        device: where, the current one when it starts.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
+        self.kernel, self.blocks, self.numbers, self.device = kernel, blocks, tuple(numbers), device
+        self._index, self._handle = None, 0
+        if is_card(device):
+            self._index = device.index or 0
+            self._handle = _loaded(kernel, self._index)
+            self._kept = threading.local()
+        elif device.type not in EXECUTORS:
+            raise NoKernels(f"nothing runs kernels on {device.type}")
+
+    def start(self, *addresses: Argument) -> None:
+        """Start it on the current stream; ``addresses`` are as :func:`address_on` and ``tensor_maps.map_on`` give them.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        if self._index is None:
+            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.numbers))
+        try:
+            write, start, stream, parameters = self._kept.ready
+        except AttributeError:
+            write, start, stream, parameters = self._kept.ready = self._made_ready(len(addresses))
+        write(*addresses)
+        result = start(stream(self._index), parameters, 0)[0]
+        if result:
+            raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
+        return None
+
+    def _made_ready(self, addresses: int) -> tuple[Any, ...]:
+        """What writes addresses, starts the kernel, gives the stream, and the address of the parameters' addresses.
+
+        Each thread has its own, since backward runs in threads beside the forward pass.
+        """
+        assert self._index is not None
+        enter_context(self._index)
+        kernel, block = self.kernel, _ParameterBlock(self.kernel)
+        formats = kernel.formats[:addresses]
+        nothing = [b"" if each == "128s" else 0 for each in formats]
+        kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
+        shape = self.blocks, 1, 1, kernel.threads, 1, 1
+        start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
+        write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
+        self._kept.block = block  # which owns the memory
+        return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
+
+
+class _ParameterBlock:
+    """Memory for a kernel's parameters.
+
+    Attributes:
+        buffer: they lie there, as a C struct of them.
+        pointers: address of an array of their addresses, ``kernelParams``. The driver knows where each goes; one buffer
+            of C's layout is not what a kernel with tensor maps reads: on Hopper their alignment of 64 bytes counts in
+            the constant bank, whose parameters begin at 0x210, and moves them by 48.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.buffer = ctypes.create_string_buffer(kernel.layout.size)
+        first, formats = ctypes.addressof(self.buffer), kernel.formats
+        ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
+        addresses = [first + end - struct.calcsize(each) for end, each in zip(ends, formats)]
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
+    """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
+    if not is_card(device):
+        return Tensor.zero_
+    index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
+    entered = threading.local()
+
+    def zero(address: int) -> None:
+        if not hasattr(entered, "context"):
+            enter_context(index)
+            entered.context = True
+        result = memset(address, 0, elements, stream(index))[0]
+        if result:
+            raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
+
+    return zero
+
+
+def enter_context(index: int) -> None:
+    """Make the primary context of CUDA device ``index`` this thread's, if the thread has none.
+
+    The first CUDA call of an autograd thread may be ours, and torch does not select device 0 there, since it is the
+    current one already (pytorch/pytorch#124565).
+    """
+    driver = _driver()
+    if not int(_checked(driver.cuCtxGetCurrent())):
+        device = _checked(driver.cuDeviceGet(index))
+        _checked(driver.cuCtxSetCurrent(_checked(driver.cuDevicePrimaryCtxRetain(device))))
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def architecture(index: int) -> str:
+    """The architecture of kernels for CUDA device ``index``: one of ``"89"``, ``"90a"``, ``"100"``, ``"120"``.
+
+    Machine code runs on cards of the same major capability and the same minor one or a later (CUDA Programming Guide,
+    "Binary compatibility"): that for 10.0 on 10.3 too. That for ``90a`` runs on 9.0 only.
+
+    Raises:
+        NoKernels: there are none for it.
+    """
+    major, minor = torch.cuda.get_device_capability(index)
+    for arch in ARCHITECTURES:
+        for_major, for_minor, *only = compute_capability(arch)
+        if for_major == major and (for_minor == minor or (for_minor < minor and not only)):
+            return arch
+    raise NoKernels(
+        f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; there are FP8 kernels for 8.9"
+        " (Ada), 9.0 (Hopper), 10.x and 12.x (Blackwell)"
+    )
+
+
+def is_card(device: torch.device) -> bool:
+    """Whether the CUDA driver starts kernels there."""
+    return device.type == "cuda"
+
+
+def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
+    """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
+    return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
+
+
+def architecture_of(device: torch.device) -> str:
+    """As :func:`architecture`; where kernels are emulated, Hopper's."""
+    return architecture(device.index or 0) if device.type == "cuda" else "90a"
+
+
+@cache
+def name_of(device: torch.device) -> str:
+    """The card's name; that of the device's type where there is none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks run side by side, at one per multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise NoKernels(f"cuda-bindings is not installed; {_install()}") from error
+    return driver
+
+
+def _install() -> str:
+    """What brings compilers and bindings of torch's CUDA."""
+    extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
+    return f'pip install "lightning-fp8[{extra}]"'
+
+
+def _loaded(kernel: Kernel, index: int) -> int:
+    """The handle of ``kernel`` on CUDA device ``index``, which is the current one."""
+    handle = kernel._loaded.get(index)
+    if handle is None:
+        try:
+            handle = _load(kernel, index)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch keeps what it frees, and the driver needs some of it
+            handle = _load(kernel, index)
+        kernel._loaded[index] = handle
+    return handle
+
+
+_OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY"""
+
+
+def _load(kernel: Kernel, index: int) -> int:
+    driver, arch = _driver(), architecture(index)
+    try:
+        code = machine_code.cubin(kernel, arch)
+    except KernelError:
+        raise
+    except Exception as error:  # of compilers, whatever they raise
+        missing = isinstance(error, ImportError)  # for all kernels alike: said once
+        what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
+        ways_out = conflicts(versions()) or [_install()] * missing
+        raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
+    entry = re.search(rb"\.text\.(\w+)", code)
+    assert entry is not None
+    enter_context(index)
+    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    handle = _checked(driver.cuLibraryGetKernel(library, entry[1]))
+    if kernel.shared_bytes > 48 * 1024:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuKernelSetAttribute(attribute, kernel.shared_bytes, handle, driver.CUdevice(index)))
+    _load_now(handle)
+    return int(handle)
+
+
+def _load_now(handle: Any) -> None:
+    """Else the driver loads machine code at its first start, where it is too late to do without, or in a graph."""
+    driver = _driver()
+    function = _checked(driver.cuKernelGetFunction(handle))
+    try:
+        result = driver.cuFuncLoad(function)
+    except RuntimeError:  # a driver before CUDA 12.4
+        return
+    _checked(result)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    if result[0] == _OUT_OF_MEMORY:  # which passes: no reason to do without a kernel from now on
+        raise torch.OutOfMemoryError(f"the CUDA driver has no memory left for a kernel: it answered {result[0]!r}")
+    if result[0]:
+        raise KernelError(f"the CUDA driver answered {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
+    return result[1] if len(result) > 1 else None
+
+
+EXECUTORS: dict[str, Executor] = {}
+"""What starts a kernel for tensors that are not on a card, by the type of their device.
+
+It gets the kernel, the number of blocks, and all parameters, tensors for addresses.
+"""

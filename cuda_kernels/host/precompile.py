@@ -1,0 +1,51 @@
+"""Kernels compiled ahead of their first launch, side by side in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from cuda_kernels.host import machine_code
+from cuda_kernels.host.cache import is_cached, is_carried
+from cuda_kernels.kernel import Kernel
+
+Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
+"""What makes a kernel: a function that a module has, and its arguments."""
+
+
+def missing(builds: Iterable[Build], arch: str) -> list[Build]:
+    """Those whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
+    kernels = {function(*arguments): (function, arguments) for function, arguments in builds}
+    return [
+        build
+        for kernel, build in kernels.items()
+        if not is_carried(machine_code.source_key(kernel, "cubin", arch))
+        and not is_cached(machine_code.key(kernel, "cubin", arch))
+    ]
+
+
+def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:
+    """Compile into the cache on disk, on all processors; yields after each.
+
+    What does not compile is left to its first launch, which says why.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not builds:
+        return
+    # Not forked: this process may have CUDA and threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processors, len(builds)), mp_context=context) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile, *build, arch) for build in builds]):
+                done.exception()
+                yield
+        except BrokenProcessPool:
+            return
+
+
+def _compile(function: Callable[..., Kernel], arguments: tuple[Any, ...], arch: str) -> None:
+    machine_code.cubin(function(*arguments), arch)

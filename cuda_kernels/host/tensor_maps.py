@@ -1,0 +1,99 @@
+"""Tensor maps: what the tensor memory accelerator knows of a matrix, and of the boxes that are copied of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.host.launch import Argument, is_card
+from cuda_kernels.kernel import KernelError
+
+_BYTES, _ALIGNMENT = 128, 64
+_KEPT_MAPS = 1024
+
+# CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
+_KINDS = {1: 0, 2: 1, 4: 7}
+_INTERLEAVE_NONE, _SWIZZLE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _OUTSIDE_IS_0 = 0, 0, 3, 3, 0
+
+
+class Box(NamedTuple):
+    """What one copy takes of a matrix.
+
+    Attributes:
+        rows, columns: of the copy.
+        swizzle: of rows of 128 bytes, in shared memory.
+        transposed: the matrix is that of the tensor, transposed.
+    """
+
+    rows: int
+    columns: int
+    swizzle: bool = True
+    transposed: bool = False
+
+
+class Map(NamedTuple):
+    """A tensor map as it stands for itself where no card is: of ``tensor``, two-dimensional with rows side by side."""
+
+    tensor: Tensor
+    box: Box
+
+
+def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
+    """What a launch there takes for the tensor map of matrices that lie alike, rows side by side, copied in boxes.
+
+    On a card maps are kept by address: memory that is used again has its map already.
+    """
+    if not is_card(device):
+        return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
+    kept: dict[int, bytes] = {}
+
+    def encoded(tensor: Tensor) -> bytes:
+        address = tensor.data_ptr()
+        found = kept.get(address)
+        if found is None:
+            if len(kept) == _KEPT_MAPS:
+                kept.clear()
+            found = kept[address] = _encoded(tensor.t() if box.transposed else tensor, box)
+        return found
+
+    return encoded
+
+
+@cache
+def _encode() -> Any:
+    """The driver's ``cuTensorMapEncodeTiled``, called directly: a map has to lie at a multiple of 64 bytes, and where
+    NVIDIA's bindings make one they do not see to that."""
+    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
+    words, longs = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+    number = ctypes.c_int
+    function.argtypes = (
+        ctypes.c_void_p, number, ctypes.c_uint32, ctypes.c_void_p, longs, longs, words, words,
+        number, number, number, number,
+    )  # fmt: skip
+    return function
+
+
+def _encoded(tensor: Tensor, box: Box) -> bytes:
+    """A ``CUtensorMap``; it keeps no tensor alive.
+
+    Raises:
+        KernelError: the driver refuses.
+    """
+    (rows, columns), item = tensor.shape, tensor.element_size()
+    memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+    address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    result = _encode()(
+        address, _KINDS[item], 2, tensor.data_ptr(),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * item),
+        (ctypes.c_uint32 * 2)(box.columns, box.rows), (ctypes.c_uint32 * 2)(1, 1),
+        _INTERLEAVE_NONE, _SWIZZLE_128B if box.swizzle else _SWIZZLE_NONE, _L2_PROMOTION_256B, _OUTSIDE_IS_0,
+    )  # fmt: skip
+    if result:
+        raise KernelError(f"the CUDA driver answered {result} to a tensor map of {tuple(tensor.shape)} in {box}")
+    return ctypes.string_at(address, _BYTES)

@@ -1,0 +1,72 @@
+"""What a kernel says to the compiler of its launch: clusters, tensor maps by value, dynamic shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda.cgutils import get_or_insert_named_metadata
+
+from cuda_kernels.device.language import i32, i64, void
+from cuda_kernels.lowering.compiler import TENSOR_MAP, intrinsic_of, signature
+
+
+def _annotate(builder: Any, name: str, value: Any) -> None:
+    module, function = builder.module, builder.function
+    node = module.add_metadata([function, ir.MetaDataString(module, name), value])
+    get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
+
+
+@cache
+def in_clusters_of(blocks: int) -> Any:
+    """A function whose call in a kernel makes it run in clusters of so many blocks."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
+            _annotate(builder, name, ir.IntType(32)(size))
+        return context.get_dummy_value()
+
+    return intrinsic_of("in_clusters", 0, lambda context: (signature(void), lower))
+
+
+@cache
+def maps_by_value() -> Any:
+    """A function whose call in a kernel makes its tensor maps lie in its parameters."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        # NVVM counts parameters from 1, as these places do: the first argument is the address of Numba's own result.
+        maps = [index for index, arg in enumerate(builder.function.args) if arg.type == TENSOR_MAP.as_pointer()]
+        for index in maps:
+            attributes = builder.function.args[index].attributes
+            set.add(attributes, "byval ")  # NVVM's dialect spells it without a type
+            attributes.align = 64
+        _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
+        return context.get_dummy_value()
+
+    return intrinsic_of("maps_by_value", 0, lambda context: (signature(void), lower))
+
+
+@cache
+def address_of() -> Any:
+    """``map -> int64``."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        return builder.ptrtoint(values[0], ir.IntType(64))
+
+    return intrinsic_of("address_of", 1, lambda context, x: (signature(i64, x), lower))
+
+
+@cache
+def dynamic_shared() -> Any:
+    """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        memory = builder.module.globals.get("dynamic_shared")
+        if memory is None:
+            memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)
+            memory.linkage, memory.align = "external", 1024
+        return builder.ptrtoint(memory, ir.IntType(32))
+
+    return intrinsic_of("dynamic_shared", 0, lambda context: (signature(i32), lower))

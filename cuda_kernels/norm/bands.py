@@ -1,0 +1,89 @@
+"""A normalized tensor to FP8 with a given scale, transposed too, from one launch.
+
+A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. A
+column's 16 codes of a band leave as one vector.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.device.codec import ITEM_BYTES, raise_to
+from cuda_kernels.device.language import cuda, f32, i32, i64, u32
+from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
+from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.norm.statistics import Norm, long_row_statistics, normalized_source, rstd_address
+
+BAND = WARP_ROWS
+_ONE = np.float32(1)
+
+
+@cache
+def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
+    """``statistics`` as in ``norm.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
+
+    ``scale [1]`` is not 0; ``observe`` raises ``seen [1]`` to the tensor's amax. Pitches of both copies are multiples
+    of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
+    """
+    source, pack = normalized_source(norm, aligned), float8x4[fp8]
+    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    store_rows = row_storer(source.vector)
+    statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
+    has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
+
+    def normalize_bands(
+        x, scale, seen, out, out_scale, out_t,
+        rows, columns, eps, out_pitch, out_t_pitch,
+    ):  # fmt: skip
+        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        lane, warp = thread & 31, thread >> 5
+        first = i32(BAND * cuda.blockIdx.x)
+        for index in range(BAND // WARPS):
+            row = first + warp + i32(WARPS * index)
+            address = x[0] + i64(row) * x[1] * item
+            m, r = statistics(address, columns, row < rows, lane, eps, shared, thread)
+            if lane == 0 and row < rows:
+                if has_mean:
+                    store_f32(x[4] + i64(row) * 4, m)
+                store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
+        cuda.syncthreads()
+
+        factor, start = load_f32(scale), i32(0)
+        kept = cuda.local.array(n_kept, u32)
+        clear(kept)
+        if cuda.blockIdx.x == 0 and thread == 0:
+            store_f32(out_scale, divide(_ONE, factor))
+        while start < columns:
+            column = i32(start + 4 * thread)
+            registers, words = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
+            load(x, rows, columns, first, column, False, registers)
+            for step in range(WARP_ROWS):
+                a, b, c, d = decode(registers, step)
+                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                if observe:
+                    fold(registers, step, (a, b, c, d), kept)
+            if rowwise:
+                store_rows(words, out, out_pitch, first, rows, column, False)
+            transpose_quads(words)
+            for step in range(4):
+                if column + step < columns:
+                    address = out_t + i64(column + step) * out_t_pitch + i64(first)
+                    store_16(address, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+            start = i32(start + 4 * THREADS)
+        if observe:
+            largest = block_max(largest_kept(kept), shared, thread)
+            if thread == 0:
+                raise_to(seen, largest)
+
+    return Kernel(
+        f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
+        normalize_bands,
+        (source.words_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        THREADS,
+        shared_bytes=32,
+        blocks_per_multiprocessor=source.blocks,
+    )

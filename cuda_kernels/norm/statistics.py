@@ -1,0 +1,282 @@
+"""LayerNorm and RMSNorm: statistics of rows, and the normalized tensor as a source of tiles.
+
+``y = (x - mean) * rstd * (weight + offset) + bias`` with ``rstd = 1 / sqrt(var + eps)``, in float32 (Ba et al.,
+arXiv:1607.06450); RMSNorm has no mean and no bias, and the mean of x² for the variance (Zhang and Sennrich,
+arXiv:1910.07467). ``offset`` is 1 for a weight that is stored zero-centered. The variance is summed from differences to
+the mean, in a second pass over registers or cached rows: E[x²] - E[x]² would cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
+from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
+from cuda_kernels.device.rows import (
+    THREADS,
+    Spread,
+    inside_row,
+    quad_column,
+    quad_reader,
+    registers_of,
+    row_loader,
+    row_sum,
+)
+from cuda_kernels.device.tile import WARP_ROWS, Source, tensor_source
+from cuda_kernels.kernel import Kernel
+
+_square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
+_ONE, _ZERO = np.float32(1), np.float32(0)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What kernels of one normalization are compiled for.
+
+    Attributes:
+        dtype: of x.
+        weight_dtype: of weight and bias.
+        mean: whether it is subtracted (LayerNorm).
+        bias: whether one is added.
+    """
+
+    dtype: str
+    weight_dtype: str
+    mean: bool
+    bias: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.weight_dtype}, mean={self.mean}, bias={self.bias}"
+
+
+def normalizer(norm: Norm) -> Any:
+    """A device function ``(x, mean, rstd, weight, bias) -> y``."""
+    subtract, add = norm.mean, norm.bias
+
+    @device
+    def normalize(x, mean, rstd, weight, bias):
+        x = x - mean if subtract else x
+        x = x * rstd * weight
+        return x + bias if add else x
+
+    return normalize
+
+
+@cache
+def normalized_source(norm: Norm, aligned: bool) -> Source:
+    """The normalized tensor; elements outside it are zeros.
+
+    Words: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
+    ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
+    keeps the statistics of one row.
+    """
+    x, normalize, rstds_at = tensor_source(norm.dtype, 4 if aligned else 1), normalizer(norm), rstd_address(norm.mean)
+    load_x, decode_x = x.load, x.decode
+    parameters = quad_reader(norm.weight_dtype, aligned)
+    has_mean, has_bias = norm.mean, norm.bias
+    weight = x.registers
+    bias = weight + 4
+    mean = bias + (4 if has_bias else 0)
+    rstd = mean + (1 if has_mean else 0)
+    limits, n_limits = rstd + 1, 1 if aligned else 4
+    held = limits + n_limits
+
+    @device
+    def load_parameters(address, column, columns, offset, registers, start):
+        a, b, c, d = parameters(address, column, columns)
+        registers[start], registers[start + 1] = bits(a + offset), bits(b + offset)
+        registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
+
+    @device
+    def load(words, rows, columns, row, column, whole, registers):
+        load_x(words, rows, columns, row, column, whole, registers)
+        lane = cuda.threadIdx.x & 31
+        of_lane = i64(row + lane) * 4
+        inside = lane < WARP_ROWS and row + lane < rows
+        if has_mean:
+            registers[mean] = bits(load_f32(words[4] + of_lane)) if inside else u32(0)
+        registers[rstd] = bits(load_f32(rstds_at(words[4], rows) + of_lane)) if inside else u32(0)
+        load_parameters(words[2], column, columns, f32(words[5]), registers, weight)
+        if has_bias:
+            load_parameters(words[3], column, columns, _ZERO, registers, bias)
+        # Of each column, how many rows from this one on are inside the tensor.
+        below = rows - row if row < rows else 0
+        for index in range(n_limits):
+            registers[limits + index] = u32(below) if column + index < columns else u32(0)
+
+    @device
+    def element(registers, step, index, x, mean_of_row, rstd_of_row):
+        shift = from_bits(registers[bias + index]) if has_bias else _ZERO
+        y = normalize(x, mean_of_row, rstd_of_row, from_bits(registers[weight + index]), shift)
+        return y if u32(step) < registers[limits + (0 if aligned else index)] else _ZERO
+
+    @device
+    def decode(registers, step):
+        a, b, c, d = decode_x(registers, step)
+        m = from_bits(shuffle(registers[mean], step)) if has_mean else _ZERO
+        r = from_bits(shuffle(registers[rstd], step))
+        return (
+            element(registers, step, 0, a, m, r),
+            element(registers, step, 1, b, m, r),
+            element(registers, step, 2, c, m, r),
+            element(registers, step, 3, d, m, r),
+        )
+
+    blocks = 2 if norm.dtype == "float32" else 3
+    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, decoded_maxima(), blocks)
+
+
+# --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def rstd_address(mean: bool) -> Any:
+    """A device function ``(statistics, rows) -> address`` of the rows' rstd; behind their means, if there are any."""
+
+    @device
+    def address(statistics, rows):
+        return statistics + i64(rows) * 4 if mean else statistics
+
+    return address
+
+
+@device
+def _rstd(squares, columns, eps):
+    return divide(_ONE, _square_root(divide(squares, f32(columns)) + eps))
+
+
+def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
+    """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
+
+    ``shared``: two times 32 bytes.
+    """
+    held, quads, column_of = quad_words(dtype), spread.all_quads, quad_column(spread)
+    decode, total, inside = quad_decoder(dtype), row_sum(spread.threads), inside_row(spread)
+
+    @device
+    def statistics(registers, columns, lane, eps, shared, thread):
+        m, squares = _ZERO, _ZERO
+        if mean:
+            for quad in range(quads):
+                a, b, c, d = decode(registers, quad * held)
+                m += (a + b) + (c + d)
+            m = divide(total(m, shared, thread), f32(columns))
+        for quad in range(quads):
+            a, b, c, d = decode(registers, quad * held)
+            a, b, c, d = a - m, b - m, c - m, d - m
+            squares += (a * a + b * b) + (c * c + d * d) if inside(column_of(quad, lane), columns) else _ZERO
+        return m, _rstd(total(squares, shared + 32, thread), columns, eps)
+
+    return statistics
+
+
+def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
+    """A device function ``(row, columns, inside, lane, eps, shared, thread) -> mean, rstd`` of the row at an address.
+
+    Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
+    ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
+    """
+    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
+    total, stride, all_words = row_sum(threads), 4 * threads, _AT_ONCE * held
+    step = _AT_ONCE * stride
+
+    @device
+    def load_some(row, column, columns, inside, registers):
+        for index in range(_AT_ONCE):
+            at = column + index * stride
+            loaded = load(row + i64(at) * item, at, columns, inside)
+            for word in range(held):
+                registers[index * held + word] = loaded[word]
+
+    @device
+    def statistics(row, columns, inside, lane, eps, shared, thread):
+        registers = cuda.local.array(all_words, u32)
+        m, squares, first = _ZERO, _ZERO, i32(0)
+        while mean and first < columns:
+            load_some(row, first + 4 * lane, columns, inside, registers)
+            for index in range(_AT_ONCE):
+                a, b, c, d = decode(registers, index * held)
+                m += (a + b) + (c + d)
+            first += i32(step)
+        if mean:
+            m = divide(total(m, shared, thread), f32(columns))
+        first = i32(0)
+        while first < columns:
+            load_some(row, first + 4 * lane, columns, inside, registers)
+            for index in range(_AT_ONCE):
+                column = first + 4 * lane + index * stride
+                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = a - m, b - m, c - m, d - m
+                squares += a * a if column < columns else _ZERO
+                squares += b * b if column + 1 < columns else _ZERO
+                squares += c * c if column + 2 < columns else _ZERO
+                squares += d * d if column + 3 < columns else _ZERO
+            first += i32(step)
+        return m, _rstd(total(squares, shared + 32, thread), columns, eps)
+
+    return statistics
+
+
+_AT_ONCE = 8
+"""Loads of a thread that are in flight together."""
+
+_STATISTICS = (i64, i64, i64, i32, i32, f32)
+"""x, the pitch of its rows in elements, statistics, rows, columns, eps."""
+
+
+@cache
+def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
+    """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
+    load_row, statistics = row_loader(dtype, spread), row_statistics(dtype, mean, spread)
+    held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
+    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    rstds_at = rstd_address(mean)
+
+    def statistics_of_rows(x, pitch, means, rows, columns, eps):
+        thread = cuda.threadIdx.x
+        lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
+        registers = cuda.local.array(held, u32)
+        # A thread without a row reads the last again.
+        load_row(x + i64(row if row < rows else rows - 1) * pitch * item, columns, lane, registers)
+        m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
+        if lane == 0 and row < rows:
+            if mean:
+                store_f32(means + i64(row) * 4, m)
+            store_f32(rstds_at(means, rows) + i64(row) * 4, r)
+
+    return Kernel(
+        f"statistics({dtype}, {mean=}, {spread})",
+        statistics_of_rows,
+        _STATISTICS,
+        THREADS,
+        shared_bytes=64,
+        blocks_per_multiprocessor=2 if held > 32 else 4,
+    )
+
+
+@cache
+def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
+    """The same of rows of any length and address, one a block; each is read once more for the variance."""
+    statistics, item = long_row_statistics(dtype, mean, aligned, THREADS), ITEM_BYTES[dtype]
+    rstds_at = rstd_address(mean)
+
+    def statistics_of_long_rows(x, pitch, means, rows, columns, eps):
+        thread, row = cuda.threadIdx.x, i64(cuda.blockIdx.x)
+        m, r = statistics(x + row * pitch * item, columns, True, thread, eps, dynamic_shared(), thread)
+        if thread == 0:
+            if mean:
+                store_f32(means + row * 4, m)
+            store_f32(rstds_at(means, rows) + row * 4, r)
+
+    return Kernel(
+        f"long_statistics({dtype}, {mean=}, {aligned=})",
+        statistics_of_long_rows,
+        _STATISTICS,
+        THREADS,
+        shared_bytes=64,
+        blocks_per_multiprocessor=4,
+    )
