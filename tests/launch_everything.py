@@ -30,8 +30,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from cuda_kernels import launch  # noqa: E402
-from cuda_kernels.host import machine_code  # noqa: E402
+from cuda_kernels.host import launch, machine_code  # noqa: E402
 from cuda_kernels.host.cache import carried  # noqa: E402
 from cuda_kernels.host.launch import Argument, Launch  # noqa: E402
 from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402

@@ -250,7 +250,7 @@ def test_nearest_is_torchs_rounding() -> None:
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_one_wrong_value_of_a_cast_is_seen(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = probes._operand
+    right = probes.cast_both_ways
 
     def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         results = tuple(codes.clone() for codes in right(x))
@@ -258,7 +258,7 @@ def test_one_wrong_value_of_a_cast_is_seen(where: int, monkeypatch: pytest.Monke
         return results  # type: ignore[return-value]
 
     assert "all 128,000 values right" in probes.cast()
-    monkeypatch.setattr(probes, "_operand", wrong)
+    monkeypatch.setattr(probes, "cast_both_ways", wrong)
     with pytest.raises(ArithmeticError, match="^1 of 64000 " + ("transposed " if where else "values")):
         probes.cast()
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels import kernel
 from cuda_kernels.casts.column_sums import column_sums_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.host import cache, gemm_selection, machine_code
@@ -49,7 +48,7 @@ def test_what_was_built_is_taken_whatever_compilers_are_here(tmp_path: Path, mon
 
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "empty"))
     monkeypatch.setattr(cache, "_memory", {})
-    monkeypatch.setattr(kernel, "compilers", lambda: "others")
+    monkeypatch.setattr(machine_code, "compilers", lambda: "others")
     monkeypatch.setattr(compiler, "ltoir", lambda *args: pytest.fail("it was compiled again"))
     monkeypatch.setenv(cache.CARRIED_VARIABLE, str(tmp_path))
     assert machine_code.cubin(sums, "90a").startswith(b"\x7fELF")

@@ -81,6 +81,7 @@ def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
     program = """
 import sys
 import hashlib
+from cuda_kernels.host import machine_code
 from tests.test_launch import KERNEL
 print("ready", flush=True)
 sys.stdin.readline()
@@ -318,7 +319,7 @@ def test_what_is_missing_is_named_for_torchs_cuda(
 ) -> None:
     card = Card(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(Kernel, "cubin", lambda self, arch: import_module("compilers_that_nobody_has"))
+    monkeypatch.setattr(machine_code, "cubin", lambda kernel, arch: import_module("compilers_that_nobody_has"))
     kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)
     with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
         Launch(kernel, 7, (140, 264), card.device)
