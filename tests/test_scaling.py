@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fp8 import DelayedScaling, Format
-from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 
@@ -127,7 +127,7 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
 def test_the_host_learns_which_scales_are_not_0() -> None:
     """After an update that a row took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
-    first, second = Slot(history, 0), Slot(history, 1)
+    first, second = history.slot(0), history.slot(1)
     assert first.may_be_0
     history.seen[0] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
@@ -135,7 +135,7 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     history.seen[1] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
     assert not second.may_be_0
-    assert Slot(copy.deepcopy(history), 0).may_be_0
+    assert copy.deepcopy(history).slot(0).may_be_0
     state = history.state_dict()
     history.load_state_dict(state)
     assert first.may_be_0
