@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
 from lightning_fp8.ops.how import parsed, parsed_product
-from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED, scale_dtype
 from lightning_fp8.scaled import Layout, block_shape
 
 
@@ -271,3 +271,4 @@ def update_scales(
 
 for _op in (observe, quantize, scaled_mm, scaled_mm_observed, scaled_mm_accumulate, update_scales):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)
+torch.library.impl(f"{NAMESPACE}::quantize{UNOBSERVED}", "cpu", quantize)
