@@ -23,6 +23,8 @@ from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
 
 _serial = itertools.count()
+_not_for_inference = torch.inference_mode(False)
+"""State made while ``inference_mode`` rules has to change outside it too."""
 _living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
 
 
@@ -37,10 +39,13 @@ class AmaxHistory:
             newest among them, and then drops the oldest: between updates the first row is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
+
+    ``seen`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
 
     _largest: tuple[Any, Tensor] | None = None
 
+    @_not_for_inference
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
         self.roles = [role for _, role in rows]
@@ -54,15 +59,37 @@ class AmaxHistory:
     def _register(self) -> None:
         self.serial = next(_serial)
         _living.add(self)
+        self._rows = [(self.scale.new_empty(0), self.seen.new_empty(0)) for _ in self.names]
+        self._place_rows()
 
+    def _place_rows(self) -> None:
+        """Put the tensors of every row where ``scale`` and ``seen`` lie now.
+
+        They are no views: those share one version counter, and a graph that saves one row for its backward pass would
+        refuse to run once another graph has written to another row.
+        """
+        for index, row in enumerate(self._rows):
+            for tensor, whole in zip(row, (self.scale, self.seen)):
+                tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
+
+    def slot(self, row: int) -> Slot:
+        """What a module sees of one row."""
+        return Slot(self, row, *self._rows[row])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+
+    @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         self.__dict__.update(state)
         self._register()
 
+    @_not_for_inference
     def to(self, device: torch.device) -> AmaxHistory:
         """Move to ``device`` in place."""
         if self.scale.device != device:
             self.seen, self.window, self.scale = (t.to(device) for t in (self.seen, self.window, self.scale))
+            self._place_rows()
         return self
 
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
@@ -74,6 +101,7 @@ class AmaxHistory:
         """
         update_together([self], recipe, group)
 
+    @_not_for_inference
     def resize(self, length: int) -> None:
         """Give the window ``length`` rows: the oldest are dropped, or zeros are put before them."""
         if self.window.shape[0] != length:
@@ -122,6 +150,7 @@ class AmaxHistory:
             "updates": self.updates,
         }
 
+    @_not_for_inference
     def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
         """Take the rows that both know by name; the others start empty.
 
@@ -144,7 +173,8 @@ class AmaxHistory:
             rows, columns = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_window[:, rows] = window.to(self.scale.device)[:, columns]
-        self.scale, self.window, self.updates = new_scale, new_window, updates
+        self.scale.copy_(new_scale)
+        self.window, self.updates = new_window, updates
         self.scaled = HostCopy()
         self.seen.zero_()
         return [name for name in names if name not in column]
@@ -189,25 +219,22 @@ class Slot(NamedTuple):
 
     history: AmaxHistory
     row: int
+    scale: Tensor
+    """float32 ``[]``; read by value, it changes at the next update."""
+    seen: Tensor
+    """float32 ``[]`` that a cast writes its amax into."""
+
+    def __reduce__(self) -> Any:
+        return AmaxHistory.slot, (self.history, self.row)  # copies and pickles share what their history has
 
     @property
     def name(self) -> str:
         return self.history.names[self.row]
 
     @property
-    def scale(self) -> Tensor:
-        """float32 ``[]``; read by value, it changes at the next update."""
-        return self.history.scale[self.row]
-
-    @property
     def may_be_0(self) -> bool:
         """Whether the scale may be 0, as far as the host knows without waiting for a card."""
         return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)
-
-    @property
-    def seen(self) -> Tensor:
-        """float32 ``[]`` view that a cast writes its amax into."""
-        return self.history.seen[self.row]
 
 
 def update_together(

@@ -93,9 +93,13 @@ class Float8CurrentScaling:
         _require_format(self, Format.HYBRID, Format.E4M3)
         if not 0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon={self.amax_epsilon} must be a finite number of at least 0")
+        # Kept: torch.compile(dynamic=True) would take amax_epsilon for a number that varies.
+        options = Layout.TENSOR, self.power_2_scale, self.amax_epsilon
+        casts = {role: Cast(float8_for(self.fp8_format, role), *options) for role in Role}
+        object.__setattr__(self, "_casts", casts)
 
     def cast(self, role: Role) -> Cast:
-        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
+        return self._casts[role]  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -64,11 +64,12 @@ class Cast:
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
 
-    @property
-    def text(self) -> str:
-        """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.how`."""
+    text: str = field(init=False, repr=False, compare=False)
+    """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.how`."""
+
+    def __post_init__(self) -> None:
         options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)
-        return f"{self.float8.name.lower()} {self.layout.value}{options}"
+        object.__setattr__(self, "text", f"{self.float8.name.lower()} {self.layout.value}{options}")
 
 
 @dataclass(frozen=True)

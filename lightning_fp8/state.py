@@ -36,15 +36,15 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
             names.append(row_name(name, role))
-            scales.append(slot.scale.detach())
+            scales.append(slot.scale)
             windows.append(slot.history.window[:, slot.row])
             updates = max(updates, slot.history.updates)
     length = max((len(window) for window in windows), default=0)
     columns = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
     return {
         "names": names,
-        "scale": torch.stack(scales) if scales else torch.zeros(0),
-        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0),
+        "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
     }
 

@@ -199,6 +199,10 @@ def test_registration(layout: Layout) -> None:
             gradients = library.activation_backward_quantize
             torch.library.opcheck(gradients, (x, x, f"gelu bias=bfloat16, {cast}", *rest))
             torch.library.opcheck(gradients, (x[:, :24], x, f"reglu, {cast}", *rest))
+    cast = how_to(Cast(E4M3, layout), True, True)  # without anything to write to
+    torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, f"layer eps=1e-5, {cast}"))
+    torch.library.opcheck(library.activation_quantize_unobserved, (x, f"swiglu, {cast}"))
+    torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, f"gelu bias=bfloat16, {cast}"))
     statistics = torch.stack((x.float().mean(1), torch.ones(35)))
     torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, "layer zero_centered bias"))
     torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], "rms"))

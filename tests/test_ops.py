@@ -192,6 +192,7 @@ def test_ops_pass_torchs_own_checks() -> None:
         for usage in [(True, True), (True, False), (False, True)]:
             how = how_to(Cast(E4M3, layout, True, 0.5), *usage)
             torch.library.opcheck(library.quantize, (x, how))
+            torch.library.opcheck(library.quantize_unobserved, (x, how))
     scale, seen = torch.tensor(2.0), torch.tensor(0.0)
     torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, seen))
     torch.library.opcheck(library.observe, (x, seen))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_fp8 import DelayedScaling, Format
-from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8 import DelayedScaling, Format, Linear
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 
@@ -115,6 +117,49 @@ def test_a_bad_amax_never_enters_the_window(bad: float, algorithm: str) -> None:
     assert torch.isfinite(history.window).all()
 
 
+@pytest.mark.parametrize(
+    "what", ["made", "copied", "pickled", "saved whole", "moved", "loaded", "set", "resized", "updated"]
+)
+def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
+    """And have version counters of their own: a graph may have saved one while another row is written to."""
+    module = Linear(8, 8)
+    assert module.history is not None
+    if what == "copied":
+        module = copy.deepcopy(module)
+    elif what == "pickled":
+        module = pickle.loads(pickle.dumps(module))
+    elif what == "saved":
+        torch.save(module, tmp_path / "module.pt")
+        module = torch.load(tmp_path / "module.pt", weights_only=False)
+    elif what == "moved":
+        history = module.history
+        history.scale, history.seen = history.scale.clone(), history.seen.clone()  # what another device's were
+        history.to(torch.device("cpu", 0))
+    elif what == "loaded":
+        module.history.load_state_dict(module.history.state_dict())
+    elif what == "set":
+        module.history.set_row(1, 2.0, torch.ones(3))
+    elif what == "resized":
+        module.history.resize(7)
+    elif what == "updated":
+        module.history.update(DelayedScaling())
+    history, slots = module.history, module.slots
+    assert history is not None
+    assert slots is not None
+    for index, slot in enumerate(slots.values()):
+        assert slot.history is history
+        before = [other._version for other_slot in slots.values() for other in other_slot[2:]]
+        slot.seen.fill_(index + 1.0)
+        slot.scale.fill_(index + 4.0)
+        after = [other._version for other_slot in slots.values() for other in other_slot[2:]]
+        assert sum(a != b for a, b in zip(before, after)) == 2
+        assert not slot.seen._is_view()
+    assert history.seen.tolist() == [1.0, 2.0, 3.0]
+    assert history.scale.tolist() == [4.0, 5.0, 6.0]
+    history.seen.zero_()
+    assert [slot.seen.item() for slot in slots.values()] == [0.0] * 3
+
+
 def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> None:
     recipe, history, scales = DelayedScaling(interval=3, amax_history_len=2), AmaxHistory([("x", Role.INPUT)]), []
     for amax in [8, 4, 2, 1, 1, 1]:
@@ -127,7 +172,7 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
 def test_the_host_learns_which_scales_are_not_0() -> None:
     """After an update that a row took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
-    first, second = Slot(history, 0), Slot(history, 1)
+    first, second = history.slot(0), history.slot(1)
     assert first.may_be_0
     history.seen[0] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
@@ -135,7 +180,7 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     history.seen[1] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
     assert not second.may_be_0
-    assert Slot(copy.deepcopy(history), 0).may_be_0
+    assert copy.deepcopy(history).slot(0).may_be_0
     state = history.state_dict()
     history.load_state_dict(state)
     assert first.may_be_0

@@ -75,7 +75,9 @@ class Storage:
             if len(data) != self.num_bytes:
                 raise CheckpointError(f"a tensor claims {self.numel} {self.dtype} and has {len(data)} bytes")
             self._elements = (
-                torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+                torch.frombuffer(bytearray(data), dtype=self.dtype)
+                if data
+                else torch.empty(0, dtype=self.dtype, device="cpu")
             )
         return self._elements
 
@@ -107,7 +109,7 @@ class TensorRecord:
     def load(self) -> Tensor:
         """The tensor, on the CPU."""
         if not self.numel:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         elements = self.storage.elements()
         return elements.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 

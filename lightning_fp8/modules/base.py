@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.functions import Slots
-from lightning_fp8.history import AmaxHistory, Slot
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.scaled import Role
 
 
@@ -42,7 +42,7 @@ class FP8Module(nn.Module):
 
     def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
         """Keep amaxes and scales in rows of ``history``, in the order of :attr:`roles`."""
-        self._slots = {role: Slot(history, first_row + index) for index, role in enumerate(self.roles)}
+        self._slots = {role: history.slot(first_row + index) for index, role in enumerate(self.roles)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

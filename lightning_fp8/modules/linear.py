@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
 from lightning_fp8.autocast import Setting
-from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
+from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized
@@ -108,8 +108,8 @@ class Linear(FP8Module, nn.Linear):
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
             ValueError: an input of other features or on another device than the weight.
         """
-        self._check(input)
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
+        self._check(input, weight)
         added_bias = None if self.return_bias else bias
         setting = self._setting()
         if setting.enabled and self.fp8:
@@ -124,9 +124,10 @@ class Linear(FP8Module, nn.Linear):
         # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
         if autocast.in_backward():
             return self._last_setting or autocast.current_setting()
-        if not torch.compiler.is_compiling():
-            self._last_setting = autocast.current_setting()
-        return autocast.current_setting()
+        setting = autocast.current_setting()
+        if not torch.compiler.is_compiling() and self._last_setting is not setting:
+            self._last_setting = setting  # slow in a module, so only where it changes
+        return setting
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
@@ -142,11 +143,13 @@ class Linear(FP8Module, nn.Linear):
             self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
         assert slots is not None
-        x = input.to(dtype).reshape(-1, self.in_features)
         cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad)
-        return y.view(*input.shape[:-1], self.out_features)
+        x, observe = input.to(dtype), torch.is_grad_enabled()
+        place = place_in_graph(x) if observe and weight.requires_grad else None
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
+        # Here, not in the function: views that one makes cannot be changed in place.
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self._slots is not None
@@ -183,8 +186,7 @@ class Linear(FP8Module, nn.Linear):
             main_grad.zero_()
         return main_grad
 
-    def _check(self, input: Tensor) -> None:
-        weight = getattr(self, self.weight_names[0])
+    def _check(self, input: Tensor, weight: Tensor) -> None:
         if not input.is_floating_point():
             raise TypeError(
                 f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"

@@ -68,7 +68,11 @@ def quantize(
         raise ValueError("seen is collected for a given scale; pass scale too (0 takes x's own)")
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    return quantized(_ops.quantize.default(x, how, scale, seen, counts), cast, rowwise, columnwise, view)
+    if seen is None and counts is None:
+        results = _ops.quantize_unobserved.default(x, how, scale)
+    else:
+        results = _ops.quantize.default(x, how, scale, seen, counts)
+    return quantized(results, cast, rowwise, columnwise, view)
 
 
 def gives_a_view(x: Tensor, cast: Cast, columnwise: bool) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.planning import current_device, planned, refuse_empty
 from lightning_fp8.ops.plans import blocks_of, casting, values_of
-from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
 quantize = casting(reference.quantize, lambda how, *lies: values_of(*lies))
 
@@ -70,3 +70,4 @@ def _update_plan(
 
 for _op in (quantize, observe, update_scales):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)
+torch.library.impl(f"{NAMESPACE}::quantize{UNOBSERVED}", "cuda", quantize)

@@ -75,6 +75,7 @@ def _maker(device: torch.device, placed: Placed) -> Callable[[], Tensor]:
 
 
 @lru_cache(None)
+@torch.inference_mode(False)  # it is given to training too
 def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The empty tensor that stands for what was not asked for."""
     return torch.empty(0, dtype=dtype, device=device)

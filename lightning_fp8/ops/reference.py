@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
 from lightning_fp8.ops.how import parsed, parsed_product
-from lightning_fp8.ops.schema import NAMESPACE, scale_dtype
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED, scale_dtype
 from lightning_fp8.scaled import Layout, block_shape
 
 
@@ -28,7 +28,7 @@ def saturating_cast(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
 def absolute_max(x: Tensor, dim: int) -> Tensor:
     """``max |x|`` along ``dim`` as float32; NaN where there is one, 0 where there is nothing."""
     if x.numel() == 0:
-        return torch.zeros([size for index, size in enumerate(x.shape) if index != dim], device=x.device)
+        return x.new_zeros([size for index, size in enumerate(x.shape) if index != dim], dtype=torch.float32)
     if x.dtype in (torch.bfloat16, torch.float16):
         return (x.view(torch.int16) & 0x7FFF).amax(dim).view(x.dtype).float()
     return x.abs().amax(dim).float()
@@ -37,7 +37,7 @@ def absolute_max(x: Tensor, dim: int) -> Tensor:
 def tensor_amax(x: Tensor) -> Tensor:
     """``max |x|`` as float32 ``[]``; NaN if there is one, 0 for an empty tensor."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float()
 
@@ -156,6 +156,9 @@ def decode(data: Tensor) -> Tensor:
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
     layout_a, layout_b, out_dtype, _ = parsed_product(how)
+    if not (a.numel() and b.numel()):  # no row, no column, or nothing to add up
+        out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+        return out if bias is None else out + bias.to(out_dtype)
     left, right, scale = _operands(a, scale_a, layout_a, b, scale_b, layout_b)
     if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
         return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
@@ -268,3 +271,4 @@ def update_scales(
 
 for _op in (observe, quantize, scaled_mm, scaled_mm_observed, scaled_mm_accumulate, update_scales):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)
+torch.library.impl(f"{NAMESPACE}::quantize{UNOBSERVED}", "cpu", quantize)

@@ -25,9 +25,25 @@ NAMESPACE = "lightning_fp8"
 CAST = "str how, Tensor? scale=None, Tensor(a!)? seen=None, Tensor(b!)? counts=None"
 """The last arguments of every op that casts."""
 
+UNOBSERVED = "_unobserved"
+"""Ends the name of an op that casts and takes neither ``seen`` nor ``counts``."""
+
 OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
 
-torch.library.define(f"{NAMESPACE}::quantize", f"(Tensor x, {CAST}) -> ({OPERANDS})")
+
+def define_cast(name: str, inputs: str, outputs: str) -> None:
+    """Define an op that casts, and the same without what it may write to.
+
+    Inductor leaves operations on E8M0 alone, also the one that stands for what an op may write to, and then fails: what
+    gives MXFP8's scales has to be an op that writes nothing.
+    """
+    torch.library.define(f"{NAMESPACE}::{name}", f"({inputs}, {CAST}) -> ({outputs})")
+    torch.library.define(
+        f"{NAMESPACE}::{name}{UNOBSERVED}", f"({inputs}, {CAST.partition(', Tensor(')[0]}) -> ({outputs})"
+    )
+
+
+define_cast("quantize", "Tensor x", OPERANDS)
 torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
@@ -103,6 +119,7 @@ def empty_operand(
 
 
 @torch.library.register_fake(f"{NAMESPACE}::quantize")
+@torch.library.register_fake(f"{NAMESPACE}::quantize{UNOBSERVED}")
 def _quantize(
     x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -76,7 +76,10 @@ def norm_quantize(
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
     how = f"{norm_to(rms, eps, zero_centered)}, {how}"
-    *operands, statistics = _ops.norm_quantize.default(x, weight, bias, how, scale, seen, counts)
+    if seen is None and counts is None:
+        *operands, statistics = _ops.norm_quantize_unobserved.default(x, weight, bias, how, scale)
+    else:
+        *operands, statistics = _ops.norm_quantize.default(x, weight, bias, how, scale, seen, counts)
     return Normalized(quantized(operands, cast, rowwise, columnwise, view), statistics)
 
 
@@ -134,7 +137,11 @@ def activation_quantize(
     _check_activation(activation, x)
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    operands = _ops.activation_quantize.default(x, f"{activation}, {how}", scale, seen, counts)
+    how = f"{activation}, {how}"
+    if seen is None and counts is None:
+        operands = _ops.activation_quantize_unobserved.default(x, how, scale)
+    else:
+        operands = _ops.activation_quantize.default(x, how, scale, seen, counts)
     return quantized(operands, cast, rowwise, columnwise, view)
 
 
@@ -172,7 +179,10 @@ def activation_backward_quantize(
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
     how = f"{activation_to(activation, bias_dtype)}, {how}"
-    *operands, dbias = _ops.activation_backward_quantize.default(dy, x, how, scale, seen, counts)
+    if seen is None and counts is None:
+        *operands, dbias = _ops.activation_backward_quantize_unobserved.default(dy, x, how, scale)
+    else:
+        *operands, dbias = _ops.activation_backward_quantize.default(dy, x, how, scale, seen, counts)
     return quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
 
 

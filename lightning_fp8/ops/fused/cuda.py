@@ -9,7 +9,9 @@ import torch
 
 from lightning_fp8.ops.fused.cuda_activation import activation_backward_quantize, activation_quantize
 from lightning_fp8.ops.fused.cuda_norm import norm_backward, norm_quantize
-from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
-for _op in (norm_quantize, norm_backward, activation_quantize, activation_backward_quantize):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)  # type: ignore[arg-type]
+for _op in (norm_quantize, activation_quantize, activation_backward_quantize):
+    for _name in (_op.__name__, _op.__name__ + UNOBSERVED):
+        torch.library.impl(f"{NAMESPACE}::{_name}", "cuda", _op)
+torch.library.impl(f"{NAMESPACE}::norm_backward", "cuda", norm_backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_activation, parsed_norm
 from lightning_fp8.ops.reference import quantize
-from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
 # --- Normalization ----------------------------------------------------------------------------------------------------
 
@@ -154,5 +154,7 @@ def activation_backward_quantize(
     return *quantize(dx, how, scale, seen, counts), dbias
 
 
-for _op in (norm_quantize, norm_backward, activation_quantize, activation_backward_quantize):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)
+for _op in (norm_quantize, activation_quantize, activation_backward_quantize):
+    for _name in (_op.__name__, _op.__name__ + UNOBSERVED):
+        torch.library.impl(f"{NAMESPACE}::{_name}", "cpu", _op)
+torch.library.impl(f"{NAMESPACE}::norm_backward", "cpu", norm_backward)

@@ -13,21 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.how import DTYPES, NAMES, options_of, parsed
-from lightning_fp8.ops.schema import CAST, NAMESPACE, OPERANDS, fake_operands
+from lightning_fp8.ops.schema import NAMESPACE, OPERANDS, UNOBSERVED, define_cast, fake_operands
 
-torch.library.define(
-    f"{NAMESPACE}::norm_quantize",
-    f"(Tensor x, Tensor weight, Tensor? bias, {CAST}) -> ({OPERANDS}, Tensor statistics)",
-)
+define_cast("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", f"{OPERANDS}, Tensor statistics")
 torch.library.define(
     f"{NAMESPACE}::norm_backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str norm) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
-torch.library.define(f"{NAMESPACE}::activation_quantize", f"(Tensor x, {CAST}) -> ({OPERANDS})")
-torch.library.define(
-    f"{NAMESPACE}::activation_backward_quantize",
-    f"(Tensor dy, Tensor x, {CAST}) -> ({OPERANDS}, Tensor dbias)",
-)
+define_cast("activation_quantize", "Tensor x", OPERANDS)
+define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS}, Tensor dbias")
 
 
 class NormKind(NamedTuple):
@@ -107,6 +101,7 @@ def parsed_activation(text: str) -> ActivationKind:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::norm_quantize")
+@torch.library.register_fake(f"{NAMESPACE}::norm_quantize{UNOBSERVED}")
 def _norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -129,6 +124,7 @@ def _norm_backward(
 
 
 @torch.library.register_fake(f"{NAMESPACE}::activation_quantize")
+@torch.library.register_fake(f"{NAMESPACE}::activation_quantize{UNOBSERVED}")
 def _activation_quantize(
     x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -137,6 +133,7 @@ def _activation_quantize(
 
 
 @torch.library.register_fake(f"{NAMESPACE}::activation_backward_quantize")
+@torch.library.register_fake(f"{NAMESPACE}::activation_backward_quantize{UNOBSERVED}")
 def _activation_backward_quantize(
     dy: Tensor,
     x: Tensor,

@@ -1,0 +1,174 @@
+"""torch.compile of a model, of each block and of each layer, against eager: outputs, gradients, scales and amaxes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import FP8FabricPrecision, Linear, fp8_autocast
+from lightning_fp8.recipes import RECIPES
+
+DEPTH = 10
+"""More blocks than torch compiles variants of one function: what it compiled for a block has to serve the others."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, recompute: bool) -> None:
+        super().__init__()
+        self.blocks, self.recompute = nn.ModuleList(Block() for _ in range(depth)), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+def parts_of(model: Model, what: str) -> list[nn.Module]:
+    if what == "model":
+        return [model]
+    return list(model.blocks) if what == "block" else [layer for block in model.blocks for layer in block.children()]
+
+
+def once(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    y.square().mean().backward()
+    return y
+
+
+def stepped(
+    model: Model, plugin: FP8FabricPrecision, batches: list[Tensor], step: Callable[[nn.Module, Tensor], Tensor]
+) -> list[Tensor]:
+    """Every number of a few steps."""
+    numbers = []
+    for x in batches:
+        x = x.clone().requires_grad_()
+        with plugin.forward_context():  # recomputation of what is compiled reads the current setting
+            y = step(model, x)
+        plugin.update_scales()
+        assert x.grad is not None
+        numbers += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    history = plugin.histories["model"]
+    return [*numbers, history.scale, history.window]
+
+
+def compare(
+    recipe: str,
+    what: str,
+    dynamic: bool | None = False,
+    recompute: bool = False,
+    depth: int = 2,
+    backend: str = "aot_eager",
+    step: Callable[[nn.Module, Tensor], Tensor] = once,
+    rows: tuple[int, ...] = (8, 12, 20),
+    tolerance: float = 0.0,
+) -> None:
+    model = Model(depth, recompute).bfloat16()
+    batches = [torch.randn(rows[0] if dynamic is False else n, 16).bfloat16() for n in rows]
+    numbers = []
+    for compiled in (True, False):
+        plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False)
+        mine = copy.deepcopy(model)
+        plugin.convert_module(mine)
+        for part in parts_of(mine, what) if compiled else ():
+            part.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+        numbers.append(stepped(mine, plugin, batches, step))
+    for found, exact in zip(*numbers):
+        assert torch.equal(found, exact) or (found - exact).float().norm() < tolerance * exact.float().norm()
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("what", ["model", "block", "layer"])
+def test_delayed_scaling_compiles_as_it_runs(what: str, dynamic: bool, recompute: bool) -> None:
+    compare("delayed", what, dynamic, recompute, depth=2 if what == "model" else DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("what", "dynamic", "recompute"),
+    [("model", None, False), ("block", False, True), ("layer", True, False)],
+)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
+def test_every_recipe_compiles_as_it_runs(recipe: str, what: str, dynamic: bool | None, recompute: bool) -> None:
+    compare(recipe, what, dynamic, recompute)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_takes_every_recipe(recipe: str) -> None:
+    compare(recipe, "model", depth=1, backend="inductor", tolerance=0.02)  # keeps float32 inside of what it fuses
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    """Weights that two places share."""
+    return once(lambda x: model(model(x)), x)  # type: ignore[arg-type]
+
+
+def two_batches_one_backward(model: nn.Module, x: Tensor) -> Tensor:
+    """A discriminator's step."""
+    real, fake = model(x), model(2 * x)
+    (real.square().mean() - fake.abs().mean()).backward()
+    return fake
+
+
+def two_backwards_in_their_forwards_order(model: nn.Module, x: Tensor) -> Tensor:
+    first, second = model(x), model(2 * x)
+    first.square().mean().backward()
+    second.square().mean().backward()
+    return second
+
+
+@pytest.mark.parametrize("step", [twice, two_batches_one_backward, two_backwards_in_their_forwards_order])
+def test_compiled_blocks_may_run_more_than_once_in_a_step(step: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    compare("delayed", "block", step=step, tolerance=0.01)  # gradients may be added up in another order
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_may_get_no_rows(recipe: str, dynamic: bool | None) -> None:
+    compare(recipe, "block", dynamic, rows=(0, 0) if dynamic is False else (8, 0))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_compiled_graph_refuses_to_be_derived_twice(recipe: str) -> None:
+    linear, x = torch.compile(Linear(16, 16), backend="aot_eager"), torch.randn(8, 16, requires_grad=True)
+    with fp8_autocast(fp8_recipe=recipe):
+        y = linear(x)
+
+    def twice_derived() -> None:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (y.mean() + dx.square().sum()).backward()
+
+    with pytest.raises(RuntimeError, match="double backward|create_graph=True"):
+        twice_derived()
+
+
+def test_an_evaluation_between_steps_moves_nothing() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(100 * x)
+        y = once(model, x)
+        with torch.no_grad():
+            model(100 * x)
+        return y
+
+    compare("delayed", "block", step=step)
