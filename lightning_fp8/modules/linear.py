@@ -14,6 +14,7 @@ from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
@@ -112,6 +113,7 @@ class Linear(FP8Module, nn.Linear):
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         added_bias = None if self.return_bias else bias
         setting = self._setting()
+        self._note(setting.enabled and self.fp8, input)
         if setting.enabled and self.fp8:
             output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
         elif setting.calibrating and not setting.enabled and self.fp8:
@@ -127,6 +129,13 @@ class Linear(FP8Module, nn.Linear):
         if not torch.compiler.is_compiling():
             self._last_setting = autocast.current_setting()
         return autocast.current_setting()
+
+    def _note(self, fp8: bool, input: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if fp8:
+                note_traced(self.in_features, self.out_features)
+        elif not autocast.in_backward():  # a recomputed forward was counted when it first ran
+            (self._record or self.record).note(fp8, input.numel() // self.in_features, self.training)
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
