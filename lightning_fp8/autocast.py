@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
@@ -23,24 +24,36 @@ class Setting:
         enabled: compute in FP8.
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
+        observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
     """
 
     recipe: Recipe
     enabled: bool = True
     calibrating: bool = False
     group: dist.ProcessGroup | None = None
+    observe: bool = True
 
 
 OUTSIDE = Setting(DelayedScaling(), enabled=False)
 
-# A module-level value: torch.compile(fullgraph=True) guards on one, but cannot trace a ContextVar.
-_current = OUTSIDE
-_active_regions = 0
+
+class _Thread(threading.local):
+    """What one thread is in. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
+
+    Set by ``__init__``, which runs in every thread: Dynamo would take a class attribute for the value in all of them.
+    """
+
+    def __init__(self) -> None:
+        self.setting = OUTSIDE
+        self.active_regions = 0
+
+
+_thread = _Thread()
 
 
 def current_setting() -> Setting:
-    """The setting of the innermost region, or :data:`OUTSIDE`."""
-    return _current
+    """The setting of this thread's innermost region, or :data:`OUTSIDE`."""
+    return _thread.setting
 
 
 def in_backward() -> bool:
@@ -51,15 +64,14 @@ def in_backward() -> bool:
 @contextmanager
 def region(setting: Setting) -> Iterator[None]:
     """Use ``setting`` inside; updates no scales."""
-    global _current, _active_regions
-    previous, active = _current, setting.enabled or setting.calibrating
-    _current = setting
-    _active_regions += active
+    previous, active = _thread.setting, setting.enabled or setting.calibrating
+    _thread.setting = setting
+    _thread.active_regions += active
     try:
         yield
     finally:
-        _current = previous
-        _active_regions -= active
+        _thread.setting = previous
+        _thread.active_regions -= active
 
 
 class fp8_autocast(ContextDecorator):
@@ -92,7 +104,7 @@ class fp8_autocast(ContextDecorator):
         self._regions: list[Any] = []
 
     def __enter__(self) -> fp8_autocast:
-        if not _active_regions and torch.is_grad_enabled():
+        if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
         entered = region(self.setting)
         entered.__enter__()
@@ -101,7 +113,7 @@ class fp8_autocast(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
-        if not _active_regions and self.setting.calibrating and exception[0] is None:
+        if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
             self._update_scales()
 
     def _update_scales(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import Optimizer
 
 from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
@@ -17,9 +16,10 @@ from lightning_fp8.precision import FP8Precision
 
 
 class FP8Callback(Callback):
-    """Updates the scales of :class:`lightning_fp8.FP8Precision` once per optimizer step, in one collective.
+    """Has :class:`lightning_fp8.FP8Precision` update its scales once per optimizer step, in one collective.
 
-    A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
+    The plugin sees every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or
+    not. A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
@@ -53,14 +53,10 @@ class FP8Callback(Callback):
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _plugin(trainer).updated_by_callback = False
+        _plugin(trainer).release()
         if self._load_hook is not None:
             self._load_hook.remove()
             self._load_hook = None
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """All micro-batches have run their backward; the weights have not moved yet."""
-        _plugin(trainer).update_scales()
 
 
 def _plugin(trainer: Trainer) -> FP8Precision:

@@ -52,6 +52,12 @@ class FP8Module(nn.Module):
     def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
         """Keep amaxes and scales in rows of ``history``, in the order of :attr:`roles`."""
         self._slots = {role: Slot(history, first_row + index) for index, role in enumerate(self.roles)}
+        history.owners.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+        super().__setstate__(state)
+        if self.history is not None:
+            self.history.owners.add(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -18,6 +18,7 @@ from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.steps import generation
 
 
 class Linear(FP8Module, nn.Linear):
@@ -97,13 +98,18 @@ class Linear(FP8Module, nn.Linear):
         self._weight_cache = None
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._weight_cache = None
+
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
             input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless the weight
-                changed since, None casts it and keeps nothing.
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
+                has stepped, the weight was loaded or changed in place, None casts it and keeps nothing. Changes through
+                ``weight.data`` outside an optimizer need True.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
@@ -115,7 +121,7 @@ class Linear(FP8Module, nn.Linear):
         setting = self._setting()
         self._note(setting.enabled and self.fp8, input)
         if setting.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
+            output = self._fp8_forward(input, weight, added_bias, setting, is_first_microbatch)
         elif setting.calibrating and not setting.enabled and self.fp8:
             output = self._calibrating_forward(input, weight, added_bias)
         else:
@@ -144,17 +150,19 @@ class Linear(FP8Module, nn.Linear):
         return torch.cat(parts) if parts[0] is not None else None
 
     def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
     ) -> Tensor:
+        recipe = setting.recipe
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
         assert slots is not None
         x = input.to(dtype).reshape(-1, self.in_features)
-        cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
+        observe = torch.is_grad_enabled() and self.training and setting.observe
+        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad)
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad)
         return y.view(*input.shape[:-1], self.out_features)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,15 +173,14 @@ class Linear(FP8Module, nn.Linear):
         return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
     def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, is_first_microbatch: bool | None
+        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
     ) -> Quantized | None:
         if is_first_microbatch is None:
             return None
         parameters = [getattr(self, name) for name in self.weight_names]
-        # A parameter's version counts its in-place changes: an optimizer step makes the copy stale.
-        key = (recipe, *((id(parameter), parameter._version) for parameter in parameters))
+        # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
+        key = (recipe, generation(), *((id(parameter), parameter._version) for parameter in parameters))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            observe = torch.is_grad_enabled()
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
             self._weight_cache = key, w8
         return self._weight_cache[1]

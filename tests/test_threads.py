@@ -1,0 +1,94 @@
+"""A region belongs to its thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.recipes import RECIPES
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What ``function`` gives in a thread of its own."""
+    given: list[Any] = []
+    thread = threading.Thread(target=lambda: given.append(function()))
+    thread.start()
+    thread.join()
+    assert given, "the thread failed"
+    return given[0]
+
+
+def exact(linear: Linear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_region_is_not_another_threads(compiled: bool) -> None:
+    linear, x = Linear(64, 32), torch.randn(8, 64)
+    torch._dynamo.reset()
+    run = torch.compile(linear, backend="eager", fullgraph=True) if compiled else linear
+    high = exact(linear, x)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        here = run(x)
+        assert torch.equal(in_a_thread(lambda: run(x)), high)
+
+        def with_a_region_of_its_own() -> tuple[Tensor, Tensor]:
+            with fp8_autocast(fp8_recipe="mxfp8"):
+                inside = run(x)
+            return inside, run(x)
+
+        inside, after = in_a_thread(with_a_region_of_its_own)
+        assert torch.equal(run(x), here)
+    assert torch.equal(after, high)
+    assert torch.equal(run(x), high)
+    assert not torch.equal(here, high)
+    assert not torch.equal(inside, high)
+    assert not torch.equal(inside, here)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_threads_side_by_side_compute_as_alone(recipe: str) -> None:
+    layers = {name: Linear(64, 32) for name in RECIPES}
+    x = torch.randn(8, 64)
+    alone = {}
+    for name, layer in layers.items():
+        with torch.no_grad(), fp8_autocast(fp8_recipe=name):
+            alone[name] = layer(x)
+    together: dict[str, list[Tensor]] = {name: [] for name in layers}
+    barrier = threading.Barrier(len(layers))
+
+    def work(name: str) -> None:
+        with torch.no_grad(), fp8_autocast(fp8_recipe=name):
+            for _ in range(5):
+                barrier.wait()  # every thread is inside its region now
+                together[name].append(layers[name](x))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(together[recipe]) == 5
+    assert all(torch.equal(y, alone[recipe]) for y in together[recipe])
+
+
+def test_an_inner_threads_region_is_outermost_there() -> None:
+    """Whether a region updates is asked in its own thread too."""
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    with fp8_autocast():
+        y = linear(x)
+    y.sum().backward()
+
+    def region() -> bool:
+        with fp8_autocast():
+            return bool(linear.slots[linear.roles[0]].scale > 0)
+
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        assert in_a_thread(region)
