@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +141,41 @@ def test_compiled_evaluation_with_gradients_moves_nothing(backend: str) -> None:
     with fp8_autocast(fp8_recipe=recipe):
         compiled(LOUD * x)
     assert fp8_state_dict(model)["seen"][0] == (LOUD * x).abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_training_in_eval_mode_is_told(recipe: str) -> None:
+    """Lightning keeps the mode that a model comes in; transformers' ``from_pretrained`` gives eval mode."""
+    model = Regression()
+    model.net.eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fp8_trainer(recipe).fit(model, regression_data())
+    told = [str(warning.message) for warning in caught if "eval mode" in str(warning.message)]
+    assert len(model.losses) == 4
+    if recipe == "delayed":
+        assert any("2 FP8 layers train in eval mode (net.2, net.4)" in text for text in told)
+    else:
+        assert not [text for text in told if "FP8" in text]
+
+
+def test_a_crash_leaves_the_model_to_who_trains_it_next() -> None:
+    class Crash(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise ZeroDivisionError
+
+    model = Regression()
+    trainer = fp8_trainer(callbacks=[Crash()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, regression_data())
+    history = trainer.precision_plugin.histories["model"]
+    model.train()
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=DelayedScaling(margin=3)):
+            y = model.net(torch.randn(4, 16).bfloat16())
+        y.sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    updates = history.updates
+    with fp8_autocast(fp8_recipe=DelayedScaling(margin=3)):
+        pass
+    assert history.updates == updates + 1  # by the region, with its recipe

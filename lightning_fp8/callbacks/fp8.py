@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -13,6 +13,8 @@ from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
 from lightning_fp8.precision import FP8Precision
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.state import fp8_modules
 
 
 class FP8Callback(Callback):
@@ -51,6 +53,18 @@ class FP8Callback(Callback):
 
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        idle = [name for name, m in fp8_modules(pl_module) if m.fp8 and not m.training and m.weight.requires_grad]
+        if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
+            rank_zero_warn(
+                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in which "
+                "delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; Lightning "
+                "keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _plugin(trainer).release()

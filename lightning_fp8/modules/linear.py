@@ -108,8 +108,8 @@ class Linear(FP8Module, nn.Linear):
         Args:
             input: bfloat16, float16 or float32.
             is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
-                has stepped, the weight was loaded or changed in place, None casts it and keeps nothing. Changes through
-                ``weight.data`` outside an optimizer need True.
+                has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
+                nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
@@ -179,7 +179,7 @@ class Linear(FP8Module, nn.Linear):
             return None
         parameters = [getattr(self, name) for name in self.weight_names]
         # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
-        key = (recipe, generation(), *((id(parameter), parameter._version) for parameter in parameters))
+        key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
             self._weight_cache = key, w8
