@@ -58,9 +58,9 @@ class FP8Callback(Callback):
         idle = [name for name, m in fp8_modules(pl_module) if m.fp8 and not m.training and m.weight.requires_grad]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             rank_zero_warn(
-                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in which "
-                "delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; Lightning "
-                "keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
+                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
+                "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
+                "Lightning keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
