@@ -51,6 +51,7 @@ class AmaxHistory:
 
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
+    patience = PATIENCE
 
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
@@ -89,9 +90,10 @@ class AmaxHistory:
     def wait(self) -> None:
         """Count a training forward that no update came before, and say so once when there are too many."""
         self.waited += 1
-        if self.waited == PATIENCE and any(owner.training for owner in self.owners):
+        if self.waited == self.patience and any(owner.training for owner in self.owners):
+            self.patience = -1  # told
             warnings.warn(
-                f"the FP8 scales stand still: {PATIENCE} training forwards since update {self.updates}, and no "
+                f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
                 "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
                 "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
                 stacklevel=2,

@@ -355,7 +355,7 @@ def test_standing_scales_are_told_once() -> None:
 
     model = Manual(by_hand)
     with pytest.warns(UserWarning, match=rf"{PATIENCE} training forwards since update 0.*update_scales\(\)") as caught:
-        fitted(model, epochs=PATIENCE // 2)
+        fitted(model, epochs=PATIENCE)
     assert sum("stand still" in str(warning.message) for warning in caught) == 1
 
 
@@ -363,7 +363,8 @@ def test_training_and_evaluation_are_not_told() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(Regression(), epochs=30)
-        fitted(Regression(), epochs=30, accumulate_grad_batches=2)
+        trainer = fp8_trainer(max_epochs=2, accumulate_grad_batches=150)
+        trainer.fit(Regression(), regression_data(rows=16 * 150))
         trainer = quiet_trainer(plugins=[FP8Precision()], callbacks=[FP8Callback()], inference_mode=False)
         for _ in range(4):
             trainer.validate(Regression(), regression_data(rows=600), verbose=False)

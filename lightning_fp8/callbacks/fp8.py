@@ -12,6 +12,7 @@ from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
+from lightning_fp8.history import PATIENCE
 from lightning_fp8.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.state import fp8_modules
@@ -62,6 +63,11 @@ class FP8Callback(Callback):
                 "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
                 "Lightning keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
             )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for history in _plugin(trainer).histories.values():
+            if history.patience > 0:  # not told yet
+                history.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")

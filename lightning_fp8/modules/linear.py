@@ -118,8 +118,7 @@ class Linear(FP8Module, nn.Linear):
         self._check(input)
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         added_bias = None if self.return_bias else bias
-        setting = self._setting()
-        self._note(setting.enabled and self.fp8, input)
+        setting = self._setting(input)
         if setting.enabled and self.fp8:
             output = self._fp8_forward(input, weight, added_bias, setting, is_first_microbatch)
         elif setting.calibrating and not setting.enabled and self.fp8:
@@ -128,20 +127,20 @@ class Linear(FP8Module, nn.Linear):
             output = F.linear(input, weight, added_bias)
         return (output, bias) if self.return_bias else output
 
-    def _setting(self) -> Setting:
-        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
-        if autocast.in_backward():
-            return self._last_setting or autocast.current_setting()
-        if not torch.compiler.is_compiling():
-            self._last_setting = autocast.current_setting()
-        return autocast.current_setting()
-
-    def _note(self, fp8: bool, input: Tensor) -> None:
+    def _setting(self, input: Tensor) -> Setting:
+        """What this forward follows; the record takes it down."""
+        setting = autocast.current_setting()
         if torch.compiler.is_compiling():
-            if fp8:
+            if setting.enabled and self.fp8:
                 note_traced(self.in_features, self.out_features)
-        elif not autocast.in_backward():  # a recomputed forward was counted when it first ran
-            (self._record or self.record).note(fp8, input.numel() // self.in_features, self.training)
+            return setting
+        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
+        if autocast.in_backward():
+            return self._last_setting or setting
+        self._last_setting = setting
+        rows = input.numel() // self.in_features
+        (self._record or self.record).note(setting.enabled and self.fp8, rows, self.training)
+        return setting
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
