@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.host_copy import HostCopy
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
@@ -46,12 +47,15 @@ class AmaxHistory:
         steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
         waited: training forwards since the last update, as far as somebody counts them.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
+        recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
         after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
     """
 
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
+    recipe: DelayedScaling | None = None
+    _scaled_by: DelayedScaling | None = None
 
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
@@ -82,6 +86,14 @@ class AmaxHistory:
             self.seen, self.window, self.scale = (t.to(device) for t in (self.seen, self.window, self.scale))
             self.counts = self.counts.to(device)
         return self
+
+    def follow(self, recipe: DelayedScaling) -> None:
+        """Cast by ``recipe`` from now on: scales made for the largest values of other formats move to its own."""
+        before = self._scaled_by
+        if before is not None and (before.fp8_format, before.margin) != (recipe.fp8_format, recipe.margin):
+            self.scale *= self._fp8_max(recipe) / self._fp8_max(before) * 2.0 ** (before.margin - recipe.margin)
+            self._scaled_by = recipe
+        self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
         """Whether a parameter of an owner is among these, told by ``id``."""
@@ -120,6 +132,7 @@ class AmaxHistory:
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
         self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
+        self.recipe, self._scaled_by = None, recipe
         kept = None
         if recipe.interval > 1:
             kept = self.scale.clone()
@@ -198,40 +211,6 @@ class AmaxHistory:
         return [name for name in names if name not in column]
 
 
-class HostCopy:
-    """Which scales are known on the host not to be 0: asked for now and then, learnt a step later, never waited for.
-
-    A scale that is not 0 stays so, until others are loaded.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[bool] = []
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def knows(self, row: int) -> bool:
-        return row < len(self._known) and self._known[row]
-
-    def follow(self, scale: Tensor) -> None:
-        """Look at ``scale [n]`` after an update: at once on the CPU; a card is asked, or its answer taken."""
-        if self._known and all(self._known):
-            return
-        if not scale.is_cuda:
-            self._known = (scale > 0).tolist()
-        elif torch.cuda.is_current_stream_capturing():
-            return
-        elif self._arriving is None:
-            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
-            copy.copy_(scale > 0, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._arriving = copy, event
-        elif self._arriving[1].query():
-            self._known, self._arriving = self._arriving[0].tolist(), None
-
-    def __reduce__(self) -> tuple[type[HostCopy], tuple[()]]:
-        return HostCopy, ()  # copies and pickles ask again
-
-
 class Slot(NamedTuple):
     """One row of an :class:`AmaxHistory`, as a module sees it."""
 
@@ -286,4 +265,9 @@ def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None
     for history in mine:
         if history.steps == 0:
             history.wait()
-    update_together([history for history in mine if history.steps], recipe, group)
+    due: dict[DelayedScaling, list[AmaxHistory]] = {}
+    for history in mine:
+        if history.steps:
+            due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
+    for own, histories in due.items():
+        update_together(histories, own, group)

@@ -16,12 +16,14 @@ from torch.optim import SGD, Optimizer
 
 from lightning_fp8 import (
     DelayedScaling,
+    Format,
     FP8Callback,
     FP8FabricPrecision,
     FP8Precision,
     Linear,
     convert_module,
     fp8_autocast,
+    fp8_state_dict,
 )
 from lightning_fp8.history import PATIENCE, AmaxHistory
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data
@@ -369,3 +371,50 @@ def test_training_and_evaluation_are_not_told() -> None:
         for _ in range(4):
             trainer.validate(Regression(), regression_data(rows=600), verbose=False)
     assert not [warning for warning in caught if "stand still" in str(warning.message)]
+
+
+def test_models_in_alternation_keep_their_own_recipes() -> None:
+    recipes = [
+        DelayedScaling(amax_history_len=16, interval=2, margin=1),
+        DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
+    ]
+    start = [convert_module(mlp()) for _ in recipes]
+
+    def train(models: list[nn.Module], recipes: list[DelayedScaling]) -> list[dict[str, Any]]:
+        torch.manual_seed(4)
+        optimizers = [SGD(model.parameters(), 0.1) for model in models]
+        for _ in range(6):
+            for model, optimizer, recipe in zip(models, optimizers, recipes):
+                torch.manual_seed(5)
+                region_step(model, optimizer, recipe)
+        for recipe in recipes:
+            with fp8_autocast(fp8_recipe=recipe):
+                pass
+        return [copy.deepcopy(fp8_state_dict(model)) for model in models]
+
+    together = train(copy.deepcopy(start), recipes)
+    for index, recipe in enumerate(recipes):
+        (alone,) = train([copy.deepcopy(start[index])], [recipe])
+        assert torch.equal(together[index]["scale"], alone["scale"])
+        assert torch.equal(together[index]["amax_history"], alone["amax_history"])
+        assert together[index]["amax_history"].shape[0] == recipe.amax_history_len
+
+
+def test_scales_move_with_the_format() -> None:
+    """From E5M2 to E4M3 a gradient's scale shrinks by 128, or every gradient would saturate for a step."""
+    linear, x = Linear(16, 8, bias=False), torch.randn(32, 16)
+
+    def gradient(recipe: DelayedScaling) -> Tensor:
+        linear.weight.grad = None
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(x)
+        (y.square().sum() / 2).backward()
+        assert linear.weight.grad is not None
+        return linear.weight.grad
+
+    for _ in range(3):
+        gradient(DelayedScaling())
+    exact = F.linear(x.double(), linear.weight.double()).T @ x.double()
+    for recipe in (DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=4), DelayedScaling()):
+        error = (gradient(recipe).double() - exact).norm() / exact.norm()
+        assert error < 0.1

@@ -16,7 +16,7 @@ from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 from lightning_fp8.steps import generation
 
@@ -159,6 +159,10 @@ class Linear(FP8Module, nn.Linear):
         assert slots is not None
         x = input.to(dtype).reshape(-1, self.in_features)
         observe = torch.is_grad_enabled() and self.training and setting.observe
+        if observe and isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
+            history = slots[Role.INPUT].history
+            if history.recipe is not recipe:
+                history.follow(recipe)
         cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad)
