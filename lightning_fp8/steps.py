@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_fp8.history import AmaxHistory, living
 
 _generation = 0
+_owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[int, bool]]] = weakref.WeakKeyDictionary()
+"""For each optimizer how many parameters it had, and by serial which histories are its."""
 
 
 def generation() -> int:
@@ -19,8 +22,13 @@ def generation() -> int:
 
 
 def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [history for history in living() if history.is_stepped_by(parameters)]
+    histories, count = living(), sum(len(group["params"]) for group in optimizer.param_groups)
+    known_count, owned = _owned.get(optimizer, (count, {}))
+    if count != known_count or any(history.serial not in owned for history in histories):
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owned = {history.serial: history.is_stepped_by(parameters) for history in histories}
+        _owned[optimizer] = count, owned
+    return [history for history in histories if owned[history.serial]]
 
 
 # A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.

@@ -418,3 +418,24 @@ def test_scales_move_with_the_format() -> None:
     for recipe in (DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=4), DelayedScaling()):
         error = (gradient(recipe).double() - exact).norm() / exact.norm()
         assert error < 0.1
+
+
+def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
+    """A frozen model's optimizer gets its parameters later, or the model is converted after the first step."""
+    model, head = convert_module(mlp()), nn.Linear(4, 4)
+    optimizer = SGD(head.parameters(), 0.1)
+    optimizer.step()
+    assert history(model).steps == -1
+    optimizer.add_param_group({"params": list(model.parameters())})
+    optimizer.step()
+    assert history(model).steps == 1
+    later = mlp()
+    optimizer = SGD(later.parameters(), 0.1)
+    optimizer.step()
+    convert_module(later)
+    optimizer.step()
+    assert history(later).steps == 1
+    twin = copy.deepcopy(later)
+    optimizer.step()
+    assert history(later).steps == 2
+    assert history(twin).steps == 1
