@@ -78,8 +78,10 @@ class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
     The backward pass and the recomputation of checkpointed activations belong outside; they follow the setting of
-    their forward. Regions nest, the innermost rules. Where no plugin looks after the model, entering the outermost
-    active region with gradients enabled updates the delayed scales from what the region before it saw.
+    their forward. Regions nest, the innermost rules; a region is its thread's. Where no plugin looks after the model,
+    entering the outermost active region with gradients enabled updates the delayed scales from what was seen since the
+    last update, once after each step of a ``torch.optim.Optimizer`` that holds parameters of the model; before the
+    first such step, and where there is no such optimizer, in every region.
 
     Args:
         enabled: False runs modules in high precision, also inside an enabled region.
@@ -114,9 +116,9 @@ class fp8_autocast(ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
         if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
-            self._update_scales()
+            self._update_scales(calibrated=True)
 
-    def _update_scales(self) -> None:
+    def _update_scales(self, calibrated: bool = False) -> None:
         recipe, setting = self.setting.recipe, self.setting
         if isinstance(recipe, DelayedScaling) and (setting.enabled or setting.calibrating):
-            update_living(recipe, setting.group)
+            update_living(recipe, setting.group, calibrated)

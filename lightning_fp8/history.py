@@ -78,6 +78,7 @@ class AmaxHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.steps = -1
         self._register()
 
     def to(self, device: torch.device) -> AmaxHistory:
@@ -259,15 +260,16 @@ def living() -> list[AmaxHistory]:
     return sorted(_living, key=lambda history: history.serial)
 
 
-def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
-    """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet."""
-    mine = [history for history in living() if history.after_step is None]
-    for history in mine:
-        if history.steps == 0:
-            history.wait()
+def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
+    """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
+
+    After calibration (``calibrated``) no optimizer is waited for.
+    """
     due: dict[DelayedScaling, list[AmaxHistory]] = {}
-    for history in mine:
-        if history.steps:
+    for history in living():
+        if history.after_step is None and (history.steps or calibrated):
             due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
+        elif history.after_step is None:
+            history.wait()
     for own, histories in due.items():
         update_together(histories, own, group)

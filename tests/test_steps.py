@@ -438,4 +438,16 @@ def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
     twin = copy.deepcopy(later)
     optimizer.step()
     assert history(later).steps == 2
-    assert history(twin).steps == 1
+    assert history(twin).steps == -1
+
+
+def test_calibration_waits_for_no_optimizer() -> None:
+    recipe, model = DelayedScaling(amax_history_len=1), convert_module(mlp())
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        region_step(model, optimizer, recipe)
+    with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
+        model(loud := torch.full((8, 16), 1000.0))
+    with torch.no_grad():
+        hidden = model[:2](loud)
+    assert history(model).scale[0] == 448 / hidden.abs().max()
