@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ class fp8_autocast(ContextDecorator):
     def __enter__(self) -> fp8_autocast:
         if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
-        entered = region(self.setting)
+        observe = self.setting.observe and current_setting().observe  # an evaluation stays one inside
+        entered = region(replace(self.setting, observe=observe))
         entered.__enter__()
         self._regions.append(entered)
         return self

@@ -32,7 +32,8 @@ class Watched(Regression):
         self.train(self.mode)
         with torch.enable_grad():
             x = (LOUD * batch[0]).detach().requires_grad_()
-            y = checkpoint(self.net, x, use_reentrant=False)
+            with fp8_autocast(fp8_recipe="delayed"):  # a region inside the Trainer's is evaluation too
+                y = checkpoint(self.net, x, use_reentrant=False)
             self.differentiated.append(torch.autograd.grad(y.float().square().sum(), x)[0])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
