@@ -108,8 +108,8 @@ class fp8_autocast(ContextDecorator):
     def __enter__(self) -> fp8_autocast:
         if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
-        observe = self.setting.observe and current_setting().observe  # an evaluation stays one inside
-        entered = region(replace(self.setting, observe=observe))
+        evaluating = not current_setting().observe
+        entered = region(replace(self.setting, observe=False) if evaluating else self.setting)
         entered.__enter__()
         self._regions.append(entered)
         return self

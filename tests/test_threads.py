@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.recipes import RECIPES
@@ -92,3 +93,30 @@ def test_an_inner_threads_region_is_outermost_there() -> None:
 
     with fp8_autocast(fp8_recipe="tensorwise"):
         assert in_a_thread(region)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_in_another_thread_repeats_its_forward(recipe: str, reentrant: bool) -> None:
+    """Autograd has threads of its own for devices; here the whole backward pass runs in one."""
+    linear, x = Linear(64, 32), torch.randn(8, 64, requires_grad=True)
+
+    def gradients(recompute: bool, elsewhere: bool) -> tuple[Tensor, ...]:
+        with fp8_autocast(fp8_recipe=recipe):
+            y = checkpoint(linear, x, use_reentrant=reentrant) if recompute else linear(x)
+
+        def backward() -> tuple[Tensor, ...]:
+            linear.zero_grad()
+            x.grad = None
+            y.square().sum().backward()
+            return x.grad, linear.weight.grad, linear.bias.grad
+
+        return in_a_thread(backward) if elsewhere else backward()
+
+    gradients(False, False)
+    with fp8_autocast(fp8_recipe=recipe):  # from here on the scales stand
+        pass
+    linear.slots[linear.roles[0]].history.steps = 0
+    expected = gradients(False, False)
+    for recompute in (False, True):
+        assert all(torch.equal(one, two) for one, two in zip(gradients(recompute, True), expected))
