@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.autocast import Setting, region
+from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
 from lightning_fp8.history import AmaxHistory, update_together
 from lightning_fp8.recipes import (
@@ -148,6 +148,8 @@ class FP8FabricPrecision(FabricPrecision):
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
             stack.enter_context(region(Setting(self.recipe, observe=self._observes)))
             if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
+                if any(history.steps > 0 for history in self.histories.values()):
+                    self.update_scales()  # of steps inside the backward pass
                 for history in self.histories.values():
                     history.wait()
             yield
@@ -171,7 +173,8 @@ class FP8FabricPrecision(FabricPrecision):
 
     def _after_step(self) -> None:
         """An optimizer that holds parameters of a model has stepped."""
-        if not self._stepping:
+        # Scales stand until the end of a backward pass whose hooks step an optimizer for each parameter.
+        if not self._stepping and not in_backward():
             self.update_scales()
 
     @contextmanager

@@ -50,8 +50,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "scale": torch.stack(scales) if scales else torch.zeros(0),
         "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0),
         "updates": updates,
-        "seen": torch.stack(seen) if seen else torch.zeros(0),
-        "counts": torch.stack(counts) if counts else torch.zeros(0),
+        "seen": torch.stack(seen) if seen else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "steps": steps,
     }
 
