@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_fp8 import ops
 from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
 from lightning_fp8.history import AmaxHistory, update_together
+from lightning_fp8.modules.record import any_traced
 from lightning_fp8.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -285,8 +286,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         # A compiled block that activation checkpointing recomputes reads the current setting, not its forward's, and a
-        # setting is a thread's: autograd shall not recompute in a thread of its own.
-        with region(Setting(self.recipe)), torch.autograd.set_multithreading_enabled(False):
+        # setting is a thread's: autograd shall not recompute it in a thread of a device.
+        one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
+        with region(Setting(self.recipe)), one_thread:
             super().backward(tensor, model, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.recipes import RECIPES
+from tests.small import Regression, fp8_trainer, regression_data
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
@@ -120,3 +121,20 @@ def test_recomputation_in_another_thread_repeats_its_forward(recipe: str, reentr
     expected = gradients(False, False)
     for recompute in (False, True):
         assert all(torch.equal(one, two) for one, two in zip(gradients(recompute, True), expected))
+
+
+def test_the_trainer_recomputes_compiled_layers_in_the_thread_that_has_the_setting() -> None:
+    """A card's backward pass has a thread of its own, which has no setting: compiled code reads the current one."""
+    enabled: list[bool] = []
+
+    class Compiled(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda gradient: enabled.append(torch._C._is_multithreading_enabled()))
+            return loss
+
+    model = Compiled()
+    model.net[2].compile(backend="eager")
+    fp8_trainer().fit(model, regression_data())
+    assert enabled == [False] * 4
+    assert torch._C._is_multithreading_enabled()

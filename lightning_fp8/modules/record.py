@@ -62,3 +62,8 @@ def note_traced(in_features: int, out_features: int) -> bool:
 def was_traced(in_features: int, out_features: int) -> bool:
     """Whether an FP8 layer of this shape was ever compiled: then one that counted nothing may have run all the same."""
     return (in_features, out_features) in _traced
+
+
+def any_traced() -> bool:
+    """Whether an FP8 layer was ever compiled in this process."""
+    return bool(_traced)
