@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,24 +24,36 @@ class Setting:
         enabled: compute in FP8.
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
+        observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
     """
 
     recipe: Recipe
     enabled: bool = True
     calibrating: bool = False
     group: dist.ProcessGroup | None = None
+    observe: bool = True
 
 
 OUTSIDE = Setting(DelayedScaling(), enabled=False)
 
-# A module-level value: torch.compile(fullgraph=True) guards on one, but cannot trace a ContextVar.
-_current = OUTSIDE
-_active_regions = 0
+
+class _Thread(threading.local):
+    """What one thread is in. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
+
+    Set by ``__init__``, which runs in every thread: Dynamo would take a class attribute for the value in all of them.
+    """
+
+    def __init__(self) -> None:
+        self.setting = OUTSIDE
+        self.active_regions = 0
+
+
+_thread = _Thread()
 
 
 def current_setting() -> Setting:
-    """The setting of the innermost region, or :data:`OUTSIDE`."""
-    return _current
+    """The setting of this thread's innermost region, or :data:`OUTSIDE`."""
+    return _thread.setting
 
 
 def in_backward() -> bool:
@@ -51,23 +64,24 @@ def in_backward() -> bool:
 @contextmanager
 def region(setting: Setting) -> Iterator[None]:
     """Use ``setting`` inside; updates no scales."""
-    global _current, _active_regions
-    previous, active = _current, setting.enabled or setting.calibrating
-    _current = setting
-    _active_regions += active
+    previous, active = _thread.setting, setting.enabled or setting.calibrating
+    _thread.setting = setting
+    _thread.active_regions += active
     try:
         yield
     finally:
-        _current = previous
-        _active_regions -= active
+        _thread.setting = previous
+        _thread.active_regions -= active
 
 
 class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
     The backward pass and the recomputation of checkpointed activations belong outside; they follow the setting of
-    their forward. Regions nest, the innermost rules. Where no plugin looks after the model, entering the outermost
-    active region with gradients enabled updates the delayed scales from what the region before it saw.
+    their forward. Regions nest, the innermost rules; a region is its thread's. Where no plugin looks after the model,
+    entering the outermost active region with gradients enabled updates the delayed scales from what was seen since the
+    last update, once after each step of a ``torch.optim.Optimizer`` that holds parameters of the model; before the
+    first such step, and where there is no such optimizer, in every region.
 
     Args:
         enabled: False runs modules in high precision, also inside an enabled region.
@@ -92,19 +106,20 @@ class fp8_autocast(ContextDecorator):
         self._regions: list[Any] = []
 
     def __enter__(self) -> fp8_autocast:
-        if not _active_regions and torch.is_grad_enabled():
+        if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
-        entered = region(self.setting)
+        evaluating = not current_setting().observe
+        entered = region(replace(self.setting, observe=False) if evaluating else self.setting)
         entered.__enter__()
         self._regions.append(entered)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
-        if not _active_regions and self.setting.calibrating and exception[0] is None:
-            self._update_scales()
+        if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
+            self._update_scales(calibrated=True)
 
-    def _update_scales(self) -> None:
+    def _update_scales(self, calibrated: bool = False) -> None:
         recipe, setting = self.setting.recipe, self.setting
         if isinstance(recipe, DelayedScaling) and (setting.enabled or setting.calibrating):
-            update_living(recipe, setting.group)
+            update_living(recipe, setting.group, calibrated)

@@ -147,7 +147,9 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
                 _retype(module)
             if isinstance(module, Linear):
                 module.fp8 = decision.fp8
-    return _share_history(model)
+    history = _share_history(model)
+    history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
+    return history
 
 
 def _share_history(model: nn.Module) -> AmaxHistory:

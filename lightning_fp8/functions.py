@@ -74,6 +74,7 @@ class LinearFunction(torch.autograd.Function):
         saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
         ctx.save_for_backward(*saved, weight if needs_dgrad else None)
         ctx.recipe, ctx.slots, ctx.cached_weight, ctx.main_grad = recipe, slots, cached_weight, main_grad
+        ctx.observe = observe
         ctx.x_layout = x8.columnwise.layout if x8.columnwise else None
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = bias.dtype if bias is not None else None
@@ -98,7 +99,13 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
     dx = dw = dbias = None
     if needs_dgrad or needs_wgrad:
         dy8 = quantize_role(
-            dy, Role.GRAD_OUTPUT, ctx.recipe, ctx.slots, observe=True, rowwise=needs_dgrad, columnwise=needs_wgrad
+            dy,
+            Role.GRAD_OUTPUT,
+            ctx.recipe,
+            ctx.slots,
+            observe=ctx.observe,
+            rowwise=needs_dgrad,
+            columnwise=needs_wgrad,
         )
     if weight is not None:
         w8 = ctx.cached_weight or quantize_role(

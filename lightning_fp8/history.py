@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.host_copy import HostCopy
 from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
+
+PATIENCE = 100
+"""Training forwards without an update after which a warning says so."""
 
 _serial = itertools.count()
 _not_for_inference = torch.inference_mode(False)
@@ -39,11 +45,21 @@ class AmaxHistory:
             newest among them, and then drops the oldest: between updates the first row is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
+        counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
+        steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
+        waited: training forwards since the last update, as far as somebody counts them.
+        owners: the modules whose parameters tell an optimizer that steps these amaxes.
+        recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
+        after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
 
     ``seen`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
 
     _largest: tuple[Any, Tensor] | None = None
+    after_step: Callable[[], None] | None = None
+    patience = PATIENCE
+    recipe: DelayedScaling | None = None
+    _scaled_by: DelayedScaling | None = None
 
     @_not_for_inference
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -52,11 +68,13 @@ class AmaxHistory:
         self.seen = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.window = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.updates = 0
+        self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.updates, self.steps, self.waited = 0, -1, 0
         self.scaled = HostCopy()
         self._register()
 
     def _register(self) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.serial = next(_serial)
         _living.add(self)
         self._rows = [(self.scale.new_empty(0), self.seen.new_empty(0)) for _ in self.names]
@@ -76,12 +94,13 @@ class AmaxHistory:
         """What a module sees of one row."""
         return Slot(self, row, *self._rows[row])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles are nobody's yet
+        return {name: value for name, value in self.__dict__.items() if name not in ("owners", "after_step", "_rows")}
 
     @_not_for_inference
-    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.steps = -1
         self._register()
 
     @_not_for_inference
@@ -90,7 +109,32 @@ class AmaxHistory:
         if self.scale.device != device:
             self.seen, self.window, self.scale = (t.to(device) for t in (self.seen, self.window, self.scale))
             self._place_rows()
+            self.counts = self.counts.to(device)
         return self
+
+    def follow(self, recipe: DelayedScaling) -> None:
+        """Cast by ``recipe`` from now on: scales made for the largest values of other formats move to its own."""
+        before = self._scaled_by
+        if before is not None and (before.fp8_format, before.margin) != (recipe.fp8_format, recipe.margin):
+            self.scale *= self._fp8_max(recipe) / self._fp8_max(before) * 2.0 ** (before.margin - recipe.margin)
+            self._scaled_by = recipe
+        self.recipe = recipe
+
+    def is_stepped_by(self, parameters: Collection[int]) -> bool:
+        """Whether a parameter of an owner is among these, told by ``id``."""
+        return any(id(parameter) in parameters for owner in self.owners for parameter in owner.parameters())
+
+    def wait(self) -> None:
+        """Count a training forward that no update came before, and say so once when there are too many."""
+        self.waited += 1
+        if self.waited == self.patience and any(owner.training for owner in self.owners):
+            self.patience = -1  # told
+            warnings.warn(
+                f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
+                "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
+                "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
+                stacklevel=2,
+            )
 
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
         """Reduce ``seen`` over ``group``, push it into the window and compute new scales; once per optimizer step.
@@ -113,7 +157,12 @@ class AmaxHistory:
 
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
-        self.updates += 1
+        self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
+        self.recipe, self._scaled_by = None, recipe
+        kept = None
+        if recipe.interval > 1:
+            kept = self.scale.clone()
+            self.counts += self.seen != 0  # an update that did not see a row brings it no nearer to its next scale
         ops.update_scales(
             self.seen,
             self.window,
@@ -121,8 +170,10 @@ class AmaxHistory:
             self._fp8_max(recipe),
             recipe.margin,
             recipe.amax_compute_algo,
-            recompute=self.updates % recipe.interval == 0,
+            recompute=True,
         )
+        if kept is not None:
+            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
         self.scaled.follow(self.scale)
 
     def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
@@ -137,7 +188,7 @@ class AmaxHistory:
         """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(window), len(self.window)))
         self.scaled = HostCopy()
-        self.scale[row], self.seen[row] = scale, 0.0
+        self.scale[row], self.seen[row], self.counts[row] = scale, 0.0, 0.0
         self.window[:, row] = 0.0
         self.window[len(self.window) - len(window) :, row] = window.to(self.window.device)
 
@@ -148,6 +199,9 @@ class AmaxHistory:
             "scale": self.scale.clone(),
             "amax_history": self.window.clone(),
             "updates": self.updates,
+            "seen": self.seen.clone(),
+            "counts": self.counts.clone(),
+            "steps": self.steps,
         }
 
     @_not_for_inference
@@ -177,41 +231,12 @@ class AmaxHistory:
         self.window, self.updates = new_window, updates
         self.scaled = HostCopy()
         self.seen.zero_()
+        self.counts.zero_()
+        if known:  # files of others hold neither
+            self.seen[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
+            self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
+        self.steps, self.waited = state.get("steps", -1), 0
         return [name for name in names if name not in column]
-
-
-class HostCopy:
-    """Which scales are known on the host not to be 0: asked for now and then, learnt a step later, never waited for.
-
-    A scale that is not 0 stays so, until others are loaded.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[bool] = []
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def knows(self, row: int) -> bool:
-        return row < len(self._known) and self._known[row]
-
-    def follow(self, scale: Tensor) -> None:
-        """Look at ``scale [n]`` after an update: at once on the CPU; a card is asked, or its answer taken."""
-        if self._known and all(self._known):
-            return
-        if not scale.is_cuda:
-            self._known = (scale > 0).tolist()
-        elif torch.cuda.is_current_stream_capturing():
-            return
-        elif self._arriving is None:
-            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
-            copy.copy_(scale > 0, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._arriving = copy, event
-        elif self._arriving[1].query():
-            self._known, self._arriving = self._arriving[0].tolist(), None
-
-    def __reduce__(self) -> tuple[type[HostCopy], tuple[()]]:
-        return HostCopy, ()  # copies and pickles ask again
 
 
 class Slot(NamedTuple):
@@ -254,38 +279,21 @@ def update_together(
         history._advance(recipe)
 
 
-def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
-    """Update every living history, in the order they were made (ranks must agree); for training without a plugin."""
-    update_together(sorted(_living, key=lambda history: history.serial), recipe, group)
+def living() -> list[AmaxHistory]:
+    """Every history, in the order they were made: ranks must agree."""
+    return sorted(_living, key=lambda history: history.serial)
 
 
-def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
-    """The names, scales, window and update count of a saved state.
+def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
+    """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
-    Raises:
-        ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.
+    After calibration (``calibrated``) no optimizer is waited for.
     """
-    if not isinstance(state, dict):
-        raise ValueError(
-            f"FP8 state must be a dictionary, not {type(state).__name__}; save it with fp8_state_dict(model)"
-        )
-    missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
-    if missing:
-        raise ValueError(
-            f"FP8 state lacks {missing}; it holds {sorted(map(str, state))}. Save it with fp8_state_dict(model)"
-        )
-    names, scale, window, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError("FP8 state's 'names' must be a list of strings")
-    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
-        raise ValueError(f"FP8 state's 'updates' must be a count, not {updates!r}")
-    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", window, (None, len(names)))):
-        if not isinstance(value, Tensor) or value.dtype != torch.float32:
-            raise ValueError(
-                f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
-            )
-        if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
-            raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
-        if not bool((torch.isfinite(value) & (value >= 0)).all()):
-            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
-    return names, scale, window, updates
+    due: dict[DelayedScaling, list[AmaxHistory]] = {}
+    for history in living():
+        if history.after_step is None and (history.steps or calibrated):
+            due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
+        elif history.after_step is None:
+            history.wait()
+    for own, histories in due.items():
+        update_together(histories, own, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.autocast import Setting, region
+from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
-from lightning_fp8.history import AmaxHistory, update_together, validated_state
+from lightning_fp8.history import AmaxHistory, update_together
+from lightning_fp8.modules.record import any_traced
 from lightning_fp8.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -29,6 +30,7 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
+from lightning_fp8.saved import validated_state
 from lightning_fp8.state import fp8_modules, load_fp8_state_dict
 
 
@@ -93,6 +95,7 @@ class FP8FabricPrecision(FabricPrecision):
         )
         self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
+        self._stepping, self._observes = False, True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
 
@@ -104,6 +107,7 @@ class FP8FabricPrecision(FabricPrecision):
             module.to(dtype=self.weights_dtype)
         self.summary = plan_conversion(module, self.policy)
         history = apply_conversion(module, self.summary)
+        history.after_step = self._after_step
         if self._take_charge_of(history):
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
@@ -143,7 +147,12 @@ class FP8FabricPrecision(FabricPrecision):
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
-            stack.enter_context(region(Setting(self.recipe)))
+            stack.enter_context(region(Setting(self.recipe, observe=self._observes)))
+            if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
+                if any(history.steps > 0 for history in self.histories.values()):
+                    self.update_scales()  # of steps inside the backward pass
+                for history in self.histories.values():
+                    history.wait()
             yield
 
     def convert_input(self, data: Any) -> Any:
@@ -160,17 +169,24 @@ class FP8FabricPrecision(FabricPrecision):
             update_together(list(self.histories.values()), self.recipe)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        closure = kwargs.pop("closure", None)
-        if closure is None:
-            self.update_scales()
+        with self._one_update():
             return super().optimizer_step(optimizer, **kwargs)
 
-        def closure_then_update() -> Any:
-            loss = closure()
+    def _after_step(self) -> None:
+        """An optimizer that holds parameters of a model has stepped."""
+        # Scales stand until the end of a backward pass whose hooks step an optimizer for each parameter.
+        if not self._stepping and not in_backward():
             self.update_scales()
-            return loss
 
-        return super().optimizer_step(optimizer, closure=closure_then_update, **kwargs)
+    @contextmanager
+    def _one_update(self) -> Iterator[None]:
+        """One update after a step by Lightning: it may hold many closures, an inner step, or none of torch's."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+        self.update_scales()
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every model's scales and amax histories, as tensors, numbers and names."""
@@ -218,7 +234,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """
 
     updated_by_callback = False
-    """Whether a callback of the running Trainer calls :meth:`update_scales`."""
+    """Whether the running Trainer has an ``FP8Callback``."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         in_trainer = isinstance(module, LightningModule) and module._trainer is not None
@@ -235,14 +251,44 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         self.histories = {"model": history}
         return is_new
 
+    def release(self) -> None:
+        """The Trainer is done: from now on the model's scales are whoever's trains it."""
+        self.updated_by_callback = False
+        for history in self.histories.values():
+            history.after_step = None
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._one_update():
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._observes = False
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            self._observes = True
+
+    def val_step_context(self) -> Any:
+        return self._evaluating()
+
+    def test_step_context(self) -> Any:
+        return self._evaluating()
+
+    def predict_step_context(self) -> Any:
+        return self._evaluating()
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if not isinstance(module, LightningModule) or module._trainer is None:
             raise MisconfigurationException("FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead")
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        # A compiled block that activation checkpointing recomputes reads the current setting, not its forward's.
-        with region(Setting(self.recipe)):
+        # A compiled block that activation checkpointing recomputes reads the current setting, not its forward's, and a
+        # setting is a thread's: autograd shall not recompute it in a thread of a device.
+        one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
+        with region(Setting(self.recipe)), one_thread:
             super().backward(tensor, model, *args, **kwargs)
 
 

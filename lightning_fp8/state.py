@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.history import AmaxHistory, validated_state
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module, row_name
+from lightning_fp8.saved import validated_state
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -30,15 +31,18 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
-        ``[len, n]``, oldest first) and ``updates``. Loads with ``torch.load(weights_only=True)``.
+        ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
+        (float32 ``[n]``), ``updates`` and ``steps``. Loads with ``torch.load(weights_only=True)``.
     """
-    names, scales, windows, updates = [], [], [], 0
+    names, scales, windows, seen, counts, updates, steps = [], [], [], [], [], 0, -1
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
             names.append(row_name(name, role))
             scales.append(slot.scale)
             windows.append(slot.history.window[:, slot.row])
-            updates = max(updates, slot.history.updates)
+            seen.append(slot.seen.detach().clone())
+            counts.append(slot.history.counts[slot.row])
+            updates, steps = max(updates, slot.history.updates), max(steps, slot.history.steps)
     length = max((len(window) for window in windows), default=0)
     columns = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
     return {
@@ -46,6 +50,9 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
+        "seen": torch.stack(seen) if seen else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "steps": steps,
     }
 
 

@@ -84,3 +84,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def equal_weights(first: nn.Module, second: nn.Module) -> bool:
     one, two = first.state_dict(), second.state_dict()
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def step_in_backward(model: nn.Module) -> None:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 0.01)
+
+        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)

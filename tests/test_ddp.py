@@ -45,3 +45,16 @@ def test_transformer_engines_files_resume(tmp_path: Path) -> None:
             assert len(scales) == 6
             assert scales == {name: expected[name] for name in scales}, version
             assert result == {"losses": True, "weights": True, "count": 6}, version
+
+
+def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
+    first, second = run_on_two_ranks("raw", str(tmp_path), folder=tmp_path)
+    assert first == second  # the same scales from other data, and no rank waits for a collective of another
+    window = first["trainer"]["window"]
+    assert all(amax > 0 for row in window[-4:] for amax in row)  # two epochs of two batches on each rank
+    assert not any(amax for row in window[:-4] for amax in row)
+    for model in first["plain"]:
+        assert all(scale > 0 for scale in model["scale"])
+        assert all(amax > 0 for row in model["window"][-4:] for amax in row)
+    # A collective for each step but the last two's, and those of the first regions, which knew no optimizer yet.
+    assert first["plain"][0]["reduced"] == 2 * 4 - 2 + 4

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import Optimizer
 
 from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
+from lightning_fp8.history import PATIENCE
 from lightning_fp8.precision import FP8Precision
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.state import fp8_modules
 
 
 class FP8Callback(Callback):
-    """Updates the scales of :class:`lightning_fp8.FP8Precision` once per optimizer step, in one collective.
+    """Has :class:`lightning_fp8.FP8Precision` update its scales once per optimizer step, in one collective.
 
-    A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
+    The plugin sees every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or
+    not. A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
@@ -52,15 +55,28 @@ class FP8Callback(Callback):
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        idle = [name for name, m in fp8_modules(pl_module) if m.fp8 and not m.training and m.weight.requires_grad]
+        if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
+            rank_zero_warn(
+                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
+                "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
+                "Lightning keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for history in _plugin(trainer).histories.values():
+            if history.patience > 0:  # not told yet
+                history.patience = PATIENCE * trainer.accumulate_grad_batches
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _plugin(trainer).updated_by_callback = False
+        _plugin(trainer).release()
         if self._load_hook is not None:
             self._load_hook.remove()
             self._load_hook = None
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """All micro-batches have run their backward; the weights have not moved yet."""
-        _plugin(trainer).update_scales()
 
 
 def _plugin(trainer: Trainer) -> FP8Precision:

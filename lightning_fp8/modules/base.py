@@ -11,6 +11,7 @@ from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, read
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.functions import Slots
 from lightning_fp8.history import AmaxHistory
+from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.scaled import Role
 
 
@@ -25,6 +26,14 @@ class FP8Module(nn.Module):
     roles: ClassVar[tuple[Role, ...]] = ()
     fp8: bool = True
     _slots: Slots | None = None
+    _record: LayerRecord | None = None
+
+    @property
+    def record(self) -> LayerRecord:
+        """What this module did since its record was last cleared."""
+        if self._record is None:  # retyped in place, or never called
+            self._record = LayerRecord()
+        return self._record
 
     @property
     def slots(self) -> Slots | None:
@@ -43,6 +52,12 @@ class FP8Module(nn.Module):
     def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
         """Keep amaxes and scales in rows of ``history``, in the order of :attr:`roles`."""
         self._slots = {role: history.slot(first_row + index) for index, role in enumerate(self.roles)}
+        history.owners.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+        super().__setstate__(state)
+        if self.history is not None:
+            self.history.owners.add(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -14,9 +14,11 @@ from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.steps import generation
 
 
 class Linear(FP8Module, nn.Linear):
@@ -96,13 +98,18 @@ class Linear(FP8Module, nn.Linear):
         self._weight_cache = None
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._weight_cache = None
+
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
             input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless the weight
-                changed since, None casts it and keeps nothing.
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
+                has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
+                nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
@@ -111,22 +118,29 @@ class Linear(FP8Module, nn.Linear):
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         self._check(input, weight)
         added_bias = None if self.return_bias else bias
-        setting = self._setting()
+        setting = self._setting(input)
         if setting.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
+            output = self._fp8_forward(input, weight, added_bias, setting, is_first_microbatch)
         elif setting.calibrating and not setting.enabled and self.fp8:
             output = self._calibrating_forward(input, weight, added_bias)
         else:
             output = F.linear(input, weight, added_bias)
         return (output, bias) if self.return_bias else output
 
-    def _setting(self) -> Setting:
-        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
-        if autocast.in_backward():
-            return self._last_setting or autocast.current_setting()
+    def _setting(self, input: Tensor) -> Setting:
+        """What this forward follows; the record takes it down."""
         setting = autocast.current_setting()
-        if not torch.compiler.is_compiling() and self._last_setting is not setting:
+        if torch.compiler.is_compiling():
+            if setting.enabled and self.fp8:
+                note_traced(self.in_features, self.out_features)
+            return setting
+        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
+        if autocast.in_backward():
+            return self._last_setting or setting
+        if self._last_setting is not setting:
             self._last_setting = setting  # slow in a module, so only where it changes
+        rows = input.numel() // self.in_features
+        (self._record or self.record).note(setting.enabled and self.fp8, rows, self.training)
         return setting
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
@@ -136,17 +150,23 @@ class Linear(FP8Module, nn.Linear):
         return torch.cat(parts) if parts[0] is not None else None
 
     def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
     ) -> Tensor:
+        recipe = setting.recipe
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
         assert slots is not None
-        cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
+        x = input.to(dtype)
+        observe = torch.is_grad_enabled() and self.training and setting.observe
+        if observe and isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
+            history = slots[Role.INPUT].history
+            if history.recipe is not recipe:
+                history.follow(recipe)
+        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        x, observe = input.to(dtype), torch.is_grad_enabled()
-        place = place_in_graph(x) if observe and weight.requires_grad else None
+        place = place_in_graph(x) if torch.is_grad_enabled() and weight.requires_grad else None
         y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
         # Here, not in the function: views that one makes cannot be changed in place.
         return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
@@ -159,15 +179,14 @@ class Linear(FP8Module, nn.Linear):
         return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
     def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, is_first_microbatch: bool | None
+        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
     ) -> Quantized | None:
         if is_first_microbatch is None:
             return None
         parameters = [getattr(self, name) for name in self.weight_names]
-        # A parameter's version counts its in-place changes: an optimizer step makes the copy stale.
-        key = (recipe, *((id(parameter), parameter._version) for parameter in parameters))
+        # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
+        key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            observe = torch.is_grad_enabled()
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
             self._weight_cache = key, w8
         return self._weight_cache[1]

@@ -1,0 +1,69 @@
+"""What a layer did, as plain counts: read by who wants to know whether a layer that should run in FP8 did."""
+
+from __future__ import annotations
+
+import torch
+
+_traced: set[tuple[int, int]] = set()
+
+
+class LayerRecord:
+    """What one layer did since the record was last cleared.
+
+    Compiled code counts nothing, and neither does a forward that activation checkpointing repeats.
+
+    Attributes:
+        fp8: training forwards (``module.training``) that multiplied in FP8.
+        fp8_rows: rows of all their inputs together; 0 where all of them were empty.
+        high_precision: training forwards that did not multiply in FP8.
+        high_precision_rows: rows of all their inputs together.
+        evaluations: forwards of either kind outside training.
+    """
+
+    __slots__ = ("evaluations", "fp8", "fp8_rows", "high_precision", "high_precision_rows")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Start anew."""
+        self.fp8 = self.fp8_rows = self.high_precision = self.high_precision_rows = self.evaluations = 0
+
+    @property
+    def ran(self) -> bool:
+        """Whether the layer was called at all."""
+        return bool(self.fp8 or self.high_precision or self.evaluations)
+
+    def note(self, fp8: bool, rows: int, training: bool) -> None:
+        """Count one forward of ``rows`` rows."""
+        if not training:
+            self.evaluations += 1
+        elif fp8:
+            self.fp8 += 1
+            self.fp8_rows += rows
+        else:
+            self.high_precision += 1
+            self.high_precision_rows += rows
+
+    def __repr__(self) -> str:
+        return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)})"
+
+
+@torch.compiler.assume_constant_result
+def note_traced(in_features: int, out_features: int) -> bool:
+    """Called while torch.compile traces a layer that runs in FP8; nothing of it remains in the compiled code.
+
+    Equal blocks share one compiled code, so that the second is never traced: shapes are noted, not layers.
+    """
+    _traced.add((in_features, out_features))
+    return True
+
+
+def was_traced(in_features: int, out_features: int) -> bool:
+    """Whether an FP8 layer of this shape was ever compiled: then one that counted nothing may have run all the same."""
+    return (in_features, out_features) in _traced
+
+
+def any_traced() -> bool:
+    """Whether an FP8 layer was ever compiled in this process."""
+    return bool(_traced)

@@ -1,0 +1,54 @@
+"""Optimizer steps, counted where they happen: in ``torch.optim``, whoever calls ``step`` and however."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_fp8.history import AmaxHistory, living
+
+_generation = 0
+_owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[int, bool]]] = weakref.WeakKeyDictionary()
+"""For each optimizer how many parameters it had, and by serial which histories are its."""
+
+
+def generation() -> int:
+    """How many optimizers have stepped in this process: nothing computed from a weight may outlive it."""
+    return _generation
+
+
+def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
+    histories, count = living(), sum(len(group["params"]) for group in optimizer.param_groups)
+    known_count, owned = _owned.get(optimizer, (count, {}))
+    if count != known_count or any(history.serial not in owned for history in histories):
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owned = {history.serial: history.is_stepped_by(parameters) for history in histories}
+        _owned[optimizer] = count, owned
+    return [history for history in histories if owned[history.serial]]
+
+
+# A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(history.steps < 0 for history in living()):
+        for history in _stepped(optimizer):
+            history.steps = max(history.steps, 0)  # an optimizer is known: what its closure runs belongs to its step
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _generation
+    _generation += 1
+    stepped = _stepped(optimizer)
+    for history in stepped:
+        history.steps += 1
+    for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
+        update()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

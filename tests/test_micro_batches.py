@@ -1,0 +1,131 @@
+"""``is_first_microbatch``: a kept FP8 weight lives until something may have changed the weight it was cast from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import lightning_fp8.modules.linear
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.functions import quantize_role
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each weight that was cast to be kept."""
+    made: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return quantize_role(*args, **kwargs)
+
+    monkeypatch.setattr(lightning_fp8.modules.linear, "quantize_role", counted)
+    return made
+
+
+def run(linear: Linear, x: Tensor, first: bool | None) -> Tensor:
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        return linear(x, is_first_microbatch=first)
+
+
+def assigned(linear: Linear, new: Tensor) -> None:
+    linear.load_state_dict({"weight": new, "bias": linear.bias.detach()}, assign=True)
+
+
+def loaded(linear: Linear, new: Tensor) -> None:
+    version = linear.weight._version
+    with torch.autograd._unsafe_preserve_version_counter(linear.weight):  # as FSDP2 and DTensors do
+        linear.load_state_dict({"weight": new, "bias": linear.bias.detach()})
+    assert linear.weight._version == version
+
+
+def in_place(linear: Linear, new: Tensor) -> None:
+    with torch.no_grad():
+        linear.weight.copy_(new)
+
+
+def other_data(linear: Linear, new: Tensor) -> None:
+    linear.weight.data = new
+
+
+class ByData(torch.optim.Optimizer):
+    """An optimizer of the old school."""
+
+    def __init__(self, linear: Linear, new: Tensor) -> None:
+        super().__init__([linear.weight], {})
+        self.new = new
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["params"][0].data.copy_(self.new)
+
+
+def stepped(linear: Linear, new: Tensor) -> None:
+    version = linear.weight._version
+    ByData(linear, new).step()
+    assert linear.weight._version == version
+
+
+@pytest.mark.parametrize("change", [assigned, loaded, in_place, other_data, stepped])
+def test_a_changed_weight_is_cast_anew(change: Callable[[Linear, Tensor], None], casts: list[int]) -> None:
+    linear, fresh, x = Linear(16, 8), Linear(16, 8), torch.randn(4, 16)
+    fresh.load_state_dict(linear.state_dict())
+    assert torch.equal(run(linear, x, True), run(fresh, x, None))
+    assert torch.equal(run(linear, x, False), run(fresh, x, None))
+    assert len(casts) == 1
+    change(linear, -2 * linear.weight.detach())
+    with torch.no_grad():
+        fresh.weight.mul_(-2)
+    y = run(linear, x, False)
+    assert torch.equal(y, run(fresh, x, None))
+    torch.testing.assert_close(y, F.linear(x, fresh.weight, fresh.bias), rtol=0.1, atol=0.2)
+    run(linear, x, False)
+    assert len(casts) == 2
+
+
+class Root(nn.Module):
+    """``fully_shard`` gathers what a module's own call needs."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor, first: bool | None) -> Tensor:
+        return 1.0 * self.linear(x, is_first_microbatch=first)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_fully_sharded_weights(options: dict[str, bool], one_rank: Any, casts: list[int]) -> None:
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    model = fully_shard(Root(linear), mesh=one_rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)
+    for step in range(3):
+        outputs = []
+        for micro_batch in range(3):
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                outputs.append(model(x, step == micro_batch == 0))
+            outputs[-1].square().sum().backward()
+        assert torch.equal(outputs[0], outputs[1])
+        assert torch.equal(outputs[0], outputs[2])
+        assert len(casts) == step + 1  # once a step
+        with torch.no_grad():
+            weight, bias = (parameter.full_tensor() for parameter in (linear.weight, linear.bias))
+            torch.testing.assert_close(outputs[0], F.linear(x, weight, bias), rtol=0.1, atol=0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert linear.history is not None
+    assert linear.history.steps == 3

@@ -1,0 +1,208 @@
+"""One update of the scales for each optimizer step, in loops without Lightning."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_fp8 import DelayedScaling, Format, Linear, convert_module, fp8_autocast, fp8_state_dict
+from lightning_fp8.history import AmaxHistory
+from tests.small import mlp, step_in_backward
+
+WINDOW = 64
+
+
+def region_step(model: nn.Module, optimizer: Optimizer, recipe: DelayedScaling, micro_batches: int = 1) -> None:
+    optimizer.zero_grad()
+    for _ in range(micro_batches):
+        with fp8_autocast(fp8_recipe=recipe):
+            y = model(torch.randn(8, 16))
+        y.square().mean().backward()
+    optimizer.step()
+
+
+def history(model: nn.Module) -> AmaxHistory:
+    (found,) = {id(m.history): m.history for m in model.modules() if isinstance(m, Linear) and m.fp8}.values()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_models_in_alternation_count_their_own_steps(interval: int) -> None:
+    recipe = DelayedScaling(amax_history_len=WINDOW, interval=interval)
+    models = [convert_module(mlp()) for _ in range(2)]
+    optimizers = [SGD(model.parameters(), 0.1) for model in models]
+    for _ in range(7):
+        for model, optimizer in zip(models, optimizers):
+            region_step(model, optimizer, recipe)
+    with fp8_autocast(fp8_recipe=recipe):  # the update of the last steps
+        pass
+    for index, model in enumerate(models):
+        found = history(model)
+        assert found.updates == 7 + 1 + index  # the regions before its first step found nothing
+        assert (found.window[-7:] > 0).all()
+        due = 7 - 7 % interval  # the last update that recomputed
+        largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in found.names])
+        torch.testing.assert_close(found.scale, largest / found.window[: WINDOW - 7 + due].amax(0))
+
+
+def test_alternation_without_optimizers_recomputes_too() -> None:
+    recipe = DelayedScaling(amax_history_len=WINDOW, interval=2)
+    models = [Linear(16, 4) for _ in range(2)]
+    for _ in range(4):
+        for model in models:
+            with fp8_autocast(fp8_recipe=recipe):
+                y = model(torch.randn(8, 16))
+            y.sum().backward()
+    assert all((model.slots[role].scale > 0) for model in models for role in model.roles)
+
+
+def test_micro_batches_of_a_plain_loop_are_one_step() -> None:
+    recipe, model = DelayedScaling(amax_history_len=WINDOW), convert_module(mlp())
+    optimizer = SGD(model.parameters(), 0.1)
+    region_step(model, optimizer, recipe)
+    for _ in range(4):
+        region_step(model, optimizer, recipe, micro_batches=3)
+    assert history(model).updates == 1 + 4  # the first region found nothing; the fifth step's comes with the next
+    with fp8_autocast(fp8_recipe=recipe):
+        pass
+    assert history(model).updates == 1 + 5
+    assert (history(model).window[-5:] > 0).all()
+    assert not history(model).window[:-5].any()
+
+
+def test_closures_of_a_plain_loop_are_one_step_from_the_first_on() -> None:
+    recipe, model = DelayedScaling(amax_history_len=WINDOW), convert_module(mlp())
+    optimizer, calls = torch.optim.LBFGS(model.parameters(), max_iter=3), []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        with fp8_autocast(fp8_recipe=recipe):
+            loss = model(torch.ones(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert len(calls) > 2
+    assert history(model).updates == 1  # the second step's comes with the next region
+    assert (history(model).window[-1] > 0).all()
+
+
+def test_an_optimizer_of_adapters_alone_steps_the_model() -> None:
+    """Low-rank adapters train while every FP8 weight is frozen."""
+    recipe, model = DelayedScaling(amax_history_len=WINDOW), mlp()
+    model.append(nn.Linear(4, 4))
+    convert_module(model, first_last_layers_bf16=False, skip=("7",))
+    for parameter in model[:-1].parameters():
+        parameter.requires_grad_(False)
+    optimizer = SGD(model[-1].parameters(), 0.1)
+    for _ in range(3):
+        region_step(model, optimizer, recipe, micro_batches=2)
+    with fp8_autocast(fp8_recipe=recipe):
+        pass
+    assert history(model).updates == 2 + 3  # the first two regions knew of no optimizer yet
+    assert (history(model).window[-4:, 0] > 0).all()
+    assert not history(model).window[:-4].any()
+
+
+def test_models_in_alternation_keep_their_own_recipes() -> None:
+    recipes = [
+        DelayedScaling(amax_history_len=16, interval=2, margin=1),
+        DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
+    ]
+    start = [convert_module(mlp()) for _ in recipes]
+
+    def train(models: list[nn.Module], recipes: list[DelayedScaling]) -> list[dict[str, Any]]:
+        torch.manual_seed(4)
+        optimizers = [SGD(model.parameters(), 0.1) for model in models]
+        for _ in range(6):
+            for model, optimizer, recipe in zip(models, optimizers, recipes):
+                torch.manual_seed(5)
+                region_step(model, optimizer, recipe)
+        for recipe in recipes:
+            with fp8_autocast(fp8_recipe=recipe):
+                pass
+        return [copy.deepcopy(fp8_state_dict(model)) for model in models]
+
+    together = train(copy.deepcopy(start), recipes)
+    for index, recipe in enumerate(recipes):
+        (alone,) = train([copy.deepcopy(start[index])], [recipe])
+        assert torch.equal(together[index]["scale"], alone["scale"])
+        assert torch.equal(together[index]["amax_history"], alone["amax_history"])
+        assert together[index]["amax_history"].shape[0] == recipe.amax_history_len
+
+
+def test_scales_move_with_the_format() -> None:
+    """From E5M2 to E4M3 a gradient's scale shrinks by 128, or every gradient would saturate for a step."""
+    linear, x = Linear(16, 8, bias=False), torch.randn(32, 16)
+
+    def gradient(recipe: DelayedScaling) -> Tensor:
+        linear.weight.grad = None
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(x)
+        (y.square().sum() / 2).backward()
+        assert linear.weight.grad is not None
+        return linear.weight.grad
+
+    for _ in range(3):
+        gradient(DelayedScaling())
+    exact = F.linear(x.double(), linear.weight.double()).T @ x.double()
+    for recipe in (DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=4), DelayedScaling()):
+        error = (gradient(recipe).double() - exact).norm() / exact.norm()
+        assert error < 0.1
+
+
+def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
+    """A frozen model's optimizer gets its parameters later, or the model is converted after the first step."""
+    model, head = convert_module(mlp()), nn.Linear(4, 4)
+    optimizer = SGD(head.parameters(), 0.1)
+    optimizer.step()
+    assert history(model).steps == -1
+    optimizer.add_param_group({"params": list(model.parameters())})
+    optimizer.step()
+    assert history(model).steps == 1
+    later = mlp()
+    optimizer = SGD(later.parameters(), 0.1)
+    optimizer.step()
+    convert_module(later)
+    optimizer.step()
+    assert history(later).steps == 1
+    twin = copy.deepcopy(later)
+    optimizer.step()
+    assert history(later).steps == 2
+    assert history(twin).steps == -1
+
+
+def test_calibration_waits_for_no_optimizer() -> None:
+    recipe, model = DelayedScaling(amax_history_len=1), convert_module(mlp())
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        region_step(model, optimizer, recipe)
+    with fp8_autocast(fp8_recipe=recipe):  # the last step's update: no step waits for its own
+        pass
+    with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
+        model(loud := torch.full((8, 16), 1000.0))
+    with torch.no_grad():
+        hidden = model[:2](loud)
+    assert history(model).scale[0] == 448 / hidden.abs().max()
+
+
+def test_optimizers_inside_the_backward_pass_are_one_step() -> None:
+    recipe, plain = DelayedScaling(amax_history_len=WINDOW), convert_module(mlp())
+    step_in_backward(plain)
+    for _ in range(5):
+        with fp8_autocast(fp8_recipe=recipe):
+            y = plain(torch.randn(8, 16))
+        y.square().mean().backward()
+    with fp8_autocast(fp8_recipe=recipe):
+        pass
+    assert history(plain).updates == 1 + 5
+    assert (history(plain).window[-5:] > 0).all()
