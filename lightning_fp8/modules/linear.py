@@ -20,7 +20,150 @@ from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 
-class Linear(FP8Module, nn.Linear):
+class LinearLayer(FP8Module):
+    """``y = x wᵀ + b`` with its three GEMMs by recipe; what layers share, however their parameters lie.
+
+    Subclasses have ``in_features``, ``out_features`` and parameters by name.
+    """
+
+    in_features: int
+    out_features: int
+    # Class-level, so that a torch.nn.Linear retyped in place has them.
+    roles = LINEAR_ROLES
+    return_bias: bool = False
+    fuse_wgrad_accumulation: bool = False
+    weight_names: tuple[str, ...] = ("weight",)
+    bias_names: tuple[str, ...] = ("bias",)
+    _last_setting: Setting | None = None
+    _weight_cache: tuple[Any, Quantized] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._weight_cache = None
+        return self
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
+
+        Args:
+            input: bfloat16, float16 or float32.
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless the weight
+                changed since, None casts it and keeps nothing.
+
+        Raises:
+            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
+            ValueError: an input of other features or on another device than the weight.
+        """
+        self._check(input)
+        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
+        added_bias = None if self.return_bias else bias
+        setting = self._setting()
+        self._note(setting.enabled and self.fp8, input)
+        if setting.enabled and self.fp8:
+            output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
+        elif setting.calibrating and not setting.enabled and self.fp8:
+            output = self._calibrating_forward(input, weight, added_bias)
+        else:
+            output = self._high_precision(input, weight, added_bias)
+        return (output, bias) if self.return_bias else output
+
+    def _setting(self) -> Setting:
+        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
+        if autocast.in_backward():
+            return self._last_setting or autocast.current_setting()
+        if not torch.compiler.is_compiling():
+            self._last_setting = autocast.current_setting()
+        return autocast.current_setting()
+
+    def _note(self, fp8: bool, input: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if fp8:
+                note_traced(self.in_features, self.out_features)
+        elif not autocast.in_backward():  # a recomputed forward was counted when it first ran
+            (self._record or self.record).note(fp8, input.numel() // self.in_features, self.training)
+
+    def _parameter(self, names: tuple[str, ...]) -> Any:
+        if len(names) == 1:
+            return getattr(self, names[0])
+        parts = [getattr(self, name) for name in names]
+        return torch.cat(parts) if parts[0] is not None else None
+
+    def _fp8_forward(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
+    ) -> Tensor:
+        dtype = _autocast_dtype(input.device.type) or input.dtype
+        if self._slots is None:
+            self.use_history(AmaxHistory(self.history_rows(), input.device))
+        slots = self._slots
+        assert slots is not None
+        x = input.to(dtype).reshape(-1, self.in_features)
+        cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad)
+        return y.view(*input.shape[:-1], self.out_features)
+
+    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._slots is not None
+        ops.observe(input.detach(), self._slots[Role.INPUT].seen)
+        ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
+        output = self._high_precision(input, weight, bias)
+        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+
+    def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    def _cached_weight(
+        self, weight: Tensor, recipe: Recipe, slots: Slots, is_first_microbatch: bool | None
+    ) -> Quantized | None:
+        if is_first_microbatch is None:
+            return None
+        parameters = [getattr(self, name) for name in self.weight_names]
+        # A parameter's version counts its in-place changes: an optimizer step makes the copy stale.
+        key = (recipe, *((id(parameter), parameter._version) for parameter in parameters))
+        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
+            observe = torch.is_grad_enabled()
+            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
+            self._weight_cache = key, w8
+        return self._weight_cache[1]
+
+    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        main_grad = getattr(weight, "main_grad", None)
+        if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
+                f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
+                "dtype=torch.float32), and do not combine it with parameters_split"
+            )
+        if is_first_microbatch:
+            main_grad.zero_()
+        return main_grad
+
+    def _check(self, input: Tensor) -> None:
+        name, weight = type(self).__name__, getattr(self, self.weight_names[0])
+        if not input.is_floating_point():
+            raise TypeError(
+                f"{name} got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
+            )
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{name} has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
+                "dimension must be in_features"
+            )
+        if input.device != weight.device:
+            raise ValueError(
+                f"{name}'s weight is on {weight.device} and the input on {input.device}; move one to the other"
+                + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
+            )
+        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
+            raise TypeError(
+                f"{name}'s weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
+                "torch.autocast"
+            )
+
+
+class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -40,15 +183,6 @@ class Linear(FP8Module, nn.Linear):
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
     """
-
-    # Class-level, so that a torch.nn.Linear retyped in place has them.
-    roles = LINEAR_ROLES
-    return_bias: bool = False
-    fuse_wgrad_accumulation: bool = False
-    weight_names: tuple[str, ...] = ("weight",)
-    bias_names: tuple[str, ...] = ("bias",)
-    _last_setting: Setting | None = None
-    _weight_cache: tuple[Any, Quantized] | None = None
 
     def __init__(
         self,
@@ -91,128 +225,6 @@ class Linear(FP8Module, nn.Linear):
             self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
         self.weight_names = tuple(f"{name}_weight" for name in rows)
         self.bias_names = tuple(f"{name}_bias" for name in rows)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        super()._apply(fn, recurse)
-        self._weight_cache = None
-        return self
-
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
-
-        Args:
-            input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless the weight
-                changed since, None casts it and keeps nothing.
-
-        Raises:
-            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
-            ValueError: an input of other features or on another device than the weight.
-        """
-        self._check(input)
-        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
-        added_bias = None if self.return_bias else bias
-        setting = self._setting()
-        self._note(setting.enabled and self.fp8, input)
-        if setting.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, setting.recipe, is_first_microbatch)
-        elif setting.calibrating and not setting.enabled and self.fp8:
-            output = self._calibrating_forward(input, weight, added_bias)
-        else:
-            output = F.linear(input, weight, added_bias)
-        return (output, bias) if self.return_bias else output
-
-    def _setting(self) -> Setting:
-        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did.
-        if autocast.in_backward():
-            return self._last_setting or autocast.current_setting()
-        if not torch.compiler.is_compiling():
-            self._last_setting = autocast.current_setting()
-        return autocast.current_setting()
-
-    def _note(self, fp8: bool, input: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            if fp8:
-                note_traced(self.in_features, self.out_features)
-        elif not autocast.in_backward():  # a recomputed forward was counted when it first ran
-            (self._record or self.record).note(fp8, input.numel() // self.in_features, self.training)
-
-    def _parameter(self, names: tuple[str, ...]) -> Any:
-        if len(names) == 1:
-            return getattr(self, names[0])
-        parts = [getattr(self, name) for name in names]
-        return torch.cat(parts) if parts[0] is not None else None
-
-    def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
-    ) -> Tensor:
-        dtype = _autocast_dtype(input.device.type) or input.dtype
-        if self._slots is None:
-            self.use_history(AmaxHistory(self.history_rows(), input.device))
-        slots = self._slots
-        assert slots is not None
-        x = input.to(dtype).reshape(-1, self.in_features)
-        cached = self._cached_weight(weight, recipe, slots, is_first_microbatch)
-        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, torch.is_grad_enabled(), dtype, cached, main_grad)
-        return y.view(*input.shape[:-1], self.out_features)
-
-    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert self._slots is not None
-        ops.observe(input.detach(), self._slots[Role.INPUT].seen)
-        ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
-        output = F.linear(input, weight, bias)
-        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
-
-    def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, is_first_microbatch: bool | None
-    ) -> Quantized | None:
-        if is_first_microbatch is None:
-            return None
-        parameters = [getattr(self, name) for name in self.weight_names]
-        # A parameter's version counts its in-place changes: an optimizer step makes the copy stale.
-        key = (recipe, *((id(parameter), parameter._version) for parameter in parameters))
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            observe = torch.is_grad_enabled()
-            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
-            self._weight_cache = key, w8
-        return self._weight_cache[1]
-
-    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return None
-        main_grad = getattr(weight, "main_grad", None)
-        if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
-                f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
-                "dtype=torch.float32), and do not combine it with parameters_split"
-            )
-        if is_first_microbatch:
-            main_grad.zero_()
-        return main_grad
-
-    def _check(self, input: Tensor) -> None:
-        weight = getattr(self, self.weight_names[0])
-        if not input.is_floating_point():
-            raise TypeError(
-                f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
-            )
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
-                "dimension must be in_features"
-            )
-        if input.device != weight.device:
-            raise ValueError(
-                f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
-                + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
-            )
-        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
-            raise TypeError(
-                f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
-                "torch.autocast"
-            )
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
