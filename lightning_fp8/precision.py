@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.autocast import Setting, region
 from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
+from lightning_fp8.first_step import FirstStep, idle_layers
 from lightning_fp8.history import AmaxHistory, update_together, validated_state
 from lightning_fp8.recipes import (
     DelayedScaling,
@@ -94,6 +95,7 @@ class FP8FabricPrecision(FabricPrecision):
         self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
         self.summary: ConversionSummary | None = None
+        self._first_step: FirstStep | None = None
         self._pending_state: dict[str, Any] | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -102,9 +104,12 @@ class FP8FabricPrecision(FabricPrecision):
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
-        self.summary = plan_conversion(module, self.policy)
-        history = apply_conversion(module, self.summary)
+        plan = plan_conversion(module, self.policy)
+        history = apply_conversion(module, plan)
+        if self.summary is None or not self.summary.is_of(plan):
+            self.summary = plan
         if self._take_charge_of(history):
+            self._first_step = self._watch(module, plan)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
                 rank_zero_warn(
@@ -114,6 +119,19 @@ class FP8FabricPrecision(FabricPrecision):
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module
+
+    def _watch(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
+        return FirstStep(module, summary, count_rows=False)
+
+    def take_what_ran(self, summary: ConversionSummary) -> None:
+        """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
+        self.summary = summary
+        if idle := list(idle_layers(summary)):
+            rank_zero_warn(
+                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
+                f"plugin.summary holds the reasons, and skip=(...) takes them out: {'; '.join(idle)}"
+            )
+        rank_zero_info(f"first step: {summary.verdict()}")
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""
@@ -160,6 +178,9 @@ class FP8FabricPrecision(FabricPrecision):
             update_together(list(self.histories.values()), self.recipe)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self._first_step is not None and kwargs.get("closure") is None:
+            first_step, self._first_step = self._first_step, None
+            self.take_what_ran(first_step.finish())
         closure = kwargs.pop("closure", None)
         if closure is None:
             self.update_scales()
@@ -234,6 +255,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         is_new = self.histories.get("model") is not history
         self.histories = {"model": history}
         return is_new
+
+    def _watch(self, module: nn.Module, summary: ConversionSummary) -> None:
+        return None  # the callback knows when a step begins
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if not isinstance(module, LightningModule) or module._trainer is None:

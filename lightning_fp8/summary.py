@@ -62,6 +62,12 @@ class ConversionSummary:
         total = sum(map(size, self.layers))
         return sum(size(layer) for layer in self.layers if layer.precision == "FP8") / total if total else None
 
+    def is_of(self, plan: ConversionSummary) -> bool:
+        """Whether these are the decisions of ``plan``, whatever is known of what ran."""
+        return [(layer.name, layer.shape, layer.fp8) for layer in self.layers] == [
+            (layer.name, layer.shape, layer.fp8) for layer in plan.layers
+        ]
+
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
         """Layers that should run in FP8 and multiplied nothing in FP8 in the first training step."""

@@ -39,27 +39,27 @@ class Place:
 
 @dataclass(frozen=True)
 class _Tower:
-    """The blocks called ``keys`` inside the module ``prefix`` (which ends in a dot); of bare linear layers or not."""
+    """The names of blocks in their order, their common ``prefix`` with its dot, and whether they are bare layers."""
 
     prefix: str
-    keys: tuple[str, ...]
+    blocks: tuple[str, ...]
     bare: bool = False
 
     def index_of(self, name: str) -> int | None:
-        return next((i for i, key in enumerate(self.keys) if f"{name}.".startswith(f"{self.prefix}{key}.")), None)
+        return next((i for i, block in enumerate(self.blocks) if f"{name}.".startswith(f"{block}.")), None)
 
 
 def find_places(model: nn.Module) -> dict[str, Place]:
     """The place of each linear layer that lies in a tower.
 
-    A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks: a model's encoder and its decoder are two. Where
-    there is none, layers are linear layers in registration order: of each child that holds three or more of them, if
-    there are several such children, else of the whole model.
+    A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks, or of stages that each have a list of them: a
+    model's encoder and its decoder are two towers. Where there is none, layers are linear layers in registration order:
+    of each child that holds three or more of them, if there are several such children, else of the whole model.
     """
     linears = _linear_names(model)
     if towers := _towers(model):
         places = {
-            name: Place(index, len(tower.keys), tower.prefix.rstrip(".") if len(towers) > 1 else "")
+            name: Place(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
             for name in linears
             for tower in towers
             if (index := tower.index_of(name)) is not None
@@ -141,7 +141,7 @@ def _towers(model: nn.Module) -> list[_Tower]:
     """All lists of blocks; where there are none, the longest list of bare linear layers."""
     found = list(_block_lists(model, ""))
     blocks = [tower for tower in found if not tower.bare]
-    return blocks or sorted(found, key=lambda tower: -len(tower.keys))[:1]
+    return blocks or sorted(found, key=lambda tower: -len(tower.blocks))[:1]
 
 
 def _block_lists(module: nn.Module, prefix: str) -> Iterator[_Tower]:
@@ -153,10 +153,21 @@ def _block_lists(module: nn.Module, prefix: str) -> Iterator[_Tower]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
         same_class = len({type(child) for child in children.values()}) == 1
         if same_class and all(_linear_names(child) for child in children.values()):
-            yield _Tower(prefix, tuple(children), all(is_linear(child) for child in children.values()))
+            names = [clean_name(f"{prefix}{key}") for key in children]
+            stages = [list(_blocks_of_stage(child)) for child in children.values()]
+            if all(stages):
+                names = [f"{name}.{block}" for name, stage in zip(names, stages) for block in stage]
+            yield _Tower(prefix, tuple(names), all(is_linear(child) for child in children.values()))
             return
     for key, child in children.items():
         yield from _block_lists(child, clean_name(f"{prefix}{key}."))
+
+
+def _blocks_of_stage(module: nn.Module) -> Iterator[str]:
+    """The names, in a stage of a Swin or a ConvNeXt, of its blocks."""
+    for key, child in module.named_children():
+        if key in ("blocks", "layers") and isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from (f"{key}.{index}" for index, block in child.named_children() if _linear_names(block))
 
 
 def _networks(model: nn.Module) -> list[str]:

@@ -73,6 +73,24 @@ def test_a_copy_of_a_model_is_a_tower_of_its_own() -> None:
     assert fp8_names(model) == ["student.blocks.1.fc", "average.blocks.1.fc"]
 
 
+def test_the_blocks_of_stages_are_one_tower() -> None:
+    class Stage(Tower):
+        def __init__(self, depth: int) -> None:
+            super().__init__(depth)
+            self.downsample = nn.Linear(16, 16)
+
+    model = nn.Module()
+    model.stages = nn.Sequential(Stage(1), Stage(2), Stage(1))
+    assert fp8_names(model) == [
+        "stages.0.downsample",
+        "stages.1.blocks.0.fc",
+        "stages.1.blocks.1.fc",
+        "stages.1.downsample",
+    ]
+    assert reason(model, "stages.2.blocks.0.fc") == "in layer 3 of 4, one of the last 1"
+    assert reason(model, "stages.2.downsample") == "output head: the last linear layer, after the blocks"
+
+
 def test_networks_without_blocks_have_first_and_last_layers_of_their_own() -> None:
     model = Pair("generator", "discriminator", network(4), network(3, 1))
     assert fp8_names(model) == ["generator.2", "generator.4", "discriminator.2"]

@@ -13,6 +13,7 @@ from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
+from lightning_fp8.first_step import FirstStep
 from lightning_fp8.precision import FP8Precision
 
 
@@ -30,6 +31,8 @@ class FP8Callback(Callback):
 
     te_report: LoadReport | None = None
     _load_hook: Any = None
+    _looked = False
+    _first_step: FirstStep | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
@@ -51,6 +54,27 @@ class FP8Callback(Callback):
 
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._looked = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        plugin = _plugin(trainer)
+        if not self._looked and plugin.summary is not None:
+            self._looked, self._first_step = True, FirstStep(pl_module, plugin.summary)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the table with what ran, once."""
+        if self._first_step is not None:
+            _plugin(trainer).take_what_ran(self._first_step.finish())
+            self._first_step = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._first_step is not None:
+            self._first_step.stop()
+            self._first_step = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _plugin(trainer).updated_by_callback = False
