@@ -94,11 +94,12 @@ def convert_module(
     replace_layers: bool = True,
     skip: Sequence[str] = (),
 ) -> nn.Module:
-    """Turn the linear layers of ``model`` into FP8 layers, in place; again changes nothing.
+    """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
 
-    A *layer* is an element of the model's longest ``ModuleList`` or ``Sequential`` of same-class blocks; where there
-    is none, it is a Linear in registration order. An output head (``out_features`` is the vocabulary, outside the
-    layers) stays in BF16 unless it is made as ``lightning_fp8.Linear``.
+    A *layer* is an element of a ``ModuleList`` or ``Sequential`` of same-class blocks, of which an encoder and a
+    decoder have one each; where there is none, it is a Linear in registration order. An output head (tied to an
+    embedding, named by the model's ``get_output_embeddings()``, or the last Linear after the blocks) stays in BF16
+    unless it is made as ``lightning_fp8.Linear``.
 
     Args:
         model: any module; its parameters stay the same objects and its ``state_dict`` keeps its keys.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_fp8.summary import LayerDecision
 from lightning_fp8.towers import is_linear
@@ -16,20 +17,29 @@ from lightning_fp8.towers import is_linear
 _NO_MATRIX = re.compile(
     r"bias|embed|token|pos|table|mask|quer(y|ies)$|latent|prompt|log|scale|gamma|beta|norm|init|mean|std"
 )
-_ELEMENTWISE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
+# ... and what a layer computes its weight from, which is in the table as the layer.
+_NOTHING_TO_LIST = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.PReLU,
+    ParametrizationList,
+)
 
 
 def other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     """The matrices among the parameters of ``module``, called ``name``, that are not the weight of a linear layer."""
-    if isinstance(module, _ELEMENTWISE):
+    if isinstance(module, _NOTHING_TO_LIST):
         return
+    if isinstance(module, nn.modules.conv._ConvNd) and not _is_depthwise(module) and not is_lazy(module.weight):
+        yield _decision(name, module.weight, "convolution", _convolution(module))
+    layer = is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
     for key, parameter in module.named_parameters(recurse=False):
-        if is_lazy(parameter) or (is_linear(module) and (key == "weight" or key in _own_names(module))):
+        if is_lazy(parameter) or (layer and (key == "weight" or key in _own_names(module))):
             continue
-        if isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
-            if not _is_depthwise(module):
-                yield _decision(name, parameter, "convolution", _convolution(module))
-        elif _is_matrix(name, key, parameter):
+        if _is_matrix(name, key, parameter):
             yield _decision(f"{name}.{key}" if name else key, parameter, *_kind_and_reason(module, key, parameter))
 
 
@@ -54,7 +64,7 @@ def _kind_and_reason(module: nn.Module, key: str, parameter: Tensor) -> tuple[st
         return "attention", "nn.MultiheadAttention multiplies by a parameter of its own"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent", f"nn.{cls}'s products do not run in FP8"
-    if parameter.dim() > 2 and parameter.shape[0] > 1:
+    if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):
         return "experts", f"{parameter.dim()}-D parameter of {cls}: products of experts do not run in FP8"
     return "parameter", f"{cls} multiplies by a parameter of its own, not by a linear layer"
 

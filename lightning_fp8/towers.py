@@ -52,9 +52,10 @@ class _Tower:
 def find_places(model: nn.Module) -> dict[str, Place]:
     """The place of each linear layer that lies in a tower.
 
-    A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks, or of stages that each have a list of them: a
-    model's encoder and its decoder are two towers. Where there is none, layers are linear layers in registration order:
-    of each child that holds three or more of them, if there are several such children, else of the whole model.
+    A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks (of few classes, in hybrids), or of stages that
+    each have a list of them: a model's encoder and its decoder are two towers. Where there is none, layers are linear
+    layers in registration order: of each child that holds three or more of them, if there are several such children,
+    else of the whole model.
     """
     linears = _linear_names(model)
     if towers := _towers(model):
@@ -79,7 +80,7 @@ def find_places(model: nn.Module) -> dict[str, Place]:
 def find_heads(model: nn.Module) -> dict[str, str]:
     """The linear layers that produce the classes of a loss, and what tells: a tie, the model itself, or their place.
 
-    Their place is after the blocks: the last linear layer of the model, and of each part of it that holds one tower.
+    Their place is after the blocks: the last linear layer of the model, and of each part if towers lie in several.
     Without blocks it is the last of all, if it gives as many values as the largest embedding has rows.
     """
     linears = {clean_name(name): module for name, module in model.named_modules() if is_linear(module)}
@@ -107,11 +108,11 @@ def find_heads(model: nn.Module) -> dict[str, str]:
 
 
 def _last(towers: list[_Tower], linears: list[str], known: dict[str, str]) -> set[str]:
-    """The last linear layer of the model, and of each largest part that holds one tower, if behind the blocks."""
+    """The last linear layer of the model, and of each of its parts, if behind the blocks."""
     if not towers:
         return {*linears[-1:]} - known.keys()
     found = set()
-    for part in {"", *(_largest_part(tower, towers) for tower in towers)}:
+    for part in {"", *_parts(towers)}:
         inside = [name for name in linears if name.startswith(part)]
         in_tower = [any(tower.index_of(name) is not None for tower in towers) for name in inside]
         if inside and not in_tower[-1] and any(in_tower) and not any(name in known for name in inside):
@@ -119,12 +120,11 @@ def _last(towers: list[_Tower], linears: list[str], known: dict[str, str]) -> se
     return found
 
 
-def _largest_part(tower: _Tower, towers: list[_Tower]) -> str:
-    """The shortest prefix of ``tower`` that is no other tower's."""
-    path = tower.prefix.split(".")[:-1]
-    prefixes = ["", *(f"{'.'.join(path[: depth + 1])}." for depth in range(len(path)))]
-    others = [other for other in towers if other is not tower]
-    return next((p for p in prefixes if not any(o.prefix.startswith(p) for o in others)), tower.prefix)
+def _parts(towers: list[_Tower]) -> set[str]:
+    """Prefixes of the parts, beside each other, that towers lie in: encoder and decoder, or teacher and student."""
+    paths = [tower.prefix.split(".")[:-1] for tower in towers]
+    shared = next((depth for depth, names in enumerate(zip(*paths)) if len(set(names)) > 1), min(map(len, paths)))
+    return {f"{'.'.join(path[: shared + 1])}." for path in paths if len(path) > shared}
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:
@@ -145,19 +145,22 @@ def _towers(model: nn.Module) -> list[_Tower]:
 
 
 def _block_lists(module: nn.Module, prefix: str) -> Iterator[_Tower]:
-    """The outermost lists of two or more same-class blocks that hold linear layers.
+    """The outermost lists of two or more blocks that hold linear layers, each class of them twice or more.
 
     Lists inside a block (experts, sub-blocks) are no candidates: their length says nothing about the depth.
     """
     children = dict(module.named_children())
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
-        same_class = len({type(child) for child in children.values()}) == 1
-        if same_class and all(_linear_names(child) for child in children.values()):
+        classes = {type(child) for child in children.values()}
+        bare = {is_linear(child) for child in children.values()}
+        # Hybrids have blocks of two classes by turns; parts of one block are of a class each.
+        alike = 2 * len(classes) <= len(children) and len(bare) == 1
+        if alike and all(_linear_names(child) for child in children.values()):
             names = [clean_name(f"{prefix}{key}") for key in children]
             stages = [list(_blocks_of_stage(child)) for child in children.values()]
             if all(stages):
                 names = [f"{name}.{block}" for name, stage in zip(names, stages) for block in stage]
-            yield _Tower(prefix, tuple(names), all(is_linear(child) for child in children.values()))
+            yield _Tower(prefix, tuple(names), bare == {True})
             return
     for key, child in children.items():
         yield from _block_lists(child, clean_name(f"{prefix}{key}."))

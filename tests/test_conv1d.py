@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import Linear, convert_module, fp8_autocast, fp8_state_dict, make_recipe
+from lightning_fp8 import Linear, convert_module, export_te_state_dict, fp8_autocast, fp8_state_dict, make_recipe
 from lightning_fp8.functions import quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.recipes import RECIPES
@@ -135,6 +135,11 @@ def test_errors_say_conv1d() -> None:
     model = converted(conv1ds(16, 48))
     with fp8_autocast(), pytest.raises(ValueError, match="Conv1D has in_features=16, but the input has shape"):
         model(torch.randn(2, 48))
+
+
+def test_transformer_engine_has_no_such_module() -> None:
+    with pytest.raises(ValueError, match="0, 1: transformers' Conv1D holds its weight transposed"):
+        export_te_state_dict(converted(conv1ds(16, 16, 16)), "1.13")
 
 
 def test_compiles_without_a_break() -> None:

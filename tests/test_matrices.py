@@ -113,6 +113,25 @@ def test_parameters_that_a_linear_layer_holds_beside_its_weight() -> None:
     assert list(kinds(model)) == ["adapted", "adapted.down", "adapted.up", "split"]
 
 
+def test_parameters_of_three_dimensions_that_are_no_experts() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Parameter(torch.randn(16, 4, 8))
+
+    found = decisions(Attention())["q"]
+    assert (found.kind, found.parameters) == ("parameter", 512)
+    assert found.reason == "Attention multiplies by a parameter of its own, not by a linear layer"
+
+
+def test_a_weight_that_is_computed_is_its_layers() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(16, 16, 3), "linear": nn.Linear(16, 16)})
+    for module in model.values():
+        nn.utils.parametrizations.weight_norm(module)
+    assert kinds(model) == {"conv": ("convolution", (16, 16, 3)), "linear": ("linear", (16, 16))}
+    assert decisions(model)["linear"].reason == "ParametrizedLinear is a subclass of nn.Linear"
+
+
 def test_shares_are_of_all_matrices() -> None:
     model = nn.ModuleDict({"experts": Experts(), "blocks": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
     summary = plan_conversion(model, Policy())

@@ -91,6 +91,25 @@ def test_the_blocks_of_stages_are_one_tower() -> None:
     assert reason(model, "stages.2.downsample") == "output head: the last linear layer, after the blocks"
 
 
+def test_blocks_of_two_classes_by_turns_are_one_tower() -> None:
+    class Other(Block):
+        pass
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Other(), Other(), Block()])
+    assert fp8_names(model) == ["layers.1.fc", "layers.2.fc"]
+    model.layers = nn.ModuleList([nn.ModuleList([Block(), Other()]) for _ in range(3)])
+    assert fp8_names(model) == ["layers.1.0.fc", "layers.1.1.fc"]
+
+
+def test_a_part_of_a_part_has_no_head() -> None:
+    model = Pair("encoder", "decoder", Tower(3), Pair("transformer", "masks", Tower(3, 16), Tower(3)))
+    model.decoder.scores = nn.Linear(16, 4)
+    names = fp8_names(model, first_last_layers_bf16=False)
+    assert "decoder.transformer.head" in names
+    assert "decoder.scores" not in names
+
+
 def test_networks_without_blocks_have_first_and_last_layers_of_their_own() -> None:
     model = Pair("generator", "discriminator", network(4), network(3, 1))
     assert fp8_names(model) == ["generator.2", "generator.4", "discriminator.2"]
