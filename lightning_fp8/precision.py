@@ -174,13 +174,13 @@ class FP8FabricPrecision(FabricPrecision):
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
+        if self._first_step is not None:
+            first_step, self._first_step = self._first_step, None
+            self.take_what_ran(first_step.finish())
         if isinstance(self.recipe, DelayedScaling):
             update_together(list(self.histories.values()), self.recipe)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self._first_step is not None and kwargs.get("closure") is None:
-            first_step, self._first_step = self._first_step, None
-            self.take_what_ran(first_step.finish())
         closure = kwargs.pop("closure", None)
         if closure is None:
             self.update_scales()

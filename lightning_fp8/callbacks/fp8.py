@@ -37,6 +37,7 @@ class FP8Callback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
         plugin.updated_by_callback = True
+        self._looked = False
 
         def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
             if state is not None:
@@ -55,9 +56,6 @@ class FP8Callback(Callback):
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._looked = False
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
         if not self._looked and plugin.summary is not None:
@@ -72,11 +70,12 @@ class FP8Callback(Callback):
             self._first_step = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._first_step is not None:
-            self._first_step.stop()
-            self._first_step = None
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._first_step is not None:  # which failed
+            self._first_step.stop()
+            self._first_step = None
         _plugin(trainer).updated_by_callback = False
         if self._load_hook is not None:
             self._load_hook.remove()
