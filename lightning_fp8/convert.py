@@ -19,6 +19,7 @@ from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
 from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
 from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.retype import retype, unsharded_class
 from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
 from lightning_fp8.summary import ConversionSummary, LayerDecision
 from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
@@ -49,7 +50,7 @@ def eligible(module: nn.Module, name: str, replace_layers: bool = True) -> str:
         return ""
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
-    cls = _unsharded_class(module)
+    cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         own = "" if getattr(cls, "forward", None) is nn.Linear.forward else " with a forward of its own"
         return f"{type(module).__name__} is a subclass of nn.Linear{own}"
@@ -129,7 +130,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
         if is_linear(module):
             decision = decisions[clean_name(name)]
             if decision.fp8 and not isinstance(module, LinearLayer):
-                _retype(module)
+                retype_conv1d(module) if is_conv1d(module) else retype(module, Linear)
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
     return _share_history(model)
@@ -150,21 +151,6 @@ def _share_history(model: nn.Module) -> AmaxHistory:
         module.use_history(history, first_row)
         first_row += len(module.roles)
     return history
-
-
-def _unsharded_class(module: nn.Module) -> type:
-    """The class of ``module`` before ``fully_shard`` put its mixin in front."""
-    bases = type(module).__bases__
-    return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else type(module)
-
-
-def _retype(module: nn.Module) -> None:
-    if is_conv1d(module):
-        retype_conv1d(module)
-        return
-    cls = type(module)
-    sharded = _unsharded_class(module) is not cls
-    module.__class__ = type(cls.__name__, (cls.__bases__[0], Linear), {}) if sharded else Linear
 
 
 def _reason_for_bf16(

@@ -131,7 +131,8 @@ class FP8FabricPrecision(FabricPrecision):
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
                 f"plugin.summary holds the reasons, and skip=(...) takes them out: {'; '.join(idle)}"
             )
-        rank_zero_info(f"first step: {summary.verdict()}")
+        if summary.share_of_flops is not None:
+            rank_zero_info(f"first step: {summary.verdict()}")
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""

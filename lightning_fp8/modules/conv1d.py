@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.retype import retype, unsharded_class
 
 
 class TransposedLinear(LinearLayer):
@@ -26,13 +27,14 @@ class TransposedLinear(LinearLayer):
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is transformers' own Conv1D, told without importing it."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    cls = unsharded_class(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def retype_conv1d(module: nn.Module) -> None:
     """Turn transformers' Conv1D into its FP8 subclass, in place."""
     weight: Any = module.weight
-    module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
+    retype(module, _subclass(unsharded_class(module)))
     module.in_features, module.out_features = weight.shape  # type: ignore[assignment]
 
 
