@@ -21,13 +21,30 @@ from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 
 class LinearLayer(FP8Module):
-    """``y = x wᵀ + b`` with its three GEMMs by recipe; what layers share, however their parameters lie.
+    """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
-    Subclasses have ``in_features``, ``out_features`` and parameters by name.
+    Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
+    ``torch.nn.Linear``'s. Features and rows may be any number.
+
+    Args:
+        in_features: columns of x.
+        out_features: columns of y.
+        bias: whether there is a bias.
+        init_method: called on each weight; ``None`` is ``torch.nn.Linear``'s.
+        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
+        parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
+            (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
+        return_bias: return ``(y without bias, bias)``.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
+
+    Raises:
+        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
     """
 
     in_features: int
     out_features: int
+    weight: Tensor
+    bias: Any
     # Class-level, so that a torch.nn.Linear retyped in place has them.
     roles = LINEAR_ROLES
     return_bias: bool = False
@@ -36,6 +53,48 @@ class LinearLayer(FP8Module):
     bias_names: tuple[str, ...] = ("bias",)
     _last_setting: Setting | None = None
     _weight_cache: tuple[Any, Quantized] | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        dtype = params_dtype or dtype
+        if dtype is not None and dtype not in ops.HIGH_PRECISION:
+            raise TypeError(
+                f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+            )
+        super().__init__(in_features, out_features, bias, device, dtype)  # type: ignore[call-arg]  # nn.Linear's
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        if init_method is not None:
+            with torch.no_grad():
+                init_method(self.weight)
+        if parameters_split is not None:
+            self._split_parameters(_rows_by_name(parameters_split, out_features))
+        self.use_history(AmaxHistory(self.history_rows()))
+
+    def _split_parameters(self, rows: Mapping[str, int]) -> None:
+        weights, sizes = self.weight.detach().split(list(rows.values())), list(rows.values())
+        biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
+        del self.weight, self.bias
+        for name, weight, bias in zip(rows, weights, biases):
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
+        self.weight_names = tuple(f"{name}_weight" for name in rows)
+        self.bias_names = tuple(f"{name}_bias" for name in rows)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -141,90 +200,30 @@ class LinearLayer(FP8Module):
         return main_grad
 
     def _check(self, input: Tensor) -> None:
-        name, weight = type(self).__name__, getattr(self, self.weight_names[0])
+        weight = getattr(self, self.weight_names[0])
         if not input.is_floating_point():
             raise TypeError(
-                f"{name} got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
+                f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(
-                f"{name} has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
+                f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
                 "dimension must be in_features"
             )
         if input.device != weight.device:
             raise ValueError(
-                f"{name}'s weight is on {weight.device} and the input on {input.device}; move one to the other"
+                f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
         if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
             raise TypeError(
-                f"{name}'s weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
+                f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
 
 
 class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
-    """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
-
-    Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
-    ``torch.nn.Linear``'s. Features and rows may be any number.
-
-    Args:
-        in_features: columns of x.
-        out_features: columns of y.
-        bias: whether there is a bias.
-        init_method: called on each weight; ``None`` is ``torch.nn.Linear``'s.
-        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
-        parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
-            (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
-        return_bias: return ``(y without bias, bias)``.
-        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
-
-    Raises:
-        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        init_method: Callable[[Tensor], Any] | None = None,
-        params_dtype: torch.dtype | None = None,
-        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
-        return_bias: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        dtype = params_dtype or dtype
-        if dtype is not None and dtype not in ops.HIGH_PRECISION:
-            raise TypeError(
-                f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
-            )
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(self.weight)
-        if parameters_split is not None:
-            self._split_parameters(_rows_by_name(parameters_split, out_features))
-        self.use_history(AmaxHistory(self.history_rows()))
-
-    def _split_parameters(self, rows: Mapping[str, int]) -> None:
-        weights, sizes = self.weight.detach().split(list(rows.values())), list(rows.values())
-        biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
-        del self.weight, self.bias
-        for name, weight, bias in zip(rows, weights, biases):
-            self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
-            self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
-        self.weight_names = tuple(f"{name}_weight" for name in rows)
-        self.bias_names = tuple(f"{name}_bias" for name in rows)
+    __doc__ = LinearLayer.__doc__
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
