@@ -35,7 +35,7 @@ class FirstStep:
 
     Args:
         model: the converted model; hooks of its modules count rows until :meth:`finish`.
-        summary: its table.
+        summary: its table, of which nothing has run yet.
         count_rows: False sets no hooks, and leaves FLOPs unknown.
     """
 
@@ -87,6 +87,21 @@ class FirstStep:
         if all(layer.ran is not None for layer in layers if layer.fp8) and self._counting:
             layers = tuple(replace(layer, flops=self._flops(layer)) for layer in layers)
         return ConversionSummary(layers)
+
+    def later(self, summary: ConversionSummary) -> ConversionSummary:
+        """``summary``, in which layers that were idle in the first step and have run in FP8 since are idle no more."""
+        reason = "first ran after the first training step"
+        return ConversionSummary(
+            tuple(
+                replace(layer, ran=True, reason=reason)
+                if layer in summary.idle and self._has_run(layer.name)
+                else layer
+                for layer in summary.layers
+            )
+        )
+
+    def _has_run(self, name: str) -> bool:
+        return _counts(self._modules[name])[0] > self._before[name][0]  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """Take the hooks away."""

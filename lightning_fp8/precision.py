@@ -94,6 +94,7 @@ class FP8FabricPrecision(FabricPrecision):
         )
         self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
+        self.plan: ConversionSummary | None = None
         self.summary: ConversionSummary | None = None
         self._first_step: FirstStep | None = None
         self._pending_state: dict[str, Any] | None = None
@@ -104,12 +105,12 @@ class FP8FabricPrecision(FabricPrecision):
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
-        plan = plan_conversion(module, self.policy)
-        history = apply_conversion(module, plan)
-        if self.summary is None or not self.summary.is_of(plan):
-            self.summary = plan
+        self.plan = plan_conversion(module, self.policy)
+        history = apply_conversion(module, self.plan)
+        if self.summary is None or not self.summary.is_of(self.plan):
+            self.summary = self.plan
         if self._take_charge_of(history):
-            self._first_step = self._watch(module, plan)
+            self._first_step = self._watch(module, self.plan)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
                 rank_zero_warn(
@@ -125,6 +126,8 @@ class FP8FabricPrecision(FabricPrecision):
 
     def take_what_ran(self, summary: ConversionSummary) -> None:
         """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
+        if summary == self.summary:
+            return  # another callback has told it
         self.summary = summary
         if idle := list(idle_layers(summary)):
             rank_zero_warn(

@@ -171,6 +171,30 @@ def test_layers_that_are_not_called() -> None:
     assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
 
 
+def test_a_second_fit_judges_anew() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    assert len(fit(module, plugin)) == 1
+    assert not fit(module, plugin)  # nothing new
+    module.used = lambda index: True
+    assert not fit(module, plugin)
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "eligible"
+
+
+def test_layers_that_are_called_later_have_run_in_the_end() -> None:
+    class Late(Trained):
+        def on_train_epoch_start(self) -> None:
+            self.used = lambda index: index != 1 or self.current_epoch > 0
+
+    module, plugin = Late(), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin, epochs=2)
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
+    assert plugin.summary.num_fp8 == 4
+
+
 def test_a_forward_that_was_replaced_after_conversion() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     plugin.updated_by_callback = True

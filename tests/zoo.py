@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor, nn
@@ -176,8 +176,12 @@ def stand_in_for_torchvision() -> Iterator[None]:
     )
     modules: dict[str, Any] = {f"torchvision{part}": MagicMock() for part in parts}
     modules["torchvision.ops.misc"].FrozenBatchNorm2d = type("FrozenBatchNorm2d", (nn.Module,), {})
-    with patch.dict(sys.modules, modules):
+    sys.modules.update(modules)
+    try:
         yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
 
 
 def pixels(size: int = 32) -> Callable[[], dict[str, Any]]:

@@ -31,13 +31,12 @@ class FP8Callback(Callback):
 
     te_report: LoadReport | None = None
     _load_hook: Any = None
-    _looked = False
     _first_step: FirstStep | None = None
+    _judged = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
         plugin.updated_by_callback = True
-        self._looked = False
 
         def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
             if state is not None:
@@ -58,23 +57,29 @@ class FP8Callback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
-        if not self._looked and plugin.summary is not None:
-            self._looked, self._first_step = True, FirstStep(pl_module, plugin.summary)
+        if self._first_step is None and plugin.plan is not None:
+            self._first_step, self._judged = FirstStep(pl_module, plugin.plan), False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Compare the table with what ran, once."""
-        if self._first_step is not None:
+        if self._first_step is not None and not self._judged:
+            self._judged = True
             _plugin(trainer).take_what_ran(self._first_step.finish())
-            self._first_step = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Layers that not every step calls may have run since."""
+        plugin = _plugin(trainer)
+        if self._first_step is not None and plugin.summary is not None:
+            plugin.summary = self._first_step.later(plugin.summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._first_step is not None:  # which failed
-            self._first_step.stop()
+        if self._first_step is not None:
+            self._first_step.stop()  # its hooks, if it failed
             self._first_step = None
         _plugin(trainer).updated_by_callback = False
         if self._load_hook is not None:
