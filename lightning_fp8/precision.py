@@ -94,10 +94,10 @@ class FP8FabricPrecision(FabricPrecision):
         )
         self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
-        self.plan: ConversionSummary | None = None
         self.summary: ConversionSummary | None = None
-        self._first_step: FirstStep | None = None
         self._pending_state: dict[str, Any] | None = None
+        self.plan: ConversionSummary | None = None
+        self._first_step: FirstStep | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
