@@ -21,6 +21,7 @@ class FP8Callback(Callback):
     """Updates the scales of :class:`lightning_fp8.FP8Precision` once per optimizer step, in one collective.
 
     A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
+    After the first training step the plugin's table says what really ran, and a warning names what did not.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
