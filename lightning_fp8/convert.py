@@ -6,55 +6,23 @@ keys survive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_fp8.calls import reads_weight_only
 from lightning_fp8.history import AmaxHistory
+from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
+from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
+from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.retype import retype, unsharded_class
 from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
-
-
-@dataclass(frozen=True)
-class LayerDecision:
-    """Where one linear layer runs, and why.
-
-    Attributes:
-        name: the module's name in its model.
-        shape: ``(out_features, in_features)``.
-        fp8: True for FP8, False for high precision.
-        reason: why.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    fp8: bool
-    reason: str
-
-    @property
-    def precision(self) -> str:
-        return "FP8" if self.fp8 else "BF16"
-
-
-@dataclass(frozen=True)
-class ConversionSummary:
-    """The decisions of every linear layer of a model, in registration order. ``str()`` is a table."""
-
-    layers: tuple[LayerDecision, ...]
-
-    @property
-    def num_fp8(self) -> int:
-        return sum(layer.fp8 for layer in self.layers)
-
-    def __str__(self) -> str:
-        rows = [("layer", "out × in", "runs in", "because")]
-        rows += [(layer.name, "{} × {}".format(*layer.shape), layer.precision, layer.reason) for layer in self.layers]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-        count = f"{self.num_fp8} of {len(self.layers)} linear layers run in FP8"
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], count])
+from lightning_fp8.summary import ConversionSummary, LayerDecision
+from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
 
 
 @dataclass(frozen=True)
@@ -78,28 +46,44 @@ class Policy:
 
 def eligible(module: nn.Module, name: str, replace_layers: bool = True) -> str:
     """Why ``module`` cannot run in FP8, or an empty string where it can."""
-    if isinstance(module, Linear):
+    if isinstance(module, LinearLayer):
         return ""
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
-    if _unsharded_class(module) is not nn.Linear:
-        return f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own"
+    cls = unsharded_class(module)
+    if cls is not nn.Linear and not is_conv1d(module):
+        own = "" if getattr(cls, "forward", None) is nn.Linear.forward else " with a forward of its own"
+        return f"{type(module).__name__} is a subclass of nn.Linear{own}"
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
-    return "" if replace_layers else "replace_layers=False keeps torch.nn.Linear"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, by something that may not call ours"
+    return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
 
 
 def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
-    """Decide for every linear layer of ``model``; changes nothing."""
-    linears = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    layers = _find_layers(model, linears)
-    return ConversionSummary(
-        tuple(
-            LayerDecision(name, (module.out_features, module.in_features), not reason, reason or "eligible")
-            for name, module in linears
-            for reason in [_reason_for_bf16(name, module, model, layers, policy)]
-        )
-    )
+    """Decide for every matrix of ``model`` that takes part in a product; changes nothing."""
+    heads, places = find_heads(model), find_places(model)
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    decisions = []
+    for name, module in modules.items():
+        if is_linear(module):
+            parent, _, child = name.rpartition(".")
+            reason = (
+                eligible(module, name, policy.replace_layers)
+                or _read_by_parent(modules.get(parent), child)
+                or _reason_for_bf16(name, module, heads, places.get(name), policy)
+            )
+            shape = features_of(module)
+            decisions.append(LayerDecision(name, shape, not reason, reason or "eligible", parameters=math.prod(shape)))
+        decisions += other_matrices(module, name)
+    return ConversionSummary(tuple(decisions))
+
+
+def _read_by_parent(parent: nn.Module | None, child: str) -> str:
+    if parent is None or not reads_weight_only(parent, child):
+        return ""
+    return f"{type(parent).__name__} reads its weight and never calls it"
 
 
 def convert_module(
@@ -111,11 +95,12 @@ def convert_module(
     replace_layers: bool = True,
     skip: Sequence[str] = (),
 ) -> nn.Module:
-    """Turn the linear layers of ``model`` into FP8 layers, in place; again changes nothing.
+    """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
 
-    A *layer* is an element of the model's longest ``ModuleList`` or ``Sequential`` of same-class blocks; where there
-    is none, it is a Linear in registration order. An output head (``out_features`` is the vocabulary, outside the
-    layers) stays in BF16 unless it is made as ``lightning_fp8.Linear``.
+    A *layer* is an element of a ``ModuleList`` or ``Sequential`` of same-class blocks, of which an encoder and a
+    decoder have one each; where there is none, it is a Linear in registration order. An output head (tied to an
+    embedding, named by the model's ``get_output_embeddings()``, or the last Linear after the blocks) stays in BF16
+    unless it is made as ``lightning_fp8.Linear``.
 
     Args:
         model: any module; its parameters stay the same objects and its ``state_dict`` keeps its keys.
@@ -142,10 +127,11 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     """Retype what ``summary`` runs in FP8 and give all of it one amax history, which keeps what it already knew."""
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (decision := decisions[clean_name(name)]):
-            if decision.fp8 and not isinstance(module, Linear):
-                _retype(module)
-            if isinstance(module, Linear):
+        if is_linear(module):
+            decision = decisions[clean_name(name)]
+            if decision.fp8 and not isinstance(module, LinearLayer):
+                retype_conv1d(module) if is_conv1d(module) else retype(module, Linear)
+            if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
     history = _share_history(model)
     history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
@@ -169,80 +155,17 @@ def _share_history(model: nn.Module) -> AmaxHistory:
     return history
 
 
-def _unsharded_class(module: nn.Module) -> type:
-    """The class of ``module`` before ``fully_shard`` put its mixin in front."""
-    bases = type(module).__bases__
-    return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else type(module)
-
-
-def _retype(module: nn.Linear) -> None:
-    cls = type(module)
-    sharded = _unsharded_class(module) is not cls
-    module.__class__ = type(cls.__name__, (cls.__bases__[0], Linear), {}) if sharded else Linear
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """``index`` of the layer that each linear lies in, ``count`` of layers, and whether they are ``blocks``."""
-
-    index: dict[str, int]
-    count: int
-    blocks: bool
-
-
-def _reason_for_bf16(name: str, module: nn.Linear, model: nn.Module, layers: _Layers, policy: Policy) -> str:
-    if reason := eligible(module, name, policy.replace_layers):
-        return reason
+def _reason_for_bf16(
+    name: str, module: nn.Module, heads: Mapping[str, str], place: Place | None, policy: Policy
+) -> str:
     for pattern in policy.skip:
         if fnmatchcase(name, pattern):
             return f"skip={pattern!r}"
-    if not isinstance(module, Linear) and _is_output_head(name, module, model, layers):
-        return f"output head: out_features={module.out_features} is the vocabulary"
-    if name in layers.index and policy.first_last_layers_bf16:
-        index, start, end = layers.index[name], policy.num_layers_at_start_in_bf16, policy.num_layers_at_end_in_bf16
-        if index < start:
-            return f"in layer {index} of {layers.count}, one of the first {start}"
-        if index >= layers.count - end:
-            return f"in layer {index} of {layers.count}, one of the last {end}"
+    if name in heads and not isinstance(module, LinearLayer):
+        return f"output head: {heads[name]}"
+    if place is not None and policy.first_last_layers_bf16:
+        if place.index < policy.num_layers_at_start_in_bf16:
+            return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"
+        if place.index >= place.count - policy.num_layers_at_end_in_bf16:
+            return f"{place}, one of the last {policy.num_layers_at_end_in_bf16}"
     return ""
-
-
-def _is_output_head(name: str, module: nn.Linear, model: nn.Module, layers: _Layers) -> bool:
-    embeddings = [embedding for embedding in model.modules() if isinstance(embedding, nn.Embedding)]
-    if any(module.weight is embedding.weight for embedding in embeddings):
-        return True
-    # A block's linear may have the vocabulary's size by chance; a head comes after the blocks.
-    could_be = name not in layers.index if layers.blocks else layers.index[name] == layers.count - 1
-    return could_be and any(module.out_features == embedding.num_embeddings for embedding in embeddings)
-
-
-def _find_layers(model: nn.Module, linears: list[tuple[str, nn.Linear]]) -> _Layers:
-    prefix, blocks = max(_block_lists(model, ""), key=lambda found: len(found[1]), default=("", []))
-    if not blocks:
-        return _Layers({name: index for index, (name, _) in enumerate(linears)}, len(linears), blocks=False)
-    index = {
-        name: position
-        for name, _ in linears
-        for position, key in enumerate(blocks)
-        if f"{name}.".startswith(f"{prefix}{key}.")
-    }
-    return _Layers(index, len(blocks), blocks=True)
-
-
-def _block_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Prefix and keys of the outermost lists of two or more same-class blocks that hold linear layers.
-
-    Lists inside a block (experts, sub-blocks) are no candidates: their length says nothing about the depth.
-    """
-    children = dict(module.named_children())
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
-        same_class = len({type(child) for child in children.values()}) == 1
-        if same_class and all(_holds_linear(child) for child in children.values()):
-            yield prefix, list(children)
-            return
-    for key, child in children.items():
-        yield from _block_lists(child, clean_name(f"{prefix}{key}."))
-
-
-def _holds_linear(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Linear) for child in module.modules())

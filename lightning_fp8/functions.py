@@ -29,14 +29,20 @@ def quantize_role(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> Quantized:
-    """Cast ``x [R, K]`` as ``recipe`` does for ``role``; delayed scaling reads and, if ``observe``, feeds its slot."""
+    """Cast ``x [R, K]`` as ``recipe`` does for ``role``; delayed scaling reads and, if ``observe``, feeds its slot.
+
+    A weight that is a transposed view is cast as it lies in memory, and its two copies change places.
+    """
+    if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
+        lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
+        return Quantized(lying.columnwise, lying.rowwise)
     slot = slots[role] if isinstance(recipe, DelayedScaling) else None
     return ops.quantize(
         x,
         recipe.cast(role),
         scale=slot.scale if slot else None,
         seen=slot.seen if slot and observe else None,
-        may_be_0=slot is None or slot.may_be_0,
+        may_be_0=slot is None or slot.may_be_0(),
         rowwise=rowwise,
         columnwise=columnwise,
     )

@@ -256,7 +256,6 @@ class Slot(NamedTuple):
     def name(self) -> str:
         return self.history.names[self.row]
 
-    @property
     def may_be_0(self) -> bool:
         """Whether the scale may be 0, as far as the host knows without waiting for a card."""
         return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)

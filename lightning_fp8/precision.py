@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
+from lightning_fp8.first_step import FirstStep, idle_layers
 from lightning_fp8.history import AmaxHistory, update_together
 from lightning_fp8.modules.record import any_traced
 from lightning_fp8.recipes import (
@@ -98,6 +99,8 @@ class FP8FabricPrecision(FabricPrecision):
         self._stepping, self._observes = False, True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
+        self.plan: ConversionSummary | None = None
+        self._first_step: FirstStep | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
@@ -105,10 +108,13 @@ class FP8FabricPrecision(FabricPrecision):
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
-        self.summary = plan_conversion(module, self.policy)
-        history = apply_conversion(module, self.summary)
+        self.plan = plan_conversion(module, self.policy)
+        history = apply_conversion(module, self.plan)
         history.after_step = self._after_step
+        if self.summary is None or not self.summary.is_of(self.plan):
+            self.summary = self.plan
         if self._take_charge_of(history):
+            self._first_step = self._watch(module, self.plan)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
                 rank_zero_warn(
@@ -118,6 +124,22 @@ class FP8FabricPrecision(FabricPrecision):
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module
+
+    def _watch(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
+        return FirstStep(module, summary, count_rows=False)
+
+    def take_what_ran(self, summary: ConversionSummary) -> None:
+        """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
+        if summary == self.summary:
+            return  # another callback has told it
+        self.summary = summary
+        if idle := list(idle_layers(summary)):
+            rank_zero_warn(
+                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
+                f"plugin.summary holds the reasons, and skip=(...) takes them out: {'; '.join(idle)}"
+            )
+        if summary.share_of_flops is not None:
+            rank_zero_info(f"first step: {summary.verdict()}")
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""
@@ -165,6 +187,9 @@ class FP8FabricPrecision(FabricPrecision):
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
+        if self._first_step is not None:
+            first_step, self._first_step = self._first_step, None
+            self.take_what_ran(first_step.finish())
         if isinstance(self.recipe, DelayedScaling):
             update_together(list(self.histories.values()), self.recipe)
 
@@ -250,6 +275,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         is_new = self.histories.get("model") is not history
         self.histories = {"model": history}
         return is_new
+
+    def _watch(self, module: nn.Module, summary: ConversionSummary) -> None:
+        return None  # the callback knows when a step begins
 
     def release(self) -> None:
         """The Trainer is done: from now on the model's scales are whoever's trains it."""

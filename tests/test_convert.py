@@ -62,17 +62,17 @@ def reasons(model: nn.Module, **policy: object) -> dict[str, str]:
 # Which layers
 
 
-def test_layers_are_the_elements_of_the_longest_list_of_blocks() -> None:
+def test_layers_are_the_elements_of_lists_of_blocks() -> None:
     class TwoTowers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.short = nn.ModuleList(Block() for _ in range(3))
-            self.long = nn.Sequential(*(Block() for _ in range(5)))
             # Longer, but no two of its neighbours are of one class / none holds a Linear.
             self.mixed = mlp(6)
             self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(9))
+            self.short = nn.ModuleList(Block() for _ in range(3))
+            self.long = nn.Sequential(*(Block() for _ in range(5)))
 
-    expected_bf16 = {"long.0.fc1", "long.0.fc2", "long.4.fc1", "long.4.fc2"}
+    expected_bf16 = {f"{block}.{fc}" for block in ("short.0", "short.2", "long.0", "long.4") for fc in ("fc1", "fc2")}
     model = TwoTowers()
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert set(fp8_names(model)) == names - expected_bf16
@@ -331,7 +331,9 @@ def test_summary_as_a_table() -> None:
         assert f" {layer.precision} " in line
         assert "{} × {}".format(*layer.shape) in line
         assert line.endswith(layer.reason)
-    assert lines[-1] == "3 of 8 linear layers run in FP8"
+    # Of 3 x 2 x 16 x 32, 16 x 16 and 40 x 16 elements, 2 x 16 x 32 and 16 x 16.
+    assert lines[-1] == "3 of 8 linear layers run in FP8: 32.3 % of the parameters of all matrices"
+    assert summary.share_of_parameters == 1280 / 3968
     assert str(ConversionSummary(())).endswith("0 of 0 linear layers run in FP8")
 
 

@@ -12,6 +12,7 @@ from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.convert import plan_conversion
+from lightning_fp8.first_step import FirstStep
 from lightning_fp8.history import PATIENCE
 from lightning_fp8.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
@@ -23,6 +24,7 @@ class FP8Callback(Callback):
 
     The plugin sees every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or
     not. A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
+    After the first training step the plugin's table says what really ran, and a warning names what did not.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
@@ -33,6 +35,8 @@ class FP8Callback(Callback):
 
     te_report: LoadReport | None = None
     _load_hook: Any = None
+    _first_step: FirstStep | None = None
+    _judged = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
@@ -68,11 +72,32 @@ class FP8Callback(Callback):
         for history in _plugin(trainer).histories.values():
             if history.patience > 0:  # not told yet
                 history.patience = PATIENCE * trainer.accumulate_grad_batches
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        plugin = _plugin(trainer)
+        if self._first_step is None and plugin.plan is not None:
+            self._first_step, self._judged = FirstStep(pl_module, plugin.plan), False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the table with what ran, once."""
+        if self._first_step is not None and not self._judged:
+            self._judged = True
+            _plugin(trainer).take_what_ran(self._first_step.finish())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Layers that not every step calls may have run since."""
+        plugin = _plugin(trainer)
+        if self._first_step is not None and plugin.summary is not None:
+            plugin.summary = self._first_step.later(plugin.summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._first_step is not None:
+            self._first_step.stop()  # its hooks, if it failed
+            self._first_step = None
         _plugin(trainer).release()
         if self._load_hook is not None:
             self._load_hook.remove()

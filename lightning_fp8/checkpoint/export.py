@@ -15,6 +15,7 @@ from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, empt
 from lightning_fp8.checkpoint.unpickle import Standin
 from lightning_fp8.history import Slot
 from lightning_fp8.modules import LayerNorm, RMSNorm
+from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
 from lightning_fp8.state import clean_name, fp8_modules
@@ -40,9 +41,14 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: DelayedScaling 
         The state dict. Values of ``_extra_state`` are ``io.BytesIO`` up to 1.13, uint8 tensors from 2.0 on.
 
     Raises:
-        ValueError: a version that is none, or is before 0.12.
+        ValueError: a version that is none, or is before 0.12; a layer whose weight lies transposed.
     """
     number = parse_version(version)
+    if transposed := [name for name, module in fp8_modules(model) if isinstance(module, TransposedLinear)]:
+        raise ValueError(
+            f"{', '.join(transposed)}: transformers' Conv1D holds its weight transposed, and Transformer Engine has no "
+            "such module; replace it by a Linear first"
+        )
     state_dict = {clean_name(key): value for key, value in model.state_dict().items()}
     for name, module in fp8_modules(model):
         slots = (module.slots or {}) if module.fp8 else {}

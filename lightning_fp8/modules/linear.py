@@ -21,7 +21,7 @@ from lightning_fp8.scaled import LINEAR_ROLES, Role
 from lightning_fp8.steps import generation
 
 
-class Linear(FP8Module, nn.Linear):
+class LinearLayer(FP8Module):
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -42,6 +42,10 @@ class Linear(FP8Module, nn.Linear):
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
     """
 
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Any
     # Class-level, so that a torch.nn.Linear retyped in place has them.
     roles = LINEAR_ROLES
     return_bias: bool = False
@@ -73,7 +77,7 @@ class Linear(FP8Module, nn.Linear):
             raise TypeError(
                 f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
             )
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)  # type: ignore[call-arg]  # nn.Linear's
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if init_method is not None:
@@ -93,7 +97,7 @@ class Linear(FP8Module, nn.Linear):
         self.weight_names = tuple(f"{name}_weight" for name in rows)
         self.bias_names = tuple(f"{name}_bias" for name in rows)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self._weight_cache = None
         return self
@@ -124,7 +128,7 @@ class Linear(FP8Module, nn.Linear):
         elif setting.calibrating and not setting.enabled and self.fp8:
             output = self._calibrating_forward(input, weight, added_bias)
         else:
-            output = F.linear(input, weight, added_bias)
+            output = self._high_precision(input, weight, added_bias)
         return (output, bias) if self.return_bias else output
 
     def _setting(self, input: Tensor) -> Setting:
@@ -175,8 +179,11 @@ class Linear(FP8Module, nn.Linear):
         assert self._slots is not None
         ops.observe(input.detach(), self._slots[Role.INPUT].seen)
         ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
-        output = F.linear(input, weight, bias)
+        output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+
+    def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
 
     def _cached_weight(
         self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
@@ -225,6 +232,10 @@ class Linear(FP8Module, nn.Linear):
                 f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
+
+
+class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
+    __doc__ = LinearLayer.__doc__
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -1,0 +1,275 @@
+"""What the first training step adds to the table: what ran, why not, and its share of FLOPs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
+from lightning_fp8.convert import Policy, plan_conversion
+from lightning_fp8.first_step import FirstStep
+from lightning_fp8.summary import ConversionSummary
+from tests.small import quiet_trainer
+
+
+class Experts(nn.Module):
+    """Four matrices; each row meets two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 24, 16) / 4)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return sum(F.linear(x[(chosen == i).any(1)], self.up[i]).sum() for i in range(4))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Block(nn.Module):
+    """Whether it calls its layer or reads its weight, no source tells."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.fc, self.out, self.reads = nn.Linear(16, 16), nn.Linear(16, 16), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.fc.weight) if self.reads else self.fc(x)
+        return x + self.out(y)
+
+
+class Mixed(nn.Module):
+    """Products of every kind; no attention, whose own products belong to no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.reader = Block(reads=True)
+        self.router, self.experts = Router(), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        for index, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if index == 1 else block(x)
+        x = self.reader(x).flatten(0, 1)
+        scores, chosen = self.router(x).topk(2, 1)
+        return self.experts(x, chosen) + scores.sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
+    """Torch counts a model in float32."""
+    model, x = Mixed(), torch.randn(2, 3, 8, 8)
+    if frozen:
+        model.requires_grad_(False)
+        model.blocks[2].requires_grad_(True)
+        model.reader.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    convert_module(model, first_last_layers_bf16=False)
+    watched = FirstStep(model, plan_conversion(model, Policy(first_last_layers_bf16=False)))
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        model(x).backward()
+    summary = watched.finish()
+    flops = {layer.name: layer.flops for layer in summary.layers}
+    assert sum(flops.values()) == counter.get_total_flops()
+    if frozen:
+        assert flops["patches"] == 2 * 8 * 16 * 48
+        assert flops["blocks.1"] == 2 * 8 * 16 * 16
+        assert flops["blocks.2"] == 2 * flops["blocks.1"]
+        assert flops["blocks.3"] == 2 * flops["blocks.1"]
+    else:
+        in_fp8 = 2 * 8 * 16 * 16 * 3 * 4
+        assert summary.share_of_flops == in_fp8 / sum(flops.values())
+    assert f"{100 * summary.share_of_flops:.3g} % of a step's FLOPs with them" in str(summary)
+
+
+class Trained(L.LightningModule):
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), *(blocks or (Block(), Block())), Block()])
+        self.used: Callable[[int], bool] = lambda index: True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x) if self.used(index) else x
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def fit(module: Trained, plugin: FP8Precision, epochs: int = 1) -> list[str]:
+    """The warnings of a fit that speak of the table."""
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()], max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.randn(8, 16), 4), DataLoader(torch.randn(4, 16), 4))
+    return [text for warning in caught if "first training step" in (text := str(warning.message))]
+
+
+def decision(summary: ConversionSummary | None, name: str) -> Any:
+    assert summary is not None
+    return next(layer for layer in summary.layers if layer.name == name)
+
+
+def test_a_table_that_holds_is_confirmed() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    assert not fit(module, plugin, epochs=2)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8} == {True}
+    assert {layer.ran for layer in plugin.summary.layers if not layer.fp8} == {None}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)  # the first layer's input has no gradient
+    assert not plugin.summary.idle
+    quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()]).validate(
+        module, DataLoader(torch.randn(4, 16)), verbose=False
+    )
+    assert plugin.summary.share_of_flops is not None  # what is known stays known
+
+
+def test_a_weight_that_is_read_is_named_once_with_its_reader() -> None:
+    module, plugin = Trained(Block(), Block(reads=True)), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin, epochs=2)
+    reason = "Block read its weight and did not call it in the first training step"
+    assert f": blocks.2.fc: {reason}" in said
+    found = decision(plugin.summary, "blocks.2.fc")
+    assert (found.fp8, found.ran, found.precision, found.reason) == (True, False, "BF16", reason)
+    assert plugin.summary.idle == (found,)
+    assert plugin.summary.num_fp8 == 3
+    assert plugin.summary.share_of_parameters == 3 / 8
+    assert plugin.summary.share_of_flops == pytest.approx(9 / 23, abs=1e-9)
+    assert "3 of 8 linear layers run in FP8" in str(plugin.summary)
+
+
+def test_layers_that_are_not_called() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    (said,) = fit(module, plugin)
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
+
+
+def test_a_second_fit_judges_anew() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    assert len(fit(module, plugin)) == 1
+    assert not fit(module, plugin)  # nothing new
+    module.used = lambda index: True
+    assert not fit(module, plugin)
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "eligible"
+
+
+def test_layers_that_are_called_later_have_run_in_the_end() -> None:
+    class Late(Trained):
+        def on_train_epoch_start(self) -> None:
+            self.used = lambda index: index != 1 or self.current_epoch > 0
+
+    module, plugin = Late(), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin, epochs=2)
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
+    assert plugin.summary.num_fp8 == 4
+
+
+def test_a_forward_that_was_replaced_after_conversion() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    plugin.updated_by_callback = True
+    plugin.convert_module(module)
+    layer = module.blocks[1].fc
+    layer.forward = lambda x: F.linear(x, layer.weight)
+    (said,) = fit(module, plugin)
+    assert "blocks.1.fc: its forward was replaced on the instance and does not call ours" in said
+
+
+def test_a_forward_that_was_replaced_and_calls_ours_ran() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    layer = module.blocks[1].fc = Linear(16, 16)
+    ours = layer.forward
+    layer.forward = lambda x: ours(x)
+    assert not fit(module, plugin)
+    assert decision(plugin.summary, "blocks.1.fc").ran
+
+
+def test_a_forward_outside_the_plugins_is_in_high_precision() -> None:
+    class Outside(Trained):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.blocks[2](torch.randn(2, 16, dtype=torch.bfloat16))
+
+    module, plugin = Outside(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 2
+    (said,) = fit(module, plugin)
+    assert "blocks.2.fc, blocks.2.out: it was called outside the plugin's forward" in said
+
+
+def test_layers_in_evaluation_mode_are_not_judged() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.blocks[1].eval()
+    assert not fit(module, plugin)
+    assert decision(plugin.summary, "blocks.1.fc").ran is None
+    assert plugin.summary.share_of_flops is None
+
+
+def test_many_layers_are_named_briefly() -> None:
+    module, plugin = Trained(*(Block() for _ in range(6))), FP8Precision("tensorwise")
+    module.used = lambda index: index in (0, 7)
+    (said,) = fit(module, plugin)
+    assert "blocks.4.out and 4 more: it was not called" in said
+    assert len(plugin.summary.idle) == 12
+
+
+def test_hooks_go_with_the_step_even_if_it_fails() -> None:
+    class Failing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.hooked = any(module._forward_hooks for module in self.modules())
+            raise RuntimeError("inside")
+
+    module = Failing()
+    with pytest.raises(RuntimeError, match="inside"):
+        fit(module, FP8Precision("tensorwise"))
+    assert module.hooked
+    assert not any(module._forward_hooks for module in module.modules())
+
+
+def test_compiled_models_get_no_hooks() -> None:
+    model = convert_module(Trained())
+    model.blocks[1].compile(backend="eager")
+    FirstStep(model, plan_conversion(model, Policy()))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_fabric() -> None:
+    plugin = FP8FabricPrecision("tensorwise")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = Trained(Block(), Block(reads=True))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            fabric.backward(model(torch.randn(4, 16)).square().mean())
+            optimizer.step()
+    assert sum("blocks.2.fc: Block read its weight" in str(warning.message) for warning in caught) == 1
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]
