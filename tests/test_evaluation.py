@@ -148,6 +148,7 @@ def test_compiled_evaluation_with_gradients_moves_nothing(backend: str) -> None:
 def test_training_in_eval_mode_is_told(recipe: str) -> None:
     """Lightning keeps the mode that a model comes in; transformers' ``from_pretrained`` gives eval mode."""
     model = Regression()
+    model.net[4] = Linear(32, 32, parameters_split=("query", "key"))
     model.net.eval()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -60,7 +60,8 @@ class FP8Callback(Callback):
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        idle = [name for name, m in fp8_modules(pl_module) if m.fp8 and not m.training and m.weight.requires_grad]
+        layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
+        idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
