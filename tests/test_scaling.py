@@ -75,6 +75,15 @@ def test_delayed_scale(amax: float, margin: int, scale: float) -> None:
     assert delayed_scale(f32(amax), f32(5.0), 448.0, margin).item() == pytest.approx(scale, rel=1e-7)
 
 
+@pytest.mark.parametrize("margin", [0, 1, 3])
+def test_the_margin_is_multiplied_in_before_the_division(margin: int) -> None:
+    """It differs where the quotient overflows: Transformer Engine's order, computed here in float64."""
+    amax = 448.0 / FLOAT32_MAX * torch.logspace(-3, 1, 200, base=2.0)
+    exact = ((448.0 * 2.0**-margin) / amax.double()).clamp(max=FLOAT32_MAX).float()
+    assert torch.equal(delayed_scale(amax, torch.ones(200), 448.0, margin), exact)
+    assert 0 < int((exact == torch.tensor(FLOAT32_MAX)).sum()) < 200
+
+
 @pytest.mark.parametrize(
     ("algorithm", "scales"),
     [

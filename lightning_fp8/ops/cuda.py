@@ -57,7 +57,7 @@ def _update_plan(
     refuse_empty(window)
     length, n = window
     kernel = scaling.update_scales_kernel(algorithm == "most_recent", recompute)
-    start = launch.Launch(kernel, -(-n // scaling.COLUMNS), (2.0**margin, length, n), device).start
+    start = launch.Launch(kernel, -(-n // scaling.COLUMNS), (2.0**-margin, length, n), device).start
     at = launch.address_on(device)
 
     def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:
