@@ -40,7 +40,7 @@ def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: 
 
 
 def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: float = 0) -> Tensor:
-    """The delayed-scaling rule: ``(fp8_max / amax) / 2**margin``.
+    """The delayed-scaling rule: ``(fp8_max * 2**-margin) / amax``, in this order.
 
     Keeps the old ``scale`` where amax is 0, inf or NaN; a quotient beyond float32 gives float32's largest value.
     Source: Transformer Engine's fused update (``delayed_scaling.cu``).
@@ -53,7 +53,7 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
     """
     usable = (amax > 0) & torch.isfinite(amax)
     largest = torch.as_tensor(fp8_max, dtype=torch.float32, device=amax.device)
-    return torch.where(usable, ((largest / amax) / 2.0**margin).clamp(max=FLOAT32_MAX), scale)
+    return torch.where(usable, ((largest * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX), scale)
 
 
 def roll_history(history: Tensor, amax: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ def check_update_scales(
     window[:, n // 3] = 0.0
     fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, 448.0, 57344.0)
     seen[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
+    seen[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
     results = []
     for update, on in ((cuda.update_scales, device), (reference.update_scales, "cpu")):
         state = [tensor.to(on, copy=True) for tensor in (seen, window, scale)]

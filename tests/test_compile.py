@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8FabricPrecision, Linear, fp8_autocast
 from lightning_fp8.recipes import RECIPES
+from tests.small import fp8_trainer
 
 DEPTH = 10
 """More blocks than torch compiles variants of one function: what it compiled for a block has to serve the others."""
@@ -172,3 +175,33 @@ def test_an_evaluation_between_steps_moves_nothing() -> None:
         return y
 
     compare("delayed", "block", step=step)
+
+
+class Trained(L.LightningModule):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model, self.losses = model, list[float]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.model(batch) - batch.flip(1)).float().square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def test_compiled_and_checkpointed_under_the_trainer() -> None:
+    template, rows = Model(2, recompute=True), torch.randn(24, 16)
+    found = []
+    for compiled in (True, False):
+        module = Trained(copy.deepcopy(template))
+        for part in parts_of(module.model, "block") if compiled else ():
+            part.compile(fullgraph=True, backend="aot_eager")
+        trainer = fp8_trainer(fp8={"first_last_layers_bf16": False}, limit_val_batches=0)
+        trainer.fit(module, DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+        history = trainer.precision_plugin.histories["model"]  # type: ignore[attr-defined]
+        assert (history.scale > 0).all()
+        found.append([torch.tensor(module.losses), history.scale, history.window, *module.parameters()])
+    for ours, eager in zip(*found):
+        assert torch.equal(ours, eager)

@@ -116,8 +116,7 @@ def test_a_transposed_view_is_cast_as_its_copy(recipe: str, shape: tuple[int, in
         generator = torch.Generator().manual_seed(3)
         x: Any = torch.randn(shape, generator=generator).t()
         x = x if view else x.contiguous()
-        slots: Any = {Role.WEIGHT: type("Slot", (), {"scale": history.scale[0], "seen": history.seen[0]})}
-        slots[Role.WEIGHT].may_be_0 = True
+        slots = {Role.WEIGHT: history.slot(0)}
         cast = quantize_role(x, Role.WEIGHT, chosen, slots, observe=True, rowwise=True, columnwise=True)
         results.append((*cast, history.seen))
     for one, other in zip(results[0][:2], results[1][:2]):

@@ -78,3 +78,11 @@ def test_meta_modules_take_meta_input() -> None:
         y = Linear(40, 24, device="meta")(torch.empty(3, 5, 40, device="meta"))
     assert y.shape == (3, 5, 24)
     assert y.is_meta
+
+
+def test_scripting_is_refused_in_words_and_tracing_is_not() -> None:
+    model = convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), first_last_layers_bf16=False)
+    with pytest.raises(RuntimeError, match=r"torch.jit.script does not support.*torch.compile.*state_dict"):
+        torch.jit.script(model)
+    x = torch.randn(2, 16)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.how import how_to, how_to_multiply, parsed, parsed_product
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.recipes import RECIPES, make_recipe
+from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
 
 BLOCKS = {
@@ -175,6 +179,40 @@ def test_how_in_words() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             parsed(wrong)
+
+
+@contextmanager
+def flushing_subnormals() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("float8", [E4M3, E5M2])
+def test_codes_keep_their_values_where_subnormal_numbers_are_flushed(float8: Float8) -> None:
+    """FP8's subnormals are ordinary float32 numbers."""
+    codes = torch.arange(256, dtype=torch.uint8).view(float8.dtype)
+    codes = codes[torch.isfinite(codes.float())]
+    exact = torch.tensor([value_of_code(float8.name, code) for code in codes.view(torch.uint8).tolist()]).bfloat16()
+    with flushing_subnormals():
+        decoded = reference.decode(codes)
+    assert torch.equal(decoded.view(torch.int16), exact.view(torch.int16))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_do_not_depend_on_whether_subnormal_numbers_are_flushed(recipe: str) -> None:
+    a, b = torch.randn(64, 96) * torch.logspace(-4, 4, 96, base=2.0), torch.randn(32, 96)
+    cast = make_recipe(recipe).cast
+    results = []
+    for surroundings in (nullcontext, flushing_subnormals):
+        with surroundings():
+            operands = [ops.quantize(x, cast(role)).rowwise for x, role in ((a, Role.INPUT), (b, Role.WEIGHT))]
+            assert (operands[0].data.float().abs() < 2.0**-6).any()  # type: ignore[union-attr]  # there are some
+            results.append(ops.scaled_mm(*operands, out_dtype=torch.float32))  # type: ignore[arg-type]
+    assert torch.equal(*results)
 
 
 def test_how_to_multiply_in_words() -> None:

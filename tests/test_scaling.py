@@ -75,6 +75,15 @@ def test_delayed_scale(amax: float, margin: int, scale: float) -> None:
     assert delayed_scale(f32(amax), f32(5.0), 448.0, margin).item() == pytest.approx(scale, rel=1e-7)
 
 
+@pytest.mark.parametrize("margin", [0, 1, 3])
+def test_the_margin_is_multiplied_in_before_the_division(margin: int) -> None:
+    """It differs where the quotient overflows: Transformer Engine's order, computed here in float64."""
+    amax = 448.0 / FLOAT32_MAX * torch.logspace(-3, 1, 200, base=2.0)
+    exact = ((448.0 * 2.0**-margin) / amax.double()).clamp(max=FLOAT32_MAX).float()
+    assert torch.equal(delayed_scale(amax, torch.ones(200), 448.0, margin), exact)
+    assert 0 < int((exact == torch.tensor(FLOAT32_MAX)).sum()) < 200
+
+
 @pytest.mark.parametrize(
     ("algorithm", "scales"),
     [
@@ -173,21 +182,21 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     """After an update that a row took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
     first, second = history.slot(0), history.slot(1)
-    assert first.may_be_0
+    assert first.may_be_0()
     history.seen[0] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
-    assert (first.may_be_0, second.may_be_0) == (False, True)
+    assert (first.may_be_0(), second.may_be_0()) == (False, True)
     history.seen[1] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
-    assert not second.may_be_0
-    assert copy.deepcopy(history).slot(0).may_be_0
+    assert not second.may_be_0()
+    assert copy.deepcopy(history).slot(0).may_be_0()
     state = history.state_dict()
     history.load_state_dict(state)
-    assert first.may_be_0
+    assert first.may_be_0()
     history.update(DelayedScaling(amax_history_len=4))
-    assert not first.may_be_0
+    assert not first.may_be_0()
     history.set_row(0, 0.0, torch.zeros(1))
-    assert first.may_be_0
+    assert first.may_be_0()
 
 
 def test_history_is_cut_or_padded_at_its_old_end() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -245,3 +246,15 @@ def test_an_ordinary_backward_leaves_no_graph() -> None:
         y = linear(x)
     y.square().sum().backward()
     assert not any(tensor.grad.requires_grad for tensor in (x, *linear.parameters()))
+
+
+@RECIPE
+def test_a_layer_keeps_the_place_of_its_input_and_not_the_input(recipe: str) -> None:
+    linear, leaf = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    x = leaf * 1
+    gone = weakref.ref(x.untyped_storage())
+    with fp8_autocast(fp8_recipe=recipe):
+        y = linear(x)
+    del x
+    assert gone() is None
+    assert len(grad(y.sum(), leaf)) == 1

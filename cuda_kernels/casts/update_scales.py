@@ -33,7 +33,8 @@ _ZERO, _INFINITY, _LARGEST = np.float32(0), np.float32(np.inf), np.finfo(np.floa
 def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
     """Push ``seen [n]`` into ``window [length, n]``, oldest first, compute ``scale [n]``, zero ``seen``.
 
-    A tensor whose amax is 0, inf or NaN keeps window and scale. The window's first row is 0 afterwards.
+    A tensor whose amax is 0, inf or NaN keeps window and scale. The window's first row is 0 afterwards. ``power``:
+    2**-margin.
     """
 
     of_window = recompute and not most_recent
@@ -82,7 +83,7 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
                     for other in range(WARPS):
                         highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
                     amax = from_bits(highest)
-                new = divide(divide(load_f32(fp8_max + at), amax), power)
+                new = divide(load_f32(fp8_max + at) * power, amax)
                 store_f32(scale + at, new if new < _LARGEST else _LARGEST)
             store_f32(seen + at, _ZERO)
 

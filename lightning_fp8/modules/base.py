@@ -59,6 +59,12 @@ class FP8Module(nn.Module):
         if self.history is not None:
             self.history.owners.add(self)
 
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"torch.jit.script does not support {type(self).__name__}: use torch.compile, or script the model with "
+            "torch.nn.Linear in its place, which takes the same state_dict"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         device = next((parameter.device for parameter in self.parameters()), None)

@@ -59,7 +59,7 @@ def _update_plan(
     refuse_empty(window)
     length, n = window
     kernel = update_scales.update_scales_kernel(algorithm == "most_recent", recompute)
-    start = launch.Launch(kernel, -(-n // update_scales.COLUMNS), (2.0**margin, length, n), device).start
+    start = launch.Launch(kernel, -(-n // update_scales.COLUMNS), (2.0**-margin, length, n), device).start
     at = launch.address_on(device)
 
     def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:

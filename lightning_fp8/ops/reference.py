@@ -138,14 +138,19 @@ def _e8m0_scale(codes: Tensor) -> Tensor:
     )
 
 
+_SUBNORMAL = 5e-324
+
+
 def decode(data: Tensor) -> Tensor:
     """FP8 codes as BF16 values, exactly: moves the bits, then multiplies by the difference of the exponents' biases."""
     if data.dtype == E4M3.dtype:
         shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
     else:
         shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
-    if data.is_cuda:
-        return data.to(torch.bfloat16)  # fast there, and asking for NaN would wait for the card
+    if data.is_cuda or _SUBNORMAL == 0.0:
+        # Fast there, and asking for NaN would wait for the card; and where torch.set_flush_denormal(True) takes
+        # subnormal numbers for 0, moved bits may be some.
+        return data.to(torch.bfloat16)
     bits = data.view(torch.int8)
     if data.numel() and int((bits & 0x7F).amax()) >= special:
         return data.to(torch.bfloat16)  # NaN or inf: their codes are not numbers
