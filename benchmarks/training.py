@@ -56,8 +56,6 @@ def training_step(recipe: str, width: int, depth: int, batch: torch.Tensor) -> C
             with plugin.forward_context():
                 loss = model.loss(batch)
         loss.backward()
-        if plugin is not None:
-            plugin.update_scales()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
