@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -239,17 +240,19 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.
     """
     if not isinstance(state, dict):
-        raise ValueError(
-            f"FP8 state must be a dictionary, not {type(state).__name__}; save it with fp8_state_dict(model)"
-        )
+        is_path = isinstance(state, (str, os.PathLike))
+        way_out = "read the file first: torch.load(path)" if is_path else "save it with fp8_state_dict(model)"
+        raise ValueError(f"FP8 state must be a dictionary, not {type(state).__name__}; {way_out}")
     missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
     if missing:
-        raise ValueError(
-            f"FP8 state lacks {missing}; it holds {sorted(map(str, state))}. Save it with fp8_state_dict(model)"
-        )
+        inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)
+        way_out = f"Pass what is inside: state{inside}" if inside else "Save it with fp8_state_dict(model)"
+        raise ValueError(f"FP8 state lacks {missing}; it holds {sorted(map(str, state))[:10]}. {way_out}")
     names, scale, window, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("FP8 state's 'names' must be a list of strings")
+    if len(set(names)) < len(names):
+        raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
         raise ValueError(f"FP8 state's 'updates' must be a count, not {updates!r}")
     for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", window, (None, len(names)))):

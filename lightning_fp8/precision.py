@@ -17,8 +17,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
+from lightning_fp8.arguments import require_mapping, require_module
 from lightning_fp8.autocast import Setting, region
-from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
+from lightning_fp8.convert import (
+    NOTHING_RUNS_IN_FP8,
+    ConversionSummary,
+    Policy,
+    apply_conversion,
+    globs_without_layers,
+    plan_conversion,
+)
 from lightning_fp8.history import AmaxHistory, update_together, validated_state
 from lightning_fp8.recipes import (
     DelayedScaling,
@@ -98,22 +106,26 @@ class FP8FabricPrecision(FabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
+        require_module("convert_module", module)
         if any(
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
         self.summary = plan_conversion(module, self.policy)
+        for wrong in globs_without_layers(module, self.policy, self.summary):
+            self._refuse(wrong)
         history = apply_conversion(module, self.summary)
         if self._take_charge_of(history):
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
-                rank_zero_warn(
-                    "no layer of the model runs in FP8 (the table above says why); lower num_layers_at_start_in_bf16 "
-                    "or num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
-                )
+                rank_zero_warn(NOTHING_RUNS_IN_FP8)
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module
+
+    def _refuse(self, wrong: str) -> None:
+        """Say what is ``wrong`` with a glob; of several models that share it one may have the module."""
+        rank_zero_warn(wrong)
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""
@@ -229,6 +241,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             )
         return super().convert_module(module)
 
+    def _refuse(self, wrong: str) -> None:
+        raise MisconfigurationException(wrong)
+
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         # A Trainer trains one model at a time; its checkpoints must not carry the one before.
         is_new = self.histories.get("model") is not history
@@ -247,6 +262,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
 
 def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}
     for state in states.values():
         validated_state(state)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_fp8.arguments import require_module
 from lightning_fp8.history import AmaxHistory, validated_state
 from lightning_fp8.modules.base import FP8Module, row_name
 
@@ -31,7 +32,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first) and ``updates``. Loads with ``torch.load(weights_only=True)``.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    require_module("fp8_state_dict", model)
     names, scales, windows, updates = [], [], [], 0
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
@@ -60,9 +65,12 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
         The names of rows that ``state`` does not hold.
 
     Raises:
-        ValueError: ``state`` is malformed or ``model`` has no FP8 layer; nothing was changed.
+        TypeError: ``model`` is no module.
+        ValueError: ``state`` is malformed, ``model`` has no FP8 layer, or none by a name that ``state`` holds; nothing
+            was changed.
     """
-    validated_state(state)
+    require_module("load_fp8_state_dict", model)
+    saved_names, *_ = validated_state(state)
     names: dict[int, list[str]] = {}
     histories: dict[int, AmaxHistory] = {}
     for name, module in fp8_modules(model):
@@ -75,4 +83,10 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             rows[slot.row] = row_name(name, role)
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
+    own = [name for rows in names.values() for name in rows]
+    if saved_names and not set(saved_names) & set(own):
+        raise ValueError(
+            f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "
+            f"{own[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+        )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]

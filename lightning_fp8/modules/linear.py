@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
+from lightning_fp8.arguments import one_dtype, require_bool
 from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.split import rows_by_name
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
@@ -66,19 +68,20 @@ class Linear(FP8Module, nn.Linear):
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
-        dtype = params_dtype or dtype
-        if dtype is not None and dtype not in ops.HIGH_PRECISION:
-            raise TypeError(
-                f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
-            )
-        super().__init__(in_features, out_features, bias, device, dtype)
+        flags = {"bias": bias, "return_bias": return_bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        for name, flag in flags.items():
+            require_bool(name, flag)
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method={init_method!r} must be a function that fills a tensor in place, or None")
+        rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
+        super().__init__(in_features, out_features, bias, device, one_dtype(params_dtype, dtype, ops.HIGH_PRECISION))
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if init_method is not None:
             with torch.no_grad():
                 init_method(self.weight)
-        if parameters_split is not None:
-            self._split_parameters(_rows_by_name(parameters_split, out_features))
+        if rows is not None:
+            self._split_parameters(rows)
         self.use_history(AmaxHistory(self.history_rows()))
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
@@ -90,6 +93,10 @@ class Linear(FP8Module, nn.Linear):
             self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
         self.weight_names = tuple(f"{name}_weight" for name in rows)
         self.bias_names = tuple(f"{name}_bias" for name in rows)
+
+    def extra_repr(self) -> str:
+        bias = getattr(self, self.bias_names[0]) is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         super()._apply(fn, recurse)
@@ -185,6 +192,8 @@ class Linear(FP8Module, nn.Linear):
 
     def _check(self, input: Tensor) -> None:
         weight = getattr(self, self.weight_names[0])
+        if not isinstance(input, Tensor):
+            raise TypeError(f"Linear takes a tensor, not {type(input).__name__}")
         if not input.is_floating_point():
             raise TypeError(
                 f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
@@ -211,20 +220,3 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
-    if not parameters_split:
-        raise ValueError("parameters_split is empty; name at least one part, or pass None")
-    if isinstance(parameters_split, Mapping):
-        rows = {name.rstrip("_"): size for name, size in parameters_split.items()}
-        if sum(rows.values()) != out_features:
-            raise ValueError(f"parameters_split={dict(parameters_split)} must sum to out_features={out_features}")
-        return rows
-    if isinstance(parameters_split, str) or not all(isinstance(name, str) for name in parameters_split):
-        raise TypeError(
-            f"parameters_split={parameters_split!r} must be a sequence of names or a mapping of name to rows"
-        )
-    if out_features % len(parameters_split):
-        raise ValueError(f"out_features={out_features} does not divide into {len(parameters_split)} equal parts")
-    return {name.rstrip("_"): out_features // len(parameters_split) for name in parameters_split}
