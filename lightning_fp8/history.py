@@ -42,6 +42,7 @@ class AmaxHistory:
 
     _largest: tuple[Any, Tensor] | None = None
 
+    @torch.inference_mode(False)  # what is made in inference mode could never be updated outside of it
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
         self.roles = [role for _, role in rows]
@@ -60,6 +61,7 @@ class AmaxHistory:
         self.__dict__.update(state)
         self._register()
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device) -> AmaxHistory:
         """Move to ``device`` in place."""
         if self.scale.device != device:
@@ -75,6 +77,7 @@ class AmaxHistory:
         """
         update_together([self], recipe, group)
 
+    @torch.inference_mode(False)
     def resize(self, length: int) -> None:
         """Give the window ``length`` rows: the oldest are dropped, or zeros are put before them."""
         if self.window.shape[0] != length:
@@ -106,6 +109,7 @@ class AmaxHistory:
             self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
         return self._largest[1]
 
+    @torch.inference_mode(False)
     def set_row(self, row: int, scale: float, window: Tensor) -> None:
         """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(window), len(self.window)))
@@ -123,6 +127,7 @@ class AmaxHistory:
             "updates": self.updates,
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
         """Take the rows that both know by name; the others start empty.
 

@@ -80,7 +80,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     Args:
         amax: float32, any shape, non-negative.
     """
-    bits = (amax * (torch.ones((), dtype=torch.float32) / fp8_max).item()).view(torch.int32)
+    bits = (amax * (torch.ones((), dtype=torch.float32, device="cpu") / fp8_max).item()).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # A subnormal up to 2**-127 is what code 0 stands for; inf (exponent 255, no mantissa) saturates to 254.
     round_up = (mantissa > 0) & (exponent != 254) & ((exponent > 0) | (mantissa > 0x400000))

@@ -48,8 +48,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     columns = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
     return {
         "names": names,
-        "scale": torch.stack(scales) if scales else torch.zeros(0),
-        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0),
+        "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
     }
 

@@ -97,7 +97,7 @@ def _value(
     columns: dict[str, Tensor] | None, num_gemms: int, version: tuple[int, int], recipe: DelayedScaling | None
 ) -> io.BytesIO | Tensor:
     if columns is None:
-        return torch.empty(0, dtype=torch.uint8) if version >= (2, 4) else _packed(None, version)
+        return torch.empty(0, dtype=torch.uint8, device="cpu") if version >= (2, 4) else _packed(None, version)
     length = len(columns["amax_history_fwd"])
     recipe = recipe or DelayedScaling(amax_history_len=length)
     state: dict[str, Any] = dict(columns)

@@ -61,8 +61,8 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     """A module's state as Transformer Engine starts it: scale 1, amax 0."""
     columns = {}
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms)
-        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms)
+        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, dtype=torch.float32, device="cpu")
+        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, dtype=torch.float32, device="cpu")
     return columns
 
 

@@ -74,9 +74,8 @@ class Storage:
             data = self.read() if self.read else b""
             if len(data) != self.num_bytes:
                 raise CheckpointError(f"a tensor claims {self.numel} {self.dtype} and has {len(data)} bytes")
-            self._elements = (
-                torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
-            )
+            empty = torch.empty(0, dtype=self.dtype, device="cpu")
+            self._elements = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else empty
         return self._elements
 
 
@@ -107,7 +106,7 @@ class TensorRecord:
     def load(self) -> Tensor:
         """The tensor, on the CPU."""
         if not self.numel:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         elements = self.storage.elements()
         return elements.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 

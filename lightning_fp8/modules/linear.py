@@ -19,6 +19,7 @@ from lightning_fp8.modules.split import rows_by_name
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.transforms import refuse_transforms
 
 
 class Linear(FP8Module, nn.Linear):
@@ -144,6 +145,7 @@ class Linear(FP8Module, nn.Linear):
     def _fp8_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
     ) -> Tensor:
+        refuse_transforms("Linear", input, weight, bias)
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))
@@ -156,6 +158,7 @@ class Linear(FP8Module, nn.Linear):
         return y.view(*input.shape[:-1], self.out_features)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        refuse_transforms("Linear", input, weight, bias)
         assert self._slots is not None
         ops.observe(input.detach(), self._slots[Role.INPUT].seen)
         ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.how import DTYPES, NAMES, options_of, parsed
-from lightning_fp8.ops.schema import CAST, NAMESPACE, OPERANDS, fake_operands
+from lightning_fp8.ops.schema import CAST, NAMESPACE, OPERANDS, fake_operands, refuse_batches
 
 torch.library.define(
     f"{NAMESPACE}::norm_quantize",
@@ -28,6 +28,9 @@ torch.library.define(
     f"{NAMESPACE}::activation_backward_quantize",
     f"(Tensor dy, Tensor x, {CAST}) -> ({OPERANDS}, Tensor dbias)",
 )
+
+
+refuse_batches("norm_quantize", "norm_backward", "activation_quantize", "activation_backward_quantize")
 
 
 class NormKind(NamedTuple):
