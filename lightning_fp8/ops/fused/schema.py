@@ -6,6 +6,7 @@ what is cast: ``"rms eps=1e-05, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -88,6 +89,12 @@ class ActivationKind(NamedTuple):
 def is_gated(activation: str) -> bool:
     """Whether the second half of x multiplies the activation of its first."""
     return activation.endswith("glu")
+
+
+def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Of the activation of x ``[R, F or 2 F]``."""
+    rows, columns = shape
+    return rows, columns // 2 if is_gated(activation) else columns
 
 
 def activation_to(name: str, bias: torch.dtype | None = None) -> str:
