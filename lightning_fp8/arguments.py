@@ -47,6 +47,9 @@ def require_mapping(function: str, state: Any) -> None:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{function} takes a state dict, not {_what(state)}{_instead_of(state)}")
+    for key in state:
+        if not isinstance(key, str):
+            raise TypeError(f"{function} takes a state dict, whose keys are names; this has the key {key!r}")
 
 
 def one_dtype(
@@ -59,7 +62,7 @@ def one_dtype(
         ValueError: both are given, and differ.
     """
     for name, value in (("params_dtype", params_dtype), ("dtype", dtype)):
-        if value is not None and value not in allowed:
+        if value is not None and not (isinstance(value, torch.dtype) and value in allowed):
             raise TypeError(f"{name}={value!r} is not supported; use one of {', '.join(map(str, allowed))}")
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype={params_dtype} and dtype={dtype} are the same argument; pass one of them")

@@ -79,19 +79,20 @@ class FP8FabricPrecision(FabricPrecision):
         skip: Sequence[str] = (),
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype or weights_dtype)):
-            if dtype not in ops.HIGH_PRECISION:
+        compute_dtype = weights_dtype if compute_dtype is None else compute_dtype
+        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
+            if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
                 raise ValueError(
                     f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
                 )
-        if weights_dtype != torch.float32 and compute_dtype not in (None, weights_dtype):
+        if weights_dtype != torch.float32 and compute_dtype != weights_dtype:
             raise ValueError(
                 f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
                 "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
         self.recipe = make_recipe(recipe)
         self.weights_dtype = weights_dtype
-        self.compute_dtype = compute_dtype or weights_dtype
+        self.compute_dtype = compute_dtype
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,

@@ -35,7 +35,7 @@ def _require_format(recipe: Any, *allowed: Format) -> None:
 
 def _require_name(recipe: Any) -> None:
     expected = type(recipe).__dataclass_fields__["name"].default
-    if recipe.name != expected:
+    if not isinstance(recipe.name, str) or recipe.name != expected:
         raise ValueError(f"name={recipe.name!r} does not belong to {type(recipe).__name__}, whose name is {expected!r}")
 
 
@@ -79,7 +79,8 @@ class DelayedScaling:
         too_long = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
         _require_int(self, "amax_history_len", 1, LONGEST_HISTORY, too_long)
         require_bool("reduce_amax", self.reduce_amax)
-        if self.amax_compute_algo not in ("max", "most_recent"):
+        algorithm = self.amax_compute_algo
+        if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
 
     def cast(self, role: Role) -> Cast:

@@ -19,12 +19,17 @@ _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
 
 
 def _normalized_shape(normalized_shape: int | Sequence[int] | None, hidden_size: int | None) -> list[int]:
-    if None not in (normalized_shape, hidden_size) and normalized_shape != hidden_size:
-        raise ValueError(f"{normalized_shape=} and {hidden_size=} are the same argument; pass one of them")
-    shape: Any = hidden_size if normalized_shape is None else normalized_shape
-    if shape is None:
+    given = [shape for shape in (normalized_shape, hidden_size) if shape is not None]
+    if not given:
         raise TypeError("pass normalized_shape (or hidden_size), the size of the dimensions to normalize")
-    sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else [shape]
+    first, *others = map(_sizes, given)
+    if first not in others and others:
+        raise ValueError(f"{normalized_shape=} and {hidden_size=} are the same argument; pass one of them")
+    return first
+
+
+def _sizes(shape: Any) -> list[int]:
+    sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else [shape]
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(f"normalized_shape={sizes} must be a positive integer, or a sequence of positive integers")
     return sizes
