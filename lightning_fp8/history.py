@@ -265,8 +265,10 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(
                 f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
             )
+        if value.is_meta or value.layout != torch.strided:
+            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
         if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
         if not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
-    return names, scale, window, updates
+    return names, scale.detach(), window.detach(), updates

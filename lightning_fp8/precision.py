@@ -187,9 +187,13 @@ class FP8FabricPrecision(FabricPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every model's scales and amax histories, as tensors, numbers and names."""
-        recipe = dataclasses.asdict(self.recipe)
-        recipe["fp8_format"] = self.recipe.fp8_format.name
-        return {"recipe": recipe, **{name: history.state_dict() for name, history in self.histories.items()}}
+        return {
+            "recipe": self._recipe_fields(),
+            **{name: history.state_dict() for name, history in self.histories.items()},
+        }
+
+    def _recipe_fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
     def receive_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
@@ -204,7 +208,7 @@ class FP8FabricPrecision(FabricPrecision):
             self._pending_state = {"model": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the scales and histories of :meth:`state_dict`; before conversion they wait for it.
+        """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
 
         Raises:
             ValueError: the state is malformed; nothing was changed.
@@ -213,7 +217,10 @@ class FP8FabricPrecision(FabricPrecision):
         if not self.histories:
             self._pending_state = state_dict
             return
-        self._pending_state = None
+        saved = state_dict.get("recipe")
+        if isinstance(saved, dict) and saved != self._recipe_fields():
+            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
+        self._pending_state = {name: state for name, state in states.items() if name not in self.histories} or None
         for name, history in self.histories.items():
             if name in states:
                 new_rows = history.load_state_dict(states[name])

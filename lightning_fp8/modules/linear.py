@@ -113,10 +113,13 @@ class Linear(FP8Module, nn.Linear):
                 changed since, None casts it and keeps nothing.
 
         Raises:
-            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
+            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
+                ``is_first_microbatch`` that is neither None nor a bool.
             ValueError: an input of other features or on another device than the weight.
         """
         self._check(input)
+        if is_first_microbatch is not None:
+            require_bool("is_first_microbatch", is_first_microbatch)
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         added_bias = None if self.return_bias else bias
         setting = self._setting()
