@@ -19,6 +19,9 @@ from lightning_fp8.version import __version__
 COMMANDS = {"doctor": "doctor.command", "bench": "bench", "kernels": "kernels", "checkpoint": "checkpoint.cli"}
 """Modules of our own commands; each has a ``main`` that takes the arguments."""
 
+LIGHTNING = ("fit", "validate", "test", "predict")
+"""Commands of LightningCLI."""
+
 HELP = """usage: lightning-fp8 COMMAND ...
 
   fit, validate, test, predict
@@ -59,8 +62,11 @@ def main(args: Sequence[str] | None = None) -> None:
         print(HELP, end="")
     elif command == "--version":
         print(f"lightning-fp8 {__version__}")
-    else:
+    elif command in LIGHTNING or command.startswith("-"):
         _lightning_cli(args)
+    else:
+        print(f"{HELP}\nerror: there is no command {command!r}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _lightning_cli(args: Sequence[str] | None) -> None:

@@ -24,6 +24,8 @@ from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
 
 _serial = itertools.count()
+_not_for_inference = torch.inference_mode(False)
+"""State made while ``inference_mode`` rules has to change outside it too."""
 _living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
 
 
@@ -42,7 +44,7 @@ class AmaxHistory:
 
     _largest: tuple[Any, Tensor] | None = None
 
-    @torch.inference_mode(False)  # what is made in inference mode could never be updated outside of it
+    @_not_for_inference
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
         self.roles = [role for _, role in rows]
@@ -57,11 +59,12 @@ class AmaxHistory:
         self.serial = next(_serial)
         _living.add(self)
 
+    @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         self.__dict__.update(state)
         self._register()
 
-    @torch.inference_mode(False)
+    @_not_for_inference
     def to(self, device: torch.device) -> AmaxHistory:
         """Move to ``device`` in place."""
         if self.scale.device != device:
@@ -77,7 +80,7 @@ class AmaxHistory:
         """
         update_together([self], recipe, group)
 
-    @torch.inference_mode(False)
+    @_not_for_inference
     def resize(self, length: int) -> None:
         """Give the window ``length`` rows: the oldest are dropped, or zeros are put before them."""
         if self.window.shape[0] != length:
@@ -109,7 +112,6 @@ class AmaxHistory:
             self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
         return self._largest[1]
 
-    @torch.inference_mode(False)
     def set_row(self, row: int, scale: float, window: Tensor) -> None:
         """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(window), len(self.window)))
@@ -127,7 +129,7 @@ class AmaxHistory:
             "updates": self.updates,
         }
 
-    @torch.inference_mode(False)
+    @_not_for_inference
     def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
         """Take the rows that both know by name; the others start empty.
 
@@ -269,6 +271,6 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
         if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
-        if not bool((torch.isfinite(value) & (value >= 0)).all()):
+        if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     return names, scale.detach(), window.detach(), updates

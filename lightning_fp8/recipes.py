@@ -107,6 +107,7 @@ class Float8CurrentScaling:
         _require_format(self, Format.HYBRID, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
+        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
 
     def cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)

@@ -67,7 +67,7 @@ class Cast:
     @property
     def text(self) -> str:
         """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.how`."""
-        options = " power_2" * self.power_2_scale + f" epsilon={float(self.amax_epsilon)!r}" * bool(self.amax_epsilon)
+        options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)
         return f"{self.float8.name.lower()} {self.layout.value}{options}"
 
 

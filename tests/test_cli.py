@@ -41,6 +41,15 @@ def test_help_names_every_command_at_once(arguments: list[str], capsys: pytest.C
     assert printed.err == ""
 
 
+def test_a_command_that_is_none_is_answered_by_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["docter"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(command in said for command in ("fit", *COMMANDS))
+    assert said.endswith("error: there is no command 'docter'\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -97,3 +97,22 @@ def test_errors_of_others_are_left_alone() -> None:
         plugins_in("Given value: {'class_path': 'lightning_fp8.FP8Precision', 'init_args': {'skip': <object>}}") == []
     )
     assert complaints([{"first_last_layers_bf16": "False", "recipe": {"name": "rowwise"}}]) == ""
+
+
+@pytest.mark.parametrize("command", ["bench", "kernels build --out nowhere"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--linear 64x64 --tokens -1", "argument --tokens: '-1' is not a number of at least 1"),
+        ("--linear 64x64 --tokens 0", "argument --tokens: '0' is not a number of at least 1"),
+        ("--linear 64x0", "argument --linear: '64x0' is not in x out features"),
+        ("--linear 64x64 --recipe fp8", "argument --recipe: invalid choice: 'fp8'"),
+    ],
+)
+def test_sizes_and_recipes_of_our_own_commands(
+    command: str, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), *arguments.split()])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

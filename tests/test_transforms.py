@@ -18,6 +18,7 @@ from lightning_fp8.scaled import Cast, Layout
 from tests.small import mlp
 
 X = torch.linspace(-2, 2, 8 * 16).view(8, 16)
+ONE = torch.ones(())
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -102,7 +103,7 @@ def test_batched_gradients_are_refused_and_come_one_at_a_time() -> None:
 def test_ops_are_refused_under_vmap() -> None:
     cast = Cast(E4M3, Layout.TENSOR)
     with pytest.raises(RuntimeError, match="FP8 ops do not run under vmap"):
-        torch.vmap(lambda x: ops.quantize(x, cast).rowwise.data)(X.view(2, 4, 16))  # type: ignore[union-attr]
+        torch.vmap(lambda x: ops.quantize(x, cast, scale=ONE, seen=ONE.clone()))(X.view(2, 4, 16))
     with pytest.raises(RuntimeError, match="FP8 ops do not run under vmap"):
         torch.vmap(lambda x: ops.observe(x, torch.zeros(())))(X.view(2, 4, 16))
 

@@ -54,6 +54,12 @@ def linear(**arguments: Any) -> Callable[[], Any]:
     return lambda: Linear(4, 4, **arguments)
 
 
+def run(x: torch.Tensor) -> Any:
+    with fp8_autocast():
+        return Linear(4, 4)(x)
+
+
+X = torch.ones(2, 4)
 F16, BF16 = torch.float16, torch.bfloat16
 CASES: dict[str, Case] = {
     # fp8_autocast
@@ -153,6 +159,8 @@ CASES: dict[str, Case] = {
     "a dtype by name": (linear(dtype="bfloat16"), TypeError, "dtype='bfloat16'.*torch.bfloat16"),
     "two dtypes": (linear(params_dtype=F16, dtype=BF16), ValueError, "torch.float16.*torch.bfloat16.*same argument"),
     "no input": (lambda: Linear(4, 4)(None), TypeError, "takes a tensor, not NoneType"),
+    "a sparse input": (lambda: run(torch.ones(2, 4).to_sparse()), TypeError, "dense tensors.*to_dense"),
+    "a jagged input": (lambda: run(torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)), TypeError, "dense"),
     # norms
     **norms("eps None", TypeError, "eps=None must be a number", eps=None),
     **norms("eps text", TypeError, "eps='1e-5' must be a number", eps="1e-5"),

@@ -60,9 +60,10 @@ def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
 def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     """A module's state as Transformer Engine starts it: scale 1, amax 0."""
     columns = {}
+    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, dtype=torch.float32, device="cpu")
-        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, dtype=torch.float32, device="cpu")
+        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
+        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
     return columns
 
 

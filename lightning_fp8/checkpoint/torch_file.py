@@ -74,8 +74,11 @@ class Storage:
             data = self.read() if self.read else b""
             if len(data) != self.num_bytes:
                 raise CheckpointError(f"a tensor claims {self.numel} {self.dtype} and has {len(data)} bytes")
-            empty = torch.empty(0, dtype=self.dtype, device="cpu")
-            self._elements = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else empty
+            self._elements = (
+                torch.frombuffer(bytearray(data), dtype=self.dtype)
+                if data
+                else torch.empty(0, dtype=self.dtype, device="cpu")
+            )
         return self._elements
 
 

@@ -149,6 +149,8 @@ class Linear(FP8Module, nn.Linear):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
     ) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
+        if input.layout is not torch.strided:
+            raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))

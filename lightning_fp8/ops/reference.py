@@ -169,7 +169,9 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, 
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
     layout_a, layout_b, out_dtype, _ = parsed_product(how)
     for name, data, scales, layout in (("a", a, scale_a, layout_a), ("b", b, scale_b, layout_b)):
-        require(f"scale_inv of {name}", lie_of(scales), scale_dtype(layout), scale_shape(layout, *data.shape), a.device)
+        if data.numel():
+            shape = scale_shape(layout, *data.shape)
+            require(f"scale_inv of {name}", lie_of(scales), scale_dtype(layout), shape, a.device)
     require_beside_a_product((a.shape[0], b.shape[0]), a.device, lie_of(bias))
     left, right, scale = _operands(a, scale_a, layout_a, b, scale_b, layout_b)
     if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
