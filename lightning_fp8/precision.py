@@ -37,7 +37,7 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
-from lightning_fp8.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 
 class FP8FabricPrecision(FabricPrecision):
@@ -220,12 +220,14 @@ class FP8FabricPrecision(FabricPrecision):
         saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
-        self._pending_state = {name: state for name, state in states.items() if name not in self.histories} or None
+        later = {name: state for name, state in states.items() if name not in self.histories}
+        self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
             if name in states:
-                new_rows = history.load_state_dict(states[name])
+                new_rows = history.load_state_dict(state_for(self.recipe, states[name], saved))
                 if new_rows and isinstance(self.recipe, DelayedScaling):
-                    rank_zero_info(
+                    foreign = states[name]["names"] and len(new_rows) == len(history.names)
+                    (rank_zero_warn if foreign else rank_zero_info)(
                         f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
                     )
 

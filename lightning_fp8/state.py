@@ -10,6 +10,9 @@ from torch import nn
 from lightning_fp8.arguments import require_module
 from lightning_fp8.history import AmaxHistory, validated_state
 from lightning_fp8.modules.base import FP8Module, row_name
+from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -90,3 +93,29 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"{own[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
         )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
+
+
+def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:
+    """``state`` with the scales that its amaxes would have under ``recipe``.
+
+    Args:
+        recipe: how training goes on.
+        state: what :func:`fp8_state_dict` gave.
+        saved_with: fields of the recipe that made the scales; where they are not delayed scaling's, nothing is known.
+    """
+    if (
+        not isinstance(recipe, DelayedScaling)
+        or not isinstance(saved_with, dict)
+        or saved_with.get("name") != "delayed"
+    ):
+        return state
+    try:
+        before = make_recipe(saved_with)
+    except (TypeError, ValueError):
+        return state
+    assert isinstance(before, DelayedScaling)
+    roles = [Role(name.rpartition(".")[2]) for name in state["names"]]
+    largest = [recipe.cast(role).float8.max / before.cast(role).float8.max for role in roles]
+    factors = torch.tensor(largest, dtype=torch.float32, device="cpu") * 2.0 ** (before.margin - recipe.margin)
+    scale = (state["scale"] * factors.to(state["scale"].device)).clamp(max=FLOAT32_MAX)
+    return {**state, "scale": scale}

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_fp8 import (
     DelayedScaling,
     Float8BlockScaling,
+    Format,
     FP8FabricPrecision,
     Linear,
     convert_module,
@@ -98,6 +99,28 @@ def test_another_recipe_than_the_saved_one_is_said(capsys: pytest.CaptureFixture
         plugin.load_state_dict(saved)
         said = caplog.text + capsys.readouterr().err
         assert ("it was saved with the recipe {'margin': 0" in said) == is_said
+
+
+def test_a_state_of_another_model_is_warned_of() -> None:
+    saved = plugin_with(trained()).state_dict()
+    saved["model"]["names"] = [f"net.{name}" for name in saved["model"]["names"]]
+    with pytest.warns(UserWarning, match="6 rows are not in the checkpoint and start empty: \\['2.input'"):
+        plugin_with(mlp()).load_state_dict(saved)
+
+
+def test_scales_move_to_the_format_and_margin_that_training_goes_on_with() -> None:
+    """A scale for E5M2 would saturate E4M3, whose largest value is 128 times less, until the next update."""
+    recipe = DelayedScaling(margin=1, fp8_format=Format.E4M3, amax_history_len=4)
+    saved = plugin_with(trained()).state_dict()
+    net = mlp()
+    plugin = plugin_with(net, recipe=recipe)
+    plugin.load_state_dict(saved)
+    amax = saved["model"]["amax_history"].double().amax(0)
+    assert (amax > 0).all()
+    torch.testing.assert_close(fp8_state_dict(net)["scale"].double(), 448 / 2 / amax, rtol=1e-6, atol=0)
+    again = plugin_with(mlp(), recipe=DelayedScaling(amax_history_len=4))
+    again.load_state_dict(plugin.state_dict())
+    assert torch.equal(again.state_dict()["model"]["scale"], saved["model"]["scale"])
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:40])
