@@ -103,19 +103,21 @@ def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[st
         state: what :func:`fp8_state_dict` gave.
         saved_with: fields of the recipe that made the scales; where they are not delayed scaling's, nothing is known.
     """
-    if (
-        not isinstance(recipe, DelayedScaling)
-        or not isinstance(saved_with, dict)
-        or saved_with.get("name") != "delayed"
-    ):
+    if not isinstance(recipe, DelayedScaling) or not isinstance(saved_with, dict):
         return state
     try:
         before = make_recipe(saved_with)
     except (TypeError, ValueError):
         return state
-    assert isinstance(before, DelayedScaling)
-    roles = [Role(name.rpartition(".")[2]) for name in state["names"]]
-    largest = [recipe.cast(role).float8.max / before.cast(role).float8.max for role in roles]
-    factors = torch.tensor(largest, dtype=torch.float32, device="cpu") * 2.0 ** (before.margin - recipe.margin)
-    scale = (state["scale"] * factors.to(state["scale"].device)).clamp(max=FLOAT32_MAX)
-    return {**state, "scale": scale}
+    if not isinstance(before, DelayedScaling) or (before.fp8_format, before.margin) == (
+        recipe.fp8_format,
+        recipe.margin,
+    ):
+        return state
+    factors = {
+        role.value: recipe.cast(role).float8.max / before.cast(role).float8.max * 2.0 ** (before.margin - recipe.margin)
+        for role in Role
+    }
+    of_rows = [factors.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
+    scale = state["scale"] * torch.tensor(of_rows, dtype=torch.float32, device=state["scale"].device)
+    return {**state, "scale": scale.clamp(max=FLOAT32_MAX)}
