@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import require_bool
-from lightning_fp8.history import update_living
+from lightning_fp8.history import any_living, update_living
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -104,6 +105,8 @@ class fp8_autocast(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
+        if self.setting.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_living():
+            warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
         if not _active_regions and self.setting.calibrating and exception[0] is None:
             self._update_scales()
 

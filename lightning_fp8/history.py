@@ -235,6 +235,11 @@ def update_together(
         history._advance(recipe)
 
 
+def any_living() -> bool:
+    """Whether there is a history, without which nothing runs in FP8."""
+    return len(_living) > 0
+
+
 def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
     """Update every living history, in the order they were made (ranks must agree); for training without a plugin."""
     update_together(sorted(_living, key=lambda history: history.serial), recipe, group)

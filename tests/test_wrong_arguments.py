@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lightning_fp8 import (
     export_te_state_dict,
     fp8_autocast,
     fp8_state_dict,
+    history,
     load_fp8_state_dict,
     load_te_state_dict,
     make_recipe,
@@ -231,3 +233,16 @@ def test_a_model_that_stays_in_bf16_is_said_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert_module(nn.Linear(16, 16), first_last_layers_bf16=False)
+
+
+def test_a_region_without_fp8_layers_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_living", WeakSet())  # other tests' models may still be there
+    with pytest.warns(UserWarning, match=r"ran nothing in FP8.*convert_module\(model\)"), fp8_autocast():
+        nn.Linear(4, 4)(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fp8_autocast(enabled=False):
+            nn.Linear(4, 4)(X)
+        with fp8_autocast():
+            layer = Linear(4, 4)
+            layer(X)
