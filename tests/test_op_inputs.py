@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -184,20 +185,36 @@ def test_an_address_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "scale": (lambda: ops.quantize(X, Cast(E4M3, Layout.TENSOR), scale=WIDE), TypeError, "scale is torch.float64"),
-    "x of a backward": (
-        lambda: fused.norm_backward(X, X.double(), WEIGHT, STATISTICS),
-        TypeError,
-        "not torch.float64",
-    ),
-    "out_dtype": (
-        lambda: ops.scaled_mm(codes(), codes(), out_dtype=torch.float64), TypeError, "out_dtype=torch.float64"
-    ),
+    "scale": (lambda: ops.quantize(X, SCALED, scale=WIDE), TypeError, "scale is torch.float64"),
+    "x of a backward": (lambda: fused.norm_backward(X, X.double(), WEIGHT, STATISTICS), TypeError, "not torch.float64"),
+    "out_dtype": (lambda: ops.scaled_mm(codes(), codes(), out_dtype=WIDE.dtype), TypeError, "out_dtype=torch.float64"),
     "contractions": (lambda: ops.scaled_mm_accumulate(X, codes(), codes(K=8)), ValueError, "contractions differ"),
-    "margin of a window": (
-        lambda: ops.update_scales(ROWS, ROWS, ROWS, ROWS, 0.0, "max"), ValueError, r"window has shape \[3\]"
+    "a window of one row": (lambda: update(window=ROWS), ValueError, r"window has shape \[3\]"),
+    "an algorithm": (lambda: update(algorithm="mean"), ValueError, "algorithm='mean'.*'max' or 'most_recent'"),
+    "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must lie from -126 to 126"),
+    "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0; it must be a finite number"),
+    "eps nan": (lambda: norm(eps=float("nan")), ValueError, "eps=nan; it must be a finite number"),
+    "bias_dtype": (
+        lambda: activation(bias_dtype=WIDE.dtype),
+        TypeError,
+        "bias_dtype=torch.float64 must be None or one",
     ),
-}  # fmt: skip
+    "an activation": (lambda: activation(activation="elu"), ValueError, "activation='elu' is unknown"),
+}
+SCALED = Cast(E4M3, Layout.TENSOR)
+
+
+def update(window: Any = None, algorithm: Any = "max", margin: float = 0.0) -> None:
+    window = torch.ones(4, 3) if window is None else window
+    ops.update_scales(ROWS.clone(), window, ROWS.clone(), ROWS, margin, algorithm)
+
+
+def norm(eps: Any) -> Any:
+    return fused.norm_quantize(X, WEIGHT, None, SCALED, eps=eps)
+
+
+def activation(activation: str = "gelu", bias_dtype: torch.dtype | None = None) -> Any:
+    return fused.activation_backward_quantize(X, X, activation, SCALED, bias_dtype=bias_dtype)
 
 
 def codes(K: int = K) -> Any:
@@ -209,6 +226,11 @@ def test_public_functions(case: str) -> None:
     action, error, message = PUBLIC[case]
     with pytest.raises(error, match=message):
         action()
+
+
+def test_eps_may_be_any_number() -> None:
+    assert torch.equal(norm(np.float64(1.0)).statistics, norm(1).statistics)
+    assert norm(1).statistics[1, 0] == 1  # of a row of ones
 
 
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.BLOCK_1X128, Layout.MX_1X32])

@@ -168,6 +168,10 @@ def update_scales(
         recompute: False only advances the window (``interval`` of the recipe).
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype or shape, or elsewhere.
+        TypeError, ValueError: a tensor of another dtype or shape, or elsewhere; another algorithm, or no such margin.
     """
+    if algorithm not in ("max", "most_recent"):
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use 'max' or 'most_recent'")
+    if not -126 <= margin <= 126:
+        raise ValueError(f"margin={margin} must lie from -126 to 126, as float32's exponents do")
     _ops.update_scales.default(seen, window, scale, fp8_max, margin, algorithm, recompute)

@@ -6,6 +6,7 @@ what is cast: ``"rms eps=1e-05, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class NormKind(NamedTuple):
 
 def norm_to(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
     """The string for a norm."""
-    return f"{'rms' if rms else 'layer'} eps={eps!r}" + " zero_centered" * zero_centered + " bias" * bias
+    return f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias
 
 
 @lru_cache
@@ -65,13 +66,16 @@ def parsed_norm(text: str) -> NormKind:
     """What ``text`` says before a comma.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: it says something else, or an ``eps`` that is none.
     """
     name, _, words = text.partition(", ")[0].partition(" ")
     if name not in ("layer", "rms"):
         raise ValueError(f"{text!r} begins with neither layer nor rms")
     said = options_of(words, ("eps", "zero_centered", "bias"))
-    return NormKind(name == "rms", float(said.get("eps", 0.0)), "zero_centered" in said, "bias" in said)
+    eps = float(said.get("eps", 0.0))
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{text!r} says eps={eps}; it must be a finite number of at least 0")
+    return NormKind(name == "rms", eps, "zero_centered" in said, "bias" in said)
 
 
 class ActivationKind(NamedTuple):
@@ -99,6 +103,8 @@ def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
 
 def activation_to(name: str, bias: torch.dtype | None = None) -> str:
     """The string for an activation."""
+    if bias is not None and bias not in NAMES:
+        raise TypeError(f"bias_dtype={bias} must be None or one of {', '.join(map(str, NAMES))}")
     return name if bias is None else f"{name} bias={NAMES[bias]}"
 
 
