@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 
 _serial = itertools.count()
@@ -243,39 +243,3 @@ def any_living() -> bool:
 def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
     """Update every living history, in the order they were made (ranks must agree); for training without a plugin."""
     update_together(sorted(_living, key=lambda history: history.serial), recipe, group)
-
-
-def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
-    """The names, scales, window and update count of a saved state.
-
-    Raises:
-        ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.
-    """
-    if not isinstance(state, dict):
-        is_path = isinstance(state, (str, os.PathLike))
-        way_out = "read the file first: torch.load(path)" if is_path else "save it with fp8_state_dict(model)"
-        raise ValueError(f"FP8 state must be a dictionary, not {type(state).__name__}; {way_out}")
-    missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
-    if missing:
-        inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)
-        way_out = f"Pass what is inside: state{inside}" if inside else "Save it with fp8_state_dict(model)"
-        raise ValueError(f"FP8 state lacks {missing}; it holds {sorted(map(str, state))[:10]}. {way_out}")
-    names, scale, window, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError("FP8 state's 'names' must be a list of strings")
-    if len(set(names)) < len(names):
-        raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
-    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
-        raise ValueError(f"FP8 state's 'updates' must be a count, not {updates!r}")
-    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", window, (None, len(names)))):
-        if not isinstance(value, Tensor) or value.dtype != torch.float32:
-            raise ValueError(
-                f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
-            )
-        if value.is_meta or value.layout != torch.strided:
-            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
-        if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
-            raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
-        if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
-            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
-    return names, scale.detach(), window.detach(), updates

@@ -27,7 +27,7 @@ from lightning_fp8.convert import (
     globs_without_layers,
     plan_conversion,
 )
-from lightning_fp8.history import AmaxHistory, update_together, validated_state
+from lightning_fp8.history import AmaxHistory, update_together
 from lightning_fp8.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -37,6 +37,7 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
+from lightning_fp8.saved import validated_state
 from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 

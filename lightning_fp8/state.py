@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.history import AmaxHistory, validated_state
+from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module, row_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
 

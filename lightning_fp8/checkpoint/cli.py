@@ -15,7 +15,7 @@ from lightning_fp8.checkpoint.remap import has_te_state, is_grouped, rows_by_nam
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, Row, read_te_state
 from lightning_fp8.checkpoint.torch_file import Storage, TensorRecord, open_checkpoint
 from lightning_fp8.checkpoint.unpickle import CheckpointError, Global, Standin
-from lightning_fp8.history import validated_state
+from lightning_fp8.saved import validated_state
 
 PLUGIN = "FP8Precision"
 """The key under which Lightning keeps the plugin's state."""
