@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fp8.history import update_living
+from lightning_fp8.arguments import require_bool
+from lightning_fp8.history import any_living, update_living
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -92,6 +94,7 @@ class fp8_autocast(ContextDecorator):
 
     Raises:
         ValueError, TypeError: ``fp8_recipe`` is not a recipe; see :func:`make_recipe`.
+        TypeError: ``enabled`` or ``calibrating`` is not a bool, or ``fp8_group`` not a process group.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class fp8_autocast(ContextDecorator):
         fp8_recipe: Any = None,
         fp8_group: dist.ProcessGroup | None = None,
     ) -> None:
+        _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
-        self.setting = Setting(recipe, bool(enabled), bool(calibrating), fp8_group)
+        self.setting = Setting(recipe, enabled, calibrating, fp8_group)
         self._regions: list[Any] = []
 
     def __enter__(self) -> fp8_autocast:
@@ -116,6 +120,8 @@ class fp8_autocast(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
+        if self.setting.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_living():
+            warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
         if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
             self._update_scales(calibrated=True)
 
@@ -123,3 +129,22 @@ class fp8_autocast(ContextDecorator):
         recipe, setting = self.setting.recipe, self.setting
         if isinstance(recipe, DelayedScaling) and (setting.enabled or setting.calibrating):
             update_living(recipe, setting.group, calibrated)
+
+
+def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:
+    if callable(enabled):
+        raise TypeError(f"enabled={enabled!r} must be True or False; as a decorator write @fp8_autocast()")
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"enabled={enabled!r}, the first argument, must be True or False; a recipe is "
+            f"fp8_autocast(fp8_recipe={enabled!r})"
+        )
+    require_bool("calibrating", calibrating)
+    if fp8_group is not None and not _is_group(fp8_group):
+        raise TypeError(f"fp8_group={fp8_group!r} must be a torch.distributed.ProcessGroup, or None for all ranks")
+
+
+def _is_group(group: Any) -> bool:
+    if not dist.is_available():
+        return False
+    return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER

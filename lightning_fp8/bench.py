@@ -173,12 +173,19 @@ def sizes(text: str) -> tuple[int, int]:
     return int(inputs), int(outputs)
 
 
+def count(text: str) -> int:
+    """``"8192"``: how many there are, at least one."""
+    if not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 bench", description="Time a model's FP8 products on this card."
     )
     parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
-    parser.add_argument("--tokens", type=int, default=8192, help="rows of its input: batch size times length")
+    parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
     parser.add_argument("--tune", action="store_true", help="keep the winners for training on this card")
     return parser

@@ -19,6 +19,9 @@ from lightning_fp8.version import __version__
 COMMANDS = {"doctor": "doctor.command", "bench": "bench", "kernels": "kernels", "checkpoint": "checkpoint.cli"}
 """Modules of our own commands; each has a ``main`` that takes the arguments."""
 
+LIGHTNING = ("fit", "validate", "test", "predict")
+"""Commands of LightningCLI."""
+
 HELP = """usage: lightning-fp8 COMMAND ...
 
   fit, validate, test, predict
@@ -59,8 +62,11 @@ def main(args: Sequence[str] | None = None) -> None:
         print(HELP, end="")
     elif command == "--version":
         print(f"lightning-fp8 {__version__}")
-    else:
+    elif command in LIGHTNING or command.startswith("-"):
         _lightning_cli(args)
+    else:
+        print(f"{HELP}\nerror: there is no command {command!r}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _lightning_cli(args: Sequence[str] | None) -> None:
@@ -72,7 +78,9 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
 
     class Parser(LightningArgumentParser):
         def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-            hints = recipe_hints(message)
+            from lightning_fp8.hints import complaints, plugins_in
+
+            hints = recipe_hints(message) or complaints(plugins_in(message))
             super().error(f"{message}\n\n{hints}" if hints else message, *args, **kwargs)
 
     class FP8CLI(LightningCLI):
@@ -82,6 +90,24 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
                 "-c", "--config", action=jsonargparse.ActionConfigFile, help="a YAML configuration file"
             )
             return parser
+
+        def instantiate_classes(self) -> None:
+            from lightning_fp8.hints import complaints
+
+            try:
+                super().instantiate_classes()
+            except ValueError:
+                if said := complaints(self._fp8_plugins()):
+                    self.parser.error(said)
+                raise
+
+        def _fp8_plugins(self) -> list[dict[str, Any]]:
+            plugins = self._get(self.config, "trainer.plugins")
+            return [
+                each.init_args.as_dict()
+                for each in (plugins if isinstance(plugins, list) else [plugins])
+                if getattr(each, "class_path", "").endswith(".FP8Precision")
+            ]
 
     # A console script does not see the working directory, where the user's classes live.
     if os.getcwd() not in sys.path:

@@ -7,13 +7,16 @@ keys survive.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_fp8.arguments import require_bool, require_module
 from lightning_fp8.calls import reads_weight_only
+from lightning_fp8.globs import globs_of_nothing
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
@@ -36,12 +39,15 @@ class Policy:
     skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for field in ("first_last_layers_bf16", "replace_layers"):
+            require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{field}={value!r} must be an integer of at least 0")
-        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+        if not isinstance(self.skip, (list, tuple, set, frozenset)) or not all(isinstance(x, str) for x in self.skip):
             raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
+        object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
 
 
 def eligible(module: nn.Module, name: str, replace_layers: bool = True) -> str:
@@ -114,13 +120,31 @@ def convert_module(
         ``model`` itself.
 
     Raises:
-        ValueError, TypeError: a negative count, or ``skip`` that is no sequence of strings.
+        ValueError, TypeError: a negative count, or ``skip`` that is no sequence of strings, or matches no module.
     """
+    require_module("convert_module", model)
     policy = Policy(
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip
     )
-    apply_conversion(model, plan_conversion(model, policy))
+    summary = plan_conversion(model, policy)
+    for wrong in globs_without_layers(model, policy, summary):
+        raise ValueError(wrong)
+    apply_conversion(model, summary)
+    if not summary.num_fp8:
+        warnings.warn(f"{NOTHING_RUNS_IN_FP8}:\n{summary}", stacklevel=2)
     return model
+
+
+NOTHING_RUNS_IN_FP8 = (
+    "no layer of the model runs in FP8 (the table says why); lower num_layers_at_start_in_bf16 or "
+    "num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
+)
+
+
+def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
+    """What is wrong with globs of ``policy.skip`` that match no layer of ``summary``."""
+    modules = [clean_name(name) for name, _ in model.named_modules() if name]
+    return globs_of_nothing(policy.skip, [layer.name for layer in summary.layers], modules)
 
 
 def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:

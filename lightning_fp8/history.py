@@ -278,6 +278,11 @@ def update_together(
         history._advance(recipe)
 
 
+def any_living() -> bool:
+    """Whether there is a history, without which nothing runs in FP8."""
+    return len(_living) > 0
+
+
 def living() -> list[AmaxHistory]:
     """Every history, in the order they were made: ranks must agree."""
     return sorted(_living, key=lambda history: history.serial)

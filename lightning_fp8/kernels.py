@@ -30,7 +30,7 @@ from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.bench import gemms_of, job_of, sizes
+from lightning_fp8.bench import count, gemms_of, job_of, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops import planning
@@ -200,6 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the card: sm_90a is Hopper's")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; what is there stays")
     command.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
-    command.add_argument("--tokens", type=int, default=8192, help="rows of its input: batch size times length")
+    command.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
     command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="one or several; delayed")
     return parser

@@ -17,8 +17,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
+from lightning_fp8.arguments import require_mapping, require_module
 from lightning_fp8.autocast import Setting, in_backward, region
-from lightning_fp8.convert import ConversionSummary, Policy, apply_conversion, plan_conversion
+from lightning_fp8.convert import (
+    NOTHING_RUNS_IN_FP8,
+    ConversionSummary,
+    Policy,
+    apply_conversion,
+    globs_without_layers,
+    plan_conversion,
+)
 from lightning_fp8.first_step import FirstStep, idle_layers
 from lightning_fp8.history import AmaxHistory, update_together
 from lightning_fp8.modules.record import any_traced
@@ -32,7 +40,7 @@ from lightning_fp8.recipes import (
     make_recipe,
 )
 from lightning_fp8.saved import validated_state
-from lightning_fp8.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 
 class FP8FabricPrecision(FabricPrecision):
@@ -74,19 +82,20 @@ class FP8FabricPrecision(FabricPrecision):
         skip: Sequence[str] = (),
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype or weights_dtype)):
-            if dtype not in ops.HIGH_PRECISION:
+        compute_dtype = weights_dtype if compute_dtype is None else compute_dtype
+        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
+            if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
                 raise ValueError(
                     f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
                 )
-        if weights_dtype != torch.float32 and compute_dtype not in (None, weights_dtype):
+        if weights_dtype != torch.float32 and compute_dtype != weights_dtype:
             raise ValueError(
                 f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
                 "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
         self.recipe = make_recipe(recipe)
         self.weights_dtype = weights_dtype
-        self.compute_dtype = compute_dtype or weights_dtype
+        self.compute_dtype = compute_dtype
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
@@ -104,11 +113,14 @@ class FP8FabricPrecision(FabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
+        require_module("convert_module", module)
         if any(
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
         self.plan = plan_conversion(module, self.policy)
+        for wrong in globs_without_layers(module, self.policy, self.plan):
+            self._refuse(wrong)
         history = apply_conversion(module, self.plan)
         history.after_step = self._after_step
         if self.summary is None or not self.summary.is_of(self.plan):
@@ -117,10 +129,7 @@ class FP8FabricPrecision(FabricPrecision):
             self._first_step = self._watch(module, self.plan)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
-                rank_zero_warn(
-                    "no layer of the model runs in FP8 (the table above says why); lower num_layers_at_start_in_bf16 "
-                    "or num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
-                )
+                rank_zero_warn(NOTHING_RUNS_IN_FP8)
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module
@@ -140,6 +149,10 @@ class FP8FabricPrecision(FabricPrecision):
             )
         if summary.share_of_flops is not None:
             rank_zero_info(f"first step: {summary.verdict()}")
+
+    def _refuse(self, wrong: str) -> None:
+        """Say what is ``wrong`` with a glob; of several models that share it one may have the module."""
+        rank_zero_warn(wrong)
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""
@@ -215,9 +228,13 @@ class FP8FabricPrecision(FabricPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every model's scales and amax histories, as tensors, numbers and names."""
-        recipe = dataclasses.asdict(self.recipe)
-        recipe["fp8_format"] = self.recipe.fp8_format.name
-        return {"recipe": recipe, **{name: history.state_dict() for name, history in self.histories.items()}}
+        return {
+            "recipe": self._recipe_fields(),
+            **{name: history.state_dict() for name, history in self.histories.items()},
+        }
+
+    def _recipe_fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
     def receive_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
@@ -232,7 +249,7 @@ class FP8FabricPrecision(FabricPrecision):
             self._pending_state = {"model": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the scales and histories of :meth:`state_dict`; before conversion they wait for it.
+        """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
 
         Raises:
             ValueError: the state is malformed; nothing was changed.
@@ -241,12 +258,17 @@ class FP8FabricPrecision(FabricPrecision):
         if not self.histories:
             self._pending_state = state_dict
             return
-        self._pending_state = None
+        saved = state_dict.get("recipe")
+        if isinstance(saved, dict) and saved != self._recipe_fields():
+            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
+        later = {name: state for name, state in states.items() if name not in self.histories}
+        self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
             if name in states:
-                new_rows = history.load_state_dict(states[name])
+                new_rows = history.load_state_dict(state_for(self.recipe, states[name], saved))
                 if new_rows and isinstance(self.recipe, DelayedScaling):
-                    rank_zero_info(
+                    foreign = states[name]["names"] and len(new_rows) == len(history.names)
+                    (rank_zero_warn if foreign else rank_zero_info)(
                         f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
                     )
 
@@ -269,6 +291,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
                 "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()])"
             )
         return super().convert_module(module)
+
+    def _refuse(self, wrong: str) -> None:
+        raise MisconfigurationException(wrong)
 
     def _take_charge_of(self, history: AmaxHistory) -> bool:
         # A Trainer trains one model at a time; its checkpoints must not carry the one before.
@@ -321,6 +346,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
 
 def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}
     for state in states.values():
         validated_state(state)

@@ -7,13 +7,21 @@ torchao's ``rowwise``. The field ``name`` identifies the recipe in YAML, mapping
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_fp8.formats import Float8, Format
+from lightning_fp8.arguments import require_bool, require_number
+from lightning_fp8.formats import E4M3, Float8, Format
 from lightning_fp8.scaled import Cast, Layout, Role
-from lightning_fp8.scaling import AmaxAlgorithm
+from lightning_fp8.scaling import FLOAT32_MAX, AmaxAlgorithm
+
+LONGEST_HISTORY = 2**16
+"""Steps; of 1,000 tensors they are 262 MB, which every update reads."""
+
+LARGEST_MARGIN = math.frexp(E4M3.max * 2**10)[1] - 1
+"""Binary digits; with one more, a tensor's largest value would be less than half of E4M3's smallest: all is 0."""
 
 
 def _require_format(recipe: Any, *allowed: Format) -> None:
@@ -27,16 +35,18 @@ def _require_format(recipe: Any, *allowed: Format) -> None:
 
 def _require_name(recipe: Any) -> None:
     expected = type(recipe).__dataclass_fields__["name"].default
-    if recipe.name != expected:
+    if not isinstance(recipe.name, str) or recipe.name != expected:
         raise ValueError(f"name={recipe.name!r} does not belong to {type(recipe).__name__}, whose name is {expected!r}")
 
 
-def _require_int(recipe: Any, field: str, minimum: int) -> None:
+def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = None, because: str = "") -> None:
     value = getattr(recipe, field)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{field}={value!r} must be an integer of at least {minimum}")
     if value < minimum:
         raise ValueError(f"{field}={value} must be at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,10 @@ class DelayedScaling:
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
 
     Attributes:
-        margin: binary digits of head room kept above the window's amax.
+        margin: binary digits of head room kept above the window's amax; at most 18, E4M3 has no more.
         interval: recompute the scales every so many optimizer steps.
         fp8_format: ``HYBRID`` or ``E4M3``.
-        amax_history_len: steps the window looks back.
+        amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
         amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
         reduce_amax: take the maximum over the data-parallel group, so that all ranks share their scales.
     """
@@ -63,10 +73,14 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.HYBRID, Format.E4M3)
-        _require_int(self, "margin", 0)
+        too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
+        _require_int(self, "margin", 0, LARGEST_MARGIN, too_small)
         _require_int(self, "interval", 1)
-        _require_int(self, "amax_history_len", 1)
-        if self.amax_compute_algo not in ("max", "most_recent"):
+        too_long = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
+        _require_int(self, "amax_history_len", 1, LONGEST_HISTORY, too_long)
+        require_bool("reduce_amax", self.reduce_amax)
+        algorithm = self.amax_compute_algo
+        if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
 
     def cast(self, role: Role) -> Cast:
@@ -91,8 +105,9 @@ class Float8CurrentScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.HYBRID, Format.E4M3)
-        if not 0 <= self.amax_epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon={self.amax_epsilon} must be a finite number of at least 0")
+        require_bool("power_2_scale", self.power_2_scale)
+        require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
+        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
         # Kept: torch.compile(dynamic=True) would take amax_epsilon for a number that varies.
         options = Layout.TENSOR, self.power_2_scale, self.amax_epsilon
         casts = {role: Cast(float8_for(self.fp8_format, role), *options) for role in Role}
@@ -137,6 +152,7 @@ class Float8BlockScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3)
+        require_bool("power_2_scale", self.power_2_scale)
 
     def cast(self, role: Role) -> Cast:
         layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
@@ -212,13 +228,15 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
             return _from_megatron(fields)
         return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
+    if isinstance(recipe, type) and recipe in RECIPES.values():
+        raise TypeError(f"recipe is the class {recipe.__name__}; make one: {recipe.__name__}()")
     if not isinstance(recipe, tuple(RECIPES.values())):
         raise TypeError(f"recipe={recipe!r} is neither a recipe, a name ({_quoted(RECIPES)}), nor a mapping of fields")
     return recipe
 
 
 def _class_of(name: Any) -> type[Recipe]:
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
     return RECIPES[name]
 
@@ -241,7 +259,11 @@ def _from_megatron(keys: dict[str, Any]) -> Recipe:
         if key not in (*_MEGATRON_KEYS, "fp8_format"):
             raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")
     format_key = keys.get("fp8", keys.get("fp8_format", "hybrid"))
+    if "fp8" in keys and "fp8_format" in keys and not _is_mxfp8(keys["fp8_format"]):
+        raise ValueError(f"fp8={format_key!r} and fp8_format={keys['fp8_format']!r} say the same; give one of them")
     if _is_mxfp8(format_key) or _is_mxfp8(keys.get("fp8_format")):
+        if keys.get("fp8_recipe", "mxfp8") != "mxfp8":
+            raise ValueError(f"fp8_recipe={keys['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out")
         return MXFP8BlockScaling()
     format_name = format_key.name if isinstance(format_key, Format) else format_key
     if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:

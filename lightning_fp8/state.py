@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_fp8.arguments import require_module
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module, row_name
+from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.saved import validated_state
+from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -33,7 +37,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
         (float32 ``[n]``), ``updates`` and ``steps``. Loads with ``torch.load(weights_only=True)``.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    require_module("fp8_state_dict", model)
     names, scales, windows, seen, counts, updates, steps = [], [], [], [], [], 0, -1
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
@@ -67,9 +75,12 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
         The names of rows that ``state`` does not hold.
 
     Raises:
-        ValueError: ``state`` is malformed or ``model`` has no FP8 layer; nothing was changed.
+        TypeError: ``model`` is no module.
+        ValueError: ``state`` is malformed, ``model`` has no FP8 layer, or none by a name that ``state`` holds; nothing
+            was changed.
     """
-    validated_state(state)
+    require_module("load_fp8_state_dict", model)
+    saved_names, *_ = validated_state(state)
     names: dict[int, list[str]] = {}
     histories: dict[int, AmaxHistory] = {}
     for name, module in fp8_modules(model):
@@ -82,4 +93,38 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             rows[slot.row] = row_name(name, role)
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
+    own = [name for rows in names.values() for name in rows]
+    if saved_names and not set(saved_names) & set(own):
+        raise ValueError(
+            f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "
+            f"{own[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+        )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
+
+
+def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:
+    """``state`` with the scales that its amaxes would have under ``recipe``.
+
+    Args:
+        recipe: how training goes on.
+        state: what :func:`fp8_state_dict` gave.
+        saved_with: fields of the recipe that made the scales; where they are not delayed scaling's, nothing is known.
+    """
+    if not isinstance(recipe, DelayedScaling) or not isinstance(saved_with, dict):
+        return state
+    try:
+        before = make_recipe(saved_with)
+    except (TypeError, ValueError):
+        return state
+    if not isinstance(before, DelayedScaling) or (before.fp8_format, before.margin) == (
+        recipe.fp8_format,
+        recipe.margin,
+    ):
+        return state
+    factors = {
+        role.value: recipe.cast(role).float8.max / before.cast(role).float8.max * 2.0 ** (before.margin - recipe.margin)
+        for role in Role
+    }
+    of_rows = [factors.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
+    scale = state["scale"] * torch.tensor(of_rows, dtype=torch.float32, device=state["scale"].device)
+    return {**state, "scale": scale.clamp(max=FLOAT32_MAX)}

@@ -41,6 +41,15 @@ def test_help_names_every_command_at_once(arguments: list[str], capsys: pytest.C
     assert printed.err == ""
 
 
+def test_a_command_that_is_none_is_answered_by_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["docter"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(command in said for command in ("fit", *COMMANDS))
+    assert said.endswith("error: there is no command 'docter'\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -110,12 +119,14 @@ def test_hints_are_only_given_for_recipes() -> None:
     assert recipe_hints("Problem with given class_path 'torch.optim.AdamW':\n  Option 'lrr' is not accepted") == ""
 
 
-def test_fit_trains_from_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_trains_from_yaml(tmp_path: Path) -> None:
     small = ["--model.width", "32", "--model.depth", "3", "--model.heads", "2", "--data.length", "16"]
     quick = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"]
+    quick += ["--trainer.default_root_dir", str(tmp_path)]  # Lightning saves the configuration there
     seen: list[int] = []
     update = FP8Precision.update_scales
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FP8Precision, "update_scales", lambda plugin: (seen.append(1), update(plugin))[1])
         main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
     assert len(seen) == 3
+    assert (tmp_path / "config.yaml").is_file()

@@ -73,6 +73,7 @@ class FP8Callback(Callback):
         for history in _plugin(trainer).histories.values():
             if history.patience > 0:  # not told yet
                 history.patience = PATIENCE * trainer.accumulate_grad_batches
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
         if self._first_step is None and plugin.plan is not None:

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.arguments import require_module
 from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
 from lightning_fp8.checkpoint.unpickle import Standin
 from lightning_fp8.history import Slot
 from lightning_fp8.modules import LayerNorm, RMSNorm
 from lightning_fp8.modules.conv1d import TransposedLinear
-from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.recipes import DelayedScaling, make_recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
 from lightning_fp8.state import clean_name, fp8_modules
 
@@ -24,7 +25,7 @@ _RECIPES = "transformer_engine.common.recipe"
 _FIRST_VERSION = (0, 12)
 
 
-def export_te_state_dict(model: nn.Module, version: str, recipe: DelayedScaling | None = None) -> dict[str, Any]:
+def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> dict[str, Any]:
     """The parameters of ``model`` and its delayed-scaling state as Transformer Engine ``version`` would save them.
 
     A tensor that was never scaled gets Transformer Engine's start, scale 1 and amax 0. Attention has no state before
@@ -34,16 +35,22 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: DelayedScaling 
     Args:
         model: a model with FP8 layers.
         version: ``"1.13"``, ``"2.4.0"``, ...; 0.12 or later.
-        recipe: written along from 2.0 on, and decides the formats; ``None`` is ``DelayedScaling()`` with the history's
-            length.
+        recipe: ``DelayedScaling``, or what :func:`make_recipe` makes one of. Written along from 2.0 on, and decides the
+            formats; ``None`` is ``DelayedScaling()`` with the history's length.
 
     Returns:
         The state dict. Values of ``_extra_state`` are ``io.BytesIO`` up to 1.13, uint8 tensors from 2.0 on.
 
     Raises:
-        ValueError: a version that is none, or is before 0.12; a layer whose weight lies transposed.
+        ValueError: a version that is none, or is before 0.12; a recipe that is not delayed; a layer whose weight lies
+            transposed.
+        TypeError: ``model`` is no module, ``version`` no text, or ``recipe`` no recipe.
     """
+    require_module("export_te_state_dict", model)
     number = parse_version(version)
+    recipe = None if recipe is None else make_recipe(recipe)
+    if not isinstance(recipe, DelayedScaling | None):
+        raise ValueError(f"recipe={recipe.name!r} has no state to export; pass DelayedScaling(...), or None")
     if transposed := [name for name, module in fp8_modules(model) if isinstance(module, TransposedLinear)]:
         raise ValueError(
             f"{', '.join(transposed)}: transformers' Conv1D holds its weight transposed, and Transformer Engine has no "
@@ -69,8 +76,11 @@ def parse_version(version: str) -> tuple[int, int]:
     """Major and minor number.
 
     Raises:
+        TypeError: not text.
         ValueError: not a version, or before 0.12.
     """
+    if not isinstance(version, str):
+        raise TypeError(f"version={version!r} must be text: {str(version)!r}; as a number 1.10 is 1.1")
     match = re.match(r"(\d+)\.(\d+)(\.|$)", version)
     if not match:
         raise ValueError(f"version={version!r} is no Transformer Engine version; give one like '1.13' or '2.4.0'")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fp8.arguments import require_bool, require_mapping, require_module
 from lightning_fp8.checkpoint.remap import FP8Rows, Remapped, has_te_state, remap
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.checkpoint.unpickle import CheckpointError
@@ -31,7 +32,11 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
 
     Raises:
         CheckpointError: a damaged or foreign state, or keys or shapes that do not fit; the message names the keys.
+        TypeError: ``model`` is no module, ``state_dict`` no mapping, or ``strict`` no bool.
     """
+    require_module("load_te_state_dict", model)
+    require_mapping("load_te_state_dict", state_dict)
+    require_bool("strict", strict)
     nested = state_dict.get("state_dict")
     remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, rows_of(model))
     check_fit(model, remapped, strict)

@@ -10,15 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
+from lightning_fp8.arguments import one_dtype, require_bool
 from lightning_fp8.autocast import Setting
 from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
+from lightning_fp8.modules.split import rows_by_name
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 from lightning_fp8.steps import generation
+from lightning_fp8.transforms import refuse_transforms
 
 
 class LinearLayer(FP8Module):
@@ -72,19 +75,21 @@ class LinearLayer(FP8Module):
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
-        dtype = params_dtype or dtype
-        if dtype is not None and dtype not in ops.HIGH_PRECISION:
-            raise TypeError(
-                f"params_dtype={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
-            )
+        flags = {"bias": bias, "return_bias": return_bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        for name, flag in flags.items():
+            require_bool(name, flag)
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method={init_method!r} must be a function that fills a tensor in place, or None")
+        rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
+        dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
         super().__init__(in_features, out_features, bias, device, dtype)  # type: ignore[call-arg]  # nn.Linear's
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if init_method is not None:
             with torch.no_grad():
                 init_method(self.weight)
-        if parameters_split is not None:
-            self._split_parameters(_rows_by_name(parameters_split, out_features))
+        if rows is not None:
+            self._split_parameters(rows)
         self.use_history(AmaxHistory(self.history_rows()))
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
@@ -96,6 +101,10 @@ class LinearLayer(FP8Module):
             self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
         self.weight_names = tuple(f"{name}_weight" for name in rows)
         self.bias_names = tuple(f"{name}_bias" for name in rows)
+
+    def extra_repr(self) -> str:
+        bias = getattr(self, self.bias_names[0]) is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -116,9 +125,12 @@ class LinearLayer(FP8Module):
                 nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
 
         Raises:
-            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast.
+            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
+                ``is_first_microbatch`` that is neither None nor a bool.
             ValueError: an input of other features or on another device than the weight.
         """
+        if is_first_microbatch is not None:
+            require_bool("is_first_microbatch", is_first_microbatch)
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         self._check(input, weight)
         added_bias = None if self.return_bias else bias
@@ -156,6 +168,9 @@ class LinearLayer(FP8Module):
     def _fp8_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
     ) -> Tensor:
+        refuse_transforms("Linear", input, weight, bias)
+        if input.layout is not torch.strided:
+            raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = setting.recipe
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
@@ -176,6 +191,7 @@ class LinearLayer(FP8Module):
         return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        refuse_transforms("Linear", input, weight, bias)
         assert self._slots is not None
         ops.observe(input.detach(), self._slots[Role.INPUT].seen)
         ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
@@ -213,6 +229,8 @@ class LinearLayer(FP8Module):
         return main_grad
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
+        if not isinstance(input, Tensor):
+            raise TypeError(f"Linear takes a tensor, not {type(input).__name__}")
         if not input.is_floating_point():
             raise TypeError(
                 f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
@@ -243,20 +261,3 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
-    if not parameters_split:
-        raise ValueError("parameters_split is empty; name at least one part, or pass None")
-    if isinstance(parameters_split, Mapping):
-        rows = {name.rstrip("_"): size for name, size in parameters_split.items()}
-        if sum(rows.values()) != out_features:
-            raise ValueError(f"parameters_split={dict(parameters_split)} must sum to out_features={out_features}")
-        return rows
-    if isinstance(parameters_split, str) or not all(isinstance(name, str) for name in parameters_split):
-        raise TypeError(
-            f"parameters_split={parameters_split!r} must be a sequence of names or a mapping of name to rows"
-        )
-    if out_features % len(parameters_split):
-        raise ValueError(f"out_features={out_features} does not divide into {len(parameters_split)} equal parts")
-    return {name.rstrip("_"): out_features // len(parameters_split) for name in parameters_split}

@@ -1,32 +1,56 @@
-"""LayerNorm and RMSNorm with Transformer Engine's arguments. They compute in float32 and keep their input's dtype."""
+"""LayerNorm and RMSNorm with Transformer Engine's arguments. They compute in float32 (float64 of such an input) and
+keep their input's dtype.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fp8 import ops
+from lightning_fp8.arguments import one_dtype, require_bool, require_number
+from lightning_fp8.scaling import FLOAT32_MAX
+
+_DTYPES = (*ops.HIGH_PRECISION, torch.float64)
+
 
 def _normalized_shape(normalized_shape: int | Sequence[int] | None, hidden_size: int | None) -> list[int]:
-    shape = hidden_size if normalized_shape is None else normalized_shape
-    if shape is None:
+    given = [shape for shape in (normalized_shape, hidden_size) if shape is not None]
+    if not given:
         raise TypeError("pass normalized_shape (or hidden_size), the size of the dimensions to normalize")
-    shape = [shape] if isinstance(shape, int) else list(shape)
-    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise ValueError(f"normalized_shape={shape} must hold positive integers")
-    return shape
+    first, *others = map(_sizes, given)
+    if first not in others and others:
+        raise ValueError(f"{normalized_shape=} and {hidden_size=} are the same argument; pass one of them")
+    return first
 
 
-def _check_eps(eps: float) -> float:
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ValueError(f"eps={eps} must be a finite number of at least 0")
-    return eps
+def _sizes(shape: Any) -> list[int]:
+    sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else [shape]
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"normalized_shape={sizes} must be a positive integer, or a sequence of positive integers")
+    return sizes
+
+
+def _check_options(eps: Any, zero_centered_gamma: Any, **flags: Any) -> None:
+    require_number("eps", eps, largest=FLOAT32_MAX)
+    for name, value in {"zero_centered_gamma": zero_centered_gamma, **flags}.items():
+        require_bool(name, value)
+    if zero_centered_gamma and not flags["elementwise_affine"]:
+        raise ValueError("zero_centered_gamma=True needs elementwise_affine=True: without it there is no gamma")
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` as it is computed with: float32, or its own float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{type(module).__name__} takes a tensor, not {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{type(module).__name__} got an input of {x.dtype}; it takes floating-point tensors")
     if tuple(x.shape[-len(shape) :]) != shape:
@@ -60,9 +84,10 @@ class LayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
         shape = _normalized_shape(normalized_shape, hidden_size)
-        super().__init__(shape, _check_eps(eps), elementwise_affine, bias, device, params_dtype or dtype)
+        _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine, bias=bias)
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(shape, eps, elementwise_affine, bias, device, one_dtype(params_dtype, dtype, _DTYPES))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -72,8 +97,9 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
-        gamma, beta = _gamma(self), self.bias.float() if self.bias is not None else None
-        return F.layer_norm(input.float(), self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
+        x = _wide(input)
+        gamma, beta = _gamma(self, x.dtype), self.bias.to(x.dtype) if self.bias is not None else None
+        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -94,9 +120,10 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
         shape = _normalized_shape(normalized_shape, hidden_size)
-        super().__init__(shape, _check_eps(eps), elementwise_affine, device, params_dtype or dtype)
+        _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine)
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(shape, eps, elementwise_affine, device, one_dtype(params_dtype, dtype, _DTYPES))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -106,10 +133,11 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
-        return F.rms_norm(x.float(), self.normalized_shape, _gamma(self), self.eps).to(x.dtype)
+        wide = _wide(x)
+        return F.rms_norm(wide, self.normalized_shape, _gamma(self, wide.dtype), self.eps).to(x.dtype)
 
 
-def _gamma(module: LayerNorm | RMSNorm) -> Tensor | None:
+def _gamma(module: LayerNorm | RMSNorm, dtype: torch.dtype) -> Tensor | None:
     if module.weight is None:
         return None
-    return module.weight.float() + 1.0 if module.zero_centered_gamma else module.weight.float()
+    return module.weight.to(dtype) + 1.0 if module.zero_centered_gamma else module.weight.to(dtype)

@@ -55,8 +55,8 @@ def quantize(
         counts: int64 ``[2]``, grows by the numbers of values that were saturated and that were flushed to zero.
 
     Raises:
-        TypeError: x is not a 2-D tensor in one of the three dtypes.
-        ValueError: ``scale`` with a layout that is not ``tensor``, or ``seen`` without ``scale``.
+        TypeError: x is not a 2-D tensor in one of the three dtypes, or ``scale``, ``seen`` or ``counts`` not in theirs.
+        ValueError: ``scale`` with a layout that is not ``tensor``, or ``seen`` without ``scale``; other shapes.
     """
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"cannot quantize {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
@@ -92,7 +92,11 @@ def quantized(results: Sequence[Tensor], cast: Cast, rowwise: bool, columnwise: 
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
-    """Raise ``seen`` (float32 ``[]``) to ``max |x|`` without casting."""
+    """Raise ``seen`` (float32 ``[]``) to ``max |x|`` without casting; x is floating point, of any shape and strides.
+
+    Raises:
+        TypeError, ValueError: x is no such tensor, or ``seen`` of another dtype or shape, or elsewhere.
+    """
     _ops.observe.default(x, seen)
 
 
@@ -119,19 +123,30 @@ def scaled_mm(
         ``[M, N]`` in ``out_dtype``.
 
     Raises:
-        ValueError: the contractions differ.
+        TypeError, ValueError: the contractions differ; ``bias`` or ``seen`` of another dtype or shape, or elsewhere.
     """
-    if a.data.shape[1] != b.data.shape[1]:
-        raise ValueError(
-            f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
-        )
+    if out_dtype not in HIGH_PRECISION:
+        raise TypeError(f"out_dtype={out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
+    _check_contractions(a, b)
     how = how_to_multiply(a.layout, b.layout, out_dtype, fast_accum)
     operands = a.data, a.scale_inv, b.data, b.scale_inv, how, bias
     return _ops.scaled_mm.default(*operands) if seen is None else _ops.scaled_mm_observed.default(*operands, seen)
 
 
+def _check_contractions(a: ScaledTensor, b: ScaledTensor) -> None:
+    if a.data.shape[1] != b.data.shape[1]:
+        raise ValueError(
+            f"contractions differ: a is {tuple(a.data.shape)}, b is {tuple(b.data.shape)}; both are K-major"
+        )
+
+
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
-    """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``)."""
+    """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``).
+
+    Raises:
+        TypeError, ValueError: the contractions differ, or ``out`` has another dtype or shape, or is elsewhere.
+    """
+    _check_contractions(a, b)
     how = how_to_multiply(a.layout, b.layout, torch.float32)
     _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, b.data, b.scale_inv, how)
 
@@ -155,5 +170,12 @@ def update_scales(
         margin: binary digits of head room.
         algorithm: ``"max"`` of the window or its ``"most_recent"`` row.
         recompute: False only advances the window (``interval`` of the recipe).
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype or shape, or elsewhere; another algorithm, or no such margin.
     """
+    if algorithm not in ("max", "most_recent"):
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use 'max' or 'most_recent'")
+    if not -126 <= margin <= 126:
+        raise ValueError(f"margin={margin} must lie from -126 to 126, as float32's exponents do")
     _ops.update_scales.default(seen, window, scale, fp8_max, margin, algorithm, recompute)

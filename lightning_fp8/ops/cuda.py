@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.given import Checked, lie_of, require_beside_a_cast, require_of_an_update
+from lightning_fp8.ops.how import NAMES
 from lightning_fp8.ops.planning import current_device, planned, refuse_empty
 from lightning_fp8.ops.plans import blocks_of, casting, values_of
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
@@ -31,13 +33,29 @@ def _observe_plan(
     from cuda_kernels.casts import amax
     from cuda_kernels.host import launch
 
+    refuse_empty(shape)
+    if len(shape) != 2:
+        return lambda x, seen: observe(x.reshape(-1, shape[-1] if shape else 1), seen)
+    if dtype == torch.float64:
+        return lambda x, seen: observe(x.float(), seen)
+    if dtype not in NAMES:
+        raise TypeError(f"cannot observe {dtype}; cast to one of {', '.join(map(str, NAMES))} first")
     values = values_of(dtype, shape, strides, address)
     if values is None:
         return lambda x, seen: observe(x.contiguous(), seen)
     source, pitch, size = values.wide or values.source, values.pitch, (values.rows, values.columns)
     start = launch.Launch(amax.amax_kernel(source, True), blocks_of(device, *size), size, device).start
-    at = launch.address_on(device)
-    return lambda x, seen: start(at(x), pitch, 0, at(seen))
+    at, checked = launch.address_on(device), Checked(device)
+    known = checked.known
+
+    def op(x: Tensor, seen: Tensor) -> None:
+        observed = at(seen)
+        if observed not in known:
+            require_beside_a_cast(device, None, lie_of(seen), None)
+            checked.keep(observed)
+        start(at(x), pitch, 0, observed)
+
+    return op
 
 
 def update_scales(
@@ -57,13 +75,18 @@ def _update_plan(
     from cuda_kernels.host import launch
 
     refuse_empty(window)
-    length, n = window
+    length, n = window if len(window) == 2 else (0, 0)
     kernel = update_scales.update_scales_kernel(algorithm == "most_recent", recompute)
     start = launch.Launch(kernel, -(-n // update_scales.COLUMNS), (2.0**-margin, length, n), device).start
-    at = launch.address_on(device)
+    at, checked = launch.address_on(device), Checked(device)
+    known = checked.known
 
     def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:
-        start(at(seen), at(window), at(scale), at(fp8_max))
+        addresses = at(seen), at(window), at(scale), at(fp8_max)
+        if addresses not in known:
+            require_of_an_update(seen, window, scale, fp8_max)
+            checked.keep(addresses)
+        start(*addresses)
 
     return op
 

@@ -6,11 +6,13 @@ What no kernel computes, ``torch._scaled_mm`` does, and what that does not, the 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.given import Lie, lie_of, require_beside_a_product
 from lightning_fp8.ops.how import parsed_product
 from lightning_fp8.ops.jobs import SCALINGS, Operand, Place, job_of, laid_out, place_of
 from lightning_fp8.ops.multiply import Given, Multiply, exactly, multiplier
@@ -39,11 +41,11 @@ def _multiply(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Given, seen: Given, out: Given
 ) -> Tensor:
     bias = None if bias is None else bias.contiguous()
-    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
-    of_out = None if out is None else (out.stride(0), out.data_ptr() % 16)
+    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16, bias.shape, bias.device)
+    of_out = None if out is None else (out.stride(0), out.data_ptr() % 16, out.shape)
     multiply = _plan(
         a.device, a.is_cuda and current_device(), place_of(a, scale_a), place_of(b, scale_b), how, of_bias, of_out,
-        seen is not None,
+        lie_of(seen),
     )  # fmt: skip
     return multiply(a, scale_a, b, scale_b, how, bias, seen, out)
 
@@ -53,27 +55,36 @@ def _planned_anywhere(
     a: Place,
     b: Place,
     how: str,
-    bias: tuple[torch.dtype, int] | None,
-    out: tuple[int, int] | None,
-    amax: bool,
+    bias: tuple[torch.dtype, int, Sequence[int], torch.device] | None,
+    out: tuple[int, int, Sequence[int]] | None,
+    seen: Lie | None,
     kernels: bool = True,
 ) -> Multiply:
     """What multiplies: our kernels, if ``kernels``, or a library.
 
-    ``bias``: dtype, and address modulo 16; ``out``: pitch of what to add to, and address modulo 16; ``amax``: whether
-    ``seen`` is given.
+    ``bias``: dtype, address modulo 16, shape and device; ``out``: pitch of what to add to, address modulo 16, shape.
+
+    Raises:
+        TypeError, ValueError: ``bias``, ``out`` or ``seen`` do not fit.
     """
     from cuda_kernels.host import gemm_selection, launch
     from cuda_kernels.host.gemm_configs import Library
 
     layout_a, layout_b, *_ = parsed_product(how)
     left, right = Operand.at(a, layout_a), Operand.at(b, layout_b)
+    require_beside_a_product(
+        (left.rows, right.rows),
+        device,
+        None if bias is None else (bias[0], *bias[2:]),
+        None if out is None else (torch.float32, out[2], device),
+        seen,
+    )
     refuse_empty((left.rows, right.rows, left.k))
     if (layout_a, layout_b) not in SCALINGS:
         return exactly
     if not (left.lies_well and right.lies_well):
         return _laid_out_first
-    job = job_of(device, left, right, how, bias, out, amax)
+    job = job_of(device, left, right, how, bias and bias[:2], out and out[:2], seen is not None)
     wish = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     plan = gemm_selection.plan_for(job.problem, gemm_selection.measured_on(launch.name_of(device)), wish)
     return multiplier(job, plan) if kernels or isinstance(plan, Library) else exactly

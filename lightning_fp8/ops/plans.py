@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.given import Checked, Lie, compact, lie_of, require_beside_a_cast
 from lightning_fp8.ops.how import NAMES, How, parsed
 from lightning_fp8.ops.operands import Operands, Outputs, allocator, comes_in_vectors
 from lightning_fp8.ops.planning import Op, current_device, planned, refuse_empty
@@ -31,6 +32,16 @@ class Task(NamedTuple):
     given: bool
     observes: bool
     counts: bool
+
+
+def task_of(device: torch.device, how: str, given: bool, observes: bool, counts: Lie | None) -> Task:
+    """The task of a cast on ``device``.
+
+    Raises:
+        TypeError, ValueError: ``counts`` do not fit.
+    """
+    require_beside_a_cast(device, None, None, counts)
+    return Task(parsed(how), given, observes, counts is not None)
 
 
 class Values(NamedTuple):
@@ -128,6 +139,7 @@ class TensorPlan(CastPlan):
         from cuda_kernels.casts import amax, quantize
         from cuda_kernels.host import launch
 
+        self._checked = Checked(self.device)
         blocks = blocks_of(self.device, self.rows, self.columns)
         numbers = self.rows, self.columns
         self._amax: Start | None = None
@@ -139,16 +151,19 @@ class TensorPlan(CastPlan):
         return kernel, *numbers, blocks, *scaling, pitch, pitch_t
 
     def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
-        at, amax = self.at, self._amax
+        at, amax, known = self.at, self._amax, self._checked.known
+        given, observed = 0 if scale is None else at(scale), 0 if seen is None else at(seen)
+        if given not in known or observed not in known:
+            require_beside_a_cast(self.device, lie_of(scale), lie_of(seen), None)
+            self._checked.keep(given, observed)
         outputs = data, scale_inv, data_t, _ = self.operands.allocate()
-        given = 0 if scale is None else at(scale)
         own: Argument = 0
         if amax is not None:
             partials = self._allocate(*self._partials)
             own = at(partials)
             amax(*words, given, own)  # returns at once where a scale is given, unless the scale is 0
         self._cast(
-            *(storing or words), given, own, 0 if seen is None else at(seen), 0 if counts is None else at(counts),
+            *(storing or words), given, own, observed, 0 if counts is None else at(counts),
             at(data), at(scale_inv), at(data_t),
         )  # fmt: skip
         return outputs
@@ -226,12 +241,13 @@ def casting(reference_op: Op, values: Callable[..., Values | None]) -> Op:
         how: str,
         given: bool,
         observes: bool,
-        counts: bool,
+        counts: Lie | None,
     ) -> Op:
+        task = task_of(device, how, given, observes, counts)
         found = values(how, dtype, shape, strides, address)
         if found is None:
             return lambda x, *args: op(x.contiguous(), *args)
-        pitch, task = found.pitch, Task(parsed(how), given, observes, counts)
+        pitch = found.pitch
         source, storing = sources_of(found, task.how)
         made = plan_of(device, source, found.rows, found.columns, task, storing)
         at, cast = made.at, made.cast
@@ -241,7 +257,7 @@ def casting(reference_op: Op, values: Callable[..., Values | None]) -> Op:
     def op(x: Tensor, how: str, scale: Given = None, seen: Given = None, counts: Given = None) -> Outputs:
         planned_op = plan(
             x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
-            how, scale is not None, seen is not None, counts is not None,
+            how, scale is not None, seen is not None, None if counts is None else compact("counts", counts),
         )  # fmt: skip
         return planned_op(x, how, scale, seen, counts)
 

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
-from lightning_fp8.ops.how import parsed, parsed_product
-from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED, scale_dtype
+from lightning_fp8.ops.given import (
+    compact,
+    lie_of,
+    require,
+    require_beside_a_cast,
+    require_beside_a_product,
+    require_of_an_update,
+)
+from lightning_fp8.ops.how import DTYPES, parsed, parsed_product
+from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED, scale_dtype, scale_shape
 from lightning_fp8.scaled import Layout, block_shape
 
 
@@ -43,6 +51,9 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def observe(x: Tensor, seen: Tensor) -> None:
+    require("seen", lie_of(seen), torch.float32, (), x.device)
+    if not x.is_floating_point():
+        raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, DTYPES.values()))} first")
     torch.maximum(seen, tensor_amax(x), out=seen)
 
 
@@ -53,6 +64,7 @@ def quantize(
 
     See :func:`lightning_fp8.ops.quantize`.
     """
+    require_beside_a_cast(x.device, lie_of(scale), lie_of(seen), compact("counts", counts))
     (float8, kind, power_2, epsilon, rowwise, columnwise, nonzero), x = parsed(how), x.contiguous()
     if scale is not None:
         parsed(how).refuse_scale()
@@ -161,6 +173,11 @@ def decode(data: Tensor) -> Tensor:
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
     layout_a, layout_b, out_dtype, _ = parsed_product(how)
+    for name, data, scales, layout in (("a", a, scale_a, layout_a), ("b", b, scale_b, layout_b)):
+        if data.numel():
+            shape = scale_shape(layout, *data.shape)
+            require(f"scale_inv of {name}", lie_of(scales), scale_dtype(layout), shape, a.device)
+    require_beside_a_product((a.shape[0], b.shape[0]), a.device, lie_of(bias))
     if not (a.numel() and b.numel()):  # no row, no column, or nothing to add up
         out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
@@ -186,6 +203,7 @@ def scaled_mm_observed(
 
 def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
     """See :func:`lightning_fp8.ops.scaled_mm_accumulate`."""
+    require_beside_a_product((a.shape[0], b.shape[0]), a.device, None, lie_of(out))
     out += scaled_mm(a, scale_a, b, scale_b, how)
 
 
@@ -264,6 +282,7 @@ def update_scales(
     seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
     """See :func:`lightning_fp8.ops.update_scales`."""
+    require_of_an_update(seen, window, scale, fp8_max)
     rolled = scaling.roll_history(window, seen)
     if recompute:
         amax = scaling.reduce_history(rolled, "max" if algorithm == "max" else "most_recent")

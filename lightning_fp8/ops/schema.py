@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fp8.formats import E8M0_DTYPE
 from lightning_fp8.ops.how import How, parsed, parsed_product
 from lightning_fp8.scaled import Layout, block_shape
+from lightning_fp8.transforms import WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 
@@ -63,6 +64,23 @@ torch.library.define(
     "(Tensor(a!) seen, Tensor(b!) window, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
     " bool recompute) -> ()",
 )
+
+
+_refusals = torch.library.Library(NAMESPACE, "IMPL")
+
+
+def refuse_batches(*ops: str) -> None:
+    """An op has no rule for vmap, whose own way around, a loop, cannot be taken by ops that write to an argument."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError(f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {WAYS_OUT}")
+
+    for op in ops:
+        _refusals.impl(op, refuse, "FuncTorchBatched")
+        _refusals.impl(op, refuse, "Batched")  # torch.autograd.grad(is_grads_batched=True)
+
+
+refuse_batches("quantize", "observe", "scaled_mm", "scaled_mm_observed", "scaled_mm_accumulate", "update_scales")
 
 
 def scale_shape(layout: Layout, rows: int, columns: int) -> tuple[int, ...]:

@@ -103,7 +103,11 @@ def norm_backward(
         x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
         statistics: what it gave.
         bias: whether to give its gradient.
+
+    Raises:
+        TypeError, ValueError: x, dy, weight or statistics do not fit together.
     """
+    _check(x)
     norm = norm_to(rms, 0.0, zero_centered, bias)
     dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
     return dx, dweight, dbias if bias else None
@@ -173,8 +177,7 @@ def activation_backward_quantize(
     """
     _check(x, cast, scale, seen)
     _check_activation(activation, x)
-    gated = _schema.is_gated(activation)
-    if dy.shape != (x.shape[0], x.shape[1] // 2 if gated else x.shape[1]):
+    if dy.shape != _schema.activated_shape(activation, x.shape):
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     view = gives_a_view(x, cast, columnwise)
     how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
@@ -186,10 +189,10 @@ def activation_backward_quantize(
     return quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
 
 
-def _check(x: Tensor, cast: Cast, scale: Tensor | None, seen: Tensor | None) -> None:
+def _check(x: Tensor, cast: Cast | None = None, scale: Tensor | None = None, seen: Tensor | None = None) -> None:
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
-    if cast.layout is not Layout.TENSOR and scale is not None:
+    if cast is not None and cast.layout is not Layout.TENSOR and scale is not None:
         raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
     if seen is not None and scale is None:
         raise ValueError("seen is collected for a given scale; pass scale too (0 takes the tensor's own)")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from lightning_fp8.ops.fused.cuda_activation import activation_backward_quantize, activation_quantize
-from lightning_fp8.ops.fused.cuda_norm import norm_backward, norm_quantize
+from lightning_fp8.ops.fused.cuda_norm import norm_quantize
+from lightning_fp8.ops.fused.cuda_norm_backward import norm_backward
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
 for _op in (norm_quantize, activation_quantize, activation_backward_quantize):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
-from lightning_fp8.ops.fused.schema import ActivationKind, is_gated, parsed_activation
-from lightning_fp8.ops.how import NAMES, parsed
+from lightning_fp8.ops.fused.schema import ActivationKind, activated_shape, is_gated, parsed_activation
+from lightning_fp8.ops.given import Lie, compact, require_gradient
+from lightning_fp8.ops.how import NAMES
 from lightning_fp8.ops.operands import allocator, nothing
 from lightning_fp8.ops.planning import current_device, planned
-from lightning_fp8.ops.plans import Task, Values, casting, plan_of
+from lightning_fp8.ops.plans import Task, Values, casting, plan_of, task_of
 
 
 def _activated(
@@ -43,7 +44,7 @@ def activation_backward_quantize(
     op = _activation_backward_plan(
         x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
         dy.dtype, dy.shape, dy.stride(), dy.data_ptr() % 16,
-        how, scale is not None, seen is not None, counts is not None,
+        how, scale is not None, seen is not None, None if counts is None else compact("counts", counts),
     )  # fmt: skip
     return op(dy, x, how, scale, seen, counts)
 
@@ -93,10 +94,11 @@ def _activation_backward_plan(
     how: str,
     given: bool,
     observes: bool,
-    counts: bool,
+    counts: Lie | None,
 ) -> Callable[..., Results]:
+    task, kind = task_of(device, how, given, observes, counts), parsed_activation(how)
+    require_gradient((dy_dtype, dy_shape, device), activated_shape(kind.name, shape), device)
     x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, dy_shape, dy_strides, dy_address)
     if x is None or dy is None:
         return lambda dy, x, *args: activation_backward_quantize(dy.contiguous(), x.contiguous(), *args)
-    task = Task(parsed(how), given, observes, counts)
-    return _ActivationBackward(device, parsed_activation(how), shape, x, dy, task).op
+    return _ActivationBackward(device, kind, shape, x, dy, task).op

@@ -1,4 +1,4 @@
-"""Normalizations on CUDA tensors, and their gradients."""
+"""Normalizations on CUDA tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.fused import reference
-from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
+from lightning_fp8.ops.fused.parts import Place, Results, place_of
 from lightning_fp8.ops.fused.schema import NormKind, parsed_norm
-from lightning_fp8.ops.how import DTYPES, NAMES, parsed
-from lightning_fp8.ops.operands import Operands, allocator, nothing
+from lightning_fp8.ops.given import (
+    Checked,
+    Lie,
+    compact,
+    lie_of,
+    require_beside_a_cast,
+    require_beside_a_norm,
+)
+from lightning_fp8.ops.how import DTYPES, NAMES
+from lightning_fp8.ops.operands import Operands, allocator
 from lightning_fp8.ops.planning import current_device, planned
-from lightning_fp8.ops.plans import Task, plan_of
+from lightning_fp8.ops.plans import Task, plan_of, task_of
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
@@ -37,7 +45,8 @@ def norm_quantize(
     addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
     op = _norm_plan(
         x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), addresses % 16, weight.dtype,
-        bias is not None, how, scale is not None, seen is not None, counts is not None,
+        bias is not None, how, scale is not None, seen is not None,
+        None if counts is None else compact("counts", counts),
     )  # fmt: skip
     return op(x, weight, bias, how, scale, seen, counts)
 
@@ -73,6 +82,22 @@ class _NormPlan:
         self._at, self._allocate = launch.address_on(of.device), allocator(of.device)
         self._pitch, self._offset = of.place.pitch, int(of.kind.zero_centered)
         self._statistics = (of.kind.statistics, of.rows), (of.rows, 1), torch.float32
+        self._checked, self._device, self._columns = Checked(of.device), of.device, (of.place.columns,)
+
+    def _addresses(
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, seen: Tensor | None
+    ) -> tuple[Argument, ...]:
+        """What launches take for these, once they were found to fit."""
+        at = self._at
+        addresses = (
+            at(weight), 0 if bias is None else at(bias), 0 if scale is None else at(scale),
+            0 if seen is None else at(seen),
+        )  # fmt: skip
+        if addresses not in self._checked.known:
+            require_beside_a_norm(self._columns, self._device, lie_of(weight), lie_of(bias))
+            require_beside_a_cast(self._device, lie_of(scale), lie_of(seen), None)
+            self._checked.keep(addresses)
+        return addresses
 
     def op(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
@@ -112,18 +137,16 @@ class _RowsInRegisters(_NormPlan):
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         at, again = self._at, self._again
+        of_weight, of_bias, of_scale, of_seen = self._addresses(weight, bias, scale, seen)
         outputs = data, scale_inv, _, _ = self._operands.allocate()
         statistics = self._allocate(*self._statistics)
         own: Argument = 0
         if again is not None:
             amaxes = self._allocate(*self._partials)
             own = at(amaxes)
-        head = (
-            at(x), self._pitch, at(weight), 0 if bias is None else at(bias), at(statistics),
-            0 if scale is None else at(scale), own,
-        )  # fmt: skip
+        head = at(x), self._pitch, of_weight, of_bias, at(statistics), of_scale, own
         results = at(data), at(scale_inv)
-        self._normalize(*head, 0 if seen is None else at(seen), *results)
+        self._normalize(*head, of_seen, *results)
         if again is not None:
             again(*head, *results)
         return *outputs, statistics
@@ -152,11 +175,12 @@ class _Bands(_NormPlan):
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         at = self._at
+        of_weight, of_bias, of_scale, of_seen = self._addresses(weight, bias, scale, seen)
         outputs = data, scale_inv, data_t, _ = self._operands.allocate()
         statistics = self._allocate(*self._statistics)
         self._start(
-            at(x), self._pitch, at(weight), 0 if bias is None else at(bias), at(statistics), self._offset,
-            0 if scale is None else at(scale), 0 if seen is None else at(seen), at(data), at(scale_inv), at(data_t),
+            at(x), self._pitch, of_weight, of_bias, at(statistics), self._offset,
+            of_scale, of_seen, at(data), at(scale_inv), at(data_t),
         )  # fmt: skip
         return *outputs, statistics
 
@@ -187,10 +211,11 @@ class _StatisticsFirst(_NormPlan):
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         at, pitch = self._at, self._pitch
+        of_weight, of_bias, _, _ = self._addresses(weight, bias, None, None)
         statistics = self._allocate(*self._statistics)
         of_x, of_statistics = at(x), at(statistics)
         self._start(of_x, pitch, of_statistics)
-        words = of_x, pitch, at(weight), 0 if bias is None else at(bias), of_statistics, self._offset
+        words = of_x, pitch, of_weight, of_bias, of_statistics, self._offset
         return *self._cast(words, scale, seen, counts), statistics
 
 
@@ -206,17 +231,18 @@ def _norm_plan(
     how: str,
     given: bool,
     observes: bool,
-    counts: bool,
+    counts: Lie | None,
 ) -> Callable[..., Results]:
     """``address``: the lowest four bits that any of the tensors' addresses has."""
     from cuda_kernels.norm.statistics import Norm
 
-    place, task = place_of(dtype, shape, strides, address), Task(parsed(how), given, observes, counts)
+    require_beside_a_norm(shape[1:], device, (weight_dtype, shape[1:], device))
+    place, task = place_of(dtype, shape, strides, address), task_of(device, how, given, observes, counts)
     if place is None:
         return lambda x, *args: norm_quantize(x.contiguous(), *args)
     kind, cast = parsed_norm(how), task.how
     of = _Input(device, Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, bias), kind, place, shape[0])
-    spread, one_scale = of.spread, cast.layout is Layout.TENSOR and not counts
+    spread, one_scale = of.spread, cast.layout is Layout.TENSOR and not task.counts
     plan: _NormPlan
     if spread and one_scale and cast.rowwise and not cast.columnwise:
         plan = _RowsInRegisters(of, spread, task)
@@ -225,76 +251,3 @@ def _norm_plan(
     else:
         plan = _StatisticsFirst(of, spread, task)
     return plan.op
-
-
-def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    weight = weight.contiguous()
-    op = _norm_backward_plan(
-        x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), dy.dtype, dy.stride(), weight.dtype,
-        (x.data_ptr() | dy.data_ptr() | weight.data_ptr()) % 16, norm,
-    )  # fmt: skip
-    return op(dy, x, weight, statistics, norm)
-
-
-class _NormBackward:
-    """dx, and partial sums over rows, which a second kernel adds up."""
-
-    def __init__(
-        self, device: torch.device, norm: Norm, rows: int, weight: Place, x: Place, dy: Place, offset: float
-    ) -> None:
-        from cuda_kernels.host import launch
-        from cuda_kernels.norm import backward as kernels
-
-        inputs, columns, dy_dtype = (x, dy, weight), x.columns, NAMES[dy.dtype]
-        spread = None
-        if all(each.comes_in(8, 16) for each in inputs):
-            spread = kernels.backward_spread((norm.dtype, dy_dtype), columns)
-        if spread:
-            kernel = kernels.norm_backward_kernel(norm, dy_dtype, spread)
-        else:
-            aligned = all(each.comes_in(4) for each in inputs)
-            kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
-        blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
-        self._at, self._allocate = launch.address_on(device), allocator(device)
-        self._dx = (rows, columns), (columns, 1), x.dtype
-        self._dweight = (columns,), (1,), weight.dtype
-        self._pitches = x.pitch, dy.pitch
-        self._no_bias = None if norm.bias else nothing(device, weight.dtype)
-        self._start = launch.Launch(kernel, blocks, (rows, columns, offset), device).start
-        self._sums = ColumnSums(device, blocks, columns, weight.dtype, 1 + norm.bias)
-
-    def op(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        at, new, sums, (x_pitch, dy_pitch) = self._at, self._allocate, self._sums, self._pitches
-        dx, dweight, dbias = new(*self._dx), new(*self._dweight), self._no_bias
-        if dbias is None:
-            dbias = new(*self._dweight)
-        partials = sums.partials()
-        self._start(
-            at(x), x_pitch, at(dy), dy_pitch, at(weight), at(statistics), at(dx), at(partials), sums.pitch,
-        )  # fmt: skip
-        sums.add(partials, dweight, dbias)
-        return dx, dweight, dbias
-
-
-@planned(reference.norm_backward)
-def _norm_backward_plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dy_dtype: torch.dtype,
-    dy_strides: Sequence[int],
-    weight_dtype: torch.dtype,
-    address: int,
-    norm: str,
-) -> Callable[..., Results]:
-    from cuda_kernels.norm.statistics import Norm
-
-    x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, shape, dy_strides, address)
-    if x is None or dy is None:
-        return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    kind, weight = parsed_norm(norm), Place(weight_dtype, shape[1], 0, address)
-    of = Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, kind.bias)
-    return _NormBackward(device, of, shape[0], weight, x, dy, float(kind.zero_centered)).op

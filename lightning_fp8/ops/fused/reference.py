@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fused.schema import NormKind, is_gated, parsed_activation, parsed_norm
+from lightning_fp8.ops.fused.schema import NormKind, activated_shape, is_gated, parsed_activation, parsed_norm
+from lightning_fp8.ops.given import compact, lie_of, require_beside_a_norm, require_gradient, require_statistics
 from lightning_fp8.ops.reference import quantize
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
@@ -26,6 +27,7 @@ def norm_quantize(
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.norm_quantize`."""
+    require_beside_a_norm(x.shape[1:], x.device, lie_of(weight), lie_of(bias))
     kind, x = parsed_norm(how), x.float()
     means = [] if kind.rms else [x.mean(1)]
     centered = x if kind.rms else x - means[0][:, None]
@@ -40,7 +42,11 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.fused.norm_backward`."""
-    kind, dy, rstd = parsed_norm(norm), dy.float(), statistics[-1]
+    kind = parsed_norm(norm)
+    require_gradient(lie_of(dy), x.shape, x.device)
+    require_beside_a_norm(x.shape[1:], x.device, lie_of(weight))
+    require_statistics(compact("statistics", statistics), kind.rms, x.shape[0], x.device)
+    dy, rstd = dy.float(), statistics[-1]
     normalized = (x.float() if kind.rms else x.float() - statistics[0][:, None]) * rstd[:, None]
     g = dy * _gamma(weight, kind)
     dx = g - normalized * (g * normalized).mean(1, keepdim=True)
@@ -143,6 +149,7 @@ def activation_backward_quantize(
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_backward_quantize`."""
     kind = parsed_activation(how)
+    require_gradient(lie_of(dy), activated_shape(kind.name, x.shape), x.device)
     value, backward = ACTIVATIONS[kind.name]
     dy, x = dy.float(), x.float()
     if is_gated(kind.name):

@@ -6,6 +6,8 @@ what is cast: ``"rms eps=1e-05, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.how import DTYPES, NAMES, options_of, parsed
-from lightning_fp8.ops.schema import NAMESPACE, OPERANDS, UNOBSERVED, define_cast, fake_operands
+from lightning_fp8.ops.schema import NAMESPACE, OPERANDS, UNOBSERVED, define_cast, fake_operands, refuse_batches
 
 define_cast("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", f"{OPERANDS}, Tensor statistics")
 torch.library.define(
@@ -22,6 +24,9 @@ torch.library.define(
 )
 define_cast("activation_quantize", "Tensor x", OPERANDS)
 define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS}, Tensor dbias")
+
+
+refuse_batches("norm_quantize", "norm_backward", "activation_quantize", "activation_backward_quantize")
 
 
 class NormKind(NamedTuple):
@@ -47,7 +52,7 @@ class NormKind(NamedTuple):
 
 def norm_to(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
     """The string for a norm."""
-    return f"{'rms' if rms else 'layer'} eps={eps!r}" + " zero_centered" * zero_centered + " bias" * bias
+    return f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias
 
 
 @lru_cache
@@ -55,13 +60,16 @@ def parsed_norm(text: str) -> NormKind:
     """What ``text`` says before a comma.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: it says something else, or an ``eps`` that is none.
     """
     name, _, words = text.partition(", ")[0].partition(" ")
     if name not in ("layer", "rms"):
         raise ValueError(f"{text!r} begins with neither layer nor rms")
     said = options_of(words, ("eps", "zero_centered", "bias"))
-    return NormKind(name == "rms", float(said.get("eps", 0.0)), "zero_centered" in said, "bias" in said)
+    eps = float(said.get("eps", 0.0))
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{text!r} says eps={eps}; it must be a finite number of at least 0")
+    return NormKind(name == "rms", eps, "zero_centered" in said, "bias" in said)
 
 
 class ActivationKind(NamedTuple):
@@ -81,8 +89,16 @@ def is_gated(activation: str) -> bool:
     return activation.endswith("glu")
 
 
+def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Of the activation of x ``[R, F or 2 F]``."""
+    rows, columns = shape
+    return rows, columns // 2 if is_gated(activation) else columns
+
+
 def activation_to(name: str, bias: torch.dtype | None = None) -> str:
     """The string for an activation."""
+    if bias is not None and bias not in NAMES:
+        raise TypeError(f"bias_dtype={bias} must be None or one of {', '.join(map(str, NAMES))}")
     return name if bias is None else f"{name} bias={NAMES[bias]}"
 
 

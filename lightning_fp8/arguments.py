@@ -1,0 +1,81 @@
+"""Checks that public functions share: what is not a bool, a number or a module is said before it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Text is true whatever it says, ``"false"`` too.
+
+    Raises:
+        TypeError: ``value`` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False, without quotes")
+
+
+def require_number(name: str, value: Any, largest: float) -> None:
+    """A number from 0 to ``largest``; NaN is none.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: another number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} must be a number of at least 0, for example 1e-5")
+    if not 0 <= value <= largest:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0 and at most {largest:.3g}")
+
+
+def require_module(function: str, model: Any) -> None:
+    """Raises:
+    TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, not {_what(model)}{_instead_of(model)}")
+
+
+def require_mapping(function: str, state: Any) -> None:
+    """Raises:
+    TypeError: ``state`` is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{function} takes a state dict, not {_what(state)}{_instead_of(state)}")
+    for key in state:
+        if not isinstance(key, str):
+            raise TypeError(f"{function} takes a state dict, whose keys are names; this has the key {key!r}")
+
+
+def one_dtype(
+    params_dtype: torch.dtype | None, dtype: torch.dtype | None, allowed: Collection[torch.dtype]
+) -> torch.dtype | None:
+    """The one that is given of two names of the same argument; None if none is.
+
+    Raises:
+        TypeError: a dtype that is not ``allowed``.
+        ValueError: both are given, and differ.
+    """
+    for name, value in (("params_dtype", params_dtype), ("dtype", dtype)):
+        if value is not None and not (isinstance(value, torch.dtype) and value in allowed):
+            raise TypeError(f"{name}={value!r} is not supported; use one of {', '.join(map(str, allowed))}")
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(f"params_dtype={params_dtype} and dtype={dtype} are the same argument; pass one of them")
+    return dtype if params_dtype is None else params_dtype
+
+
+def _what(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _instead_of(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return f" {os.fspath(value)!r}; read the file first: torch.load(path)"
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return "; make one: " + value.__name__ + "(...)"
+    return ""

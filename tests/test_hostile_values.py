@@ -1,0 +1,249 @@
+"""Every argument of every public name is given what it is not made for: refused by name, or it means what it says."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lightning_fp8
+from lightning_fp8 import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    FP8FabricPrecision,
+    FP8Precision,
+    LayerNorm,
+    Linear,
+    MXFP8BlockScaling,
+    RMSNorm,
+    convert_module,
+    export_te_state_dict,
+    fp8_autocast,
+    fp8_state_dict,
+    load_fp8_state_dict,
+    load_te_state_dict,
+    make_recipe,
+)
+from tests.small import mlp
+
+HOSTILE: list[Any] = [
+    None, True, False, 0, 1, 2, 4, -1, 10**12, 0.0, 0.5, -1.0, 1e-5, math.nan, math.inf, 1j,
+    "", "false", "true", "delayed", "blockwise", "fp8", "max", "bf16", "bfloat16", "1", "1e-5", "2.4", "cpu", "*",
+    b"", b"1", (), [], [None], ["a"], ["a", "a"], ("a", "b"), [4], (4,), [1, -1], range(4), iter("ab"), set(), {"a"},
+    {}, {"a": 1}, {"a": 2, "b": 2}, {1: 2}, {"name": "rowwise"},
+    np.int64(2), np.float64(0.5), np.bool_(True), np.ones(2), torch.ones(2), torch.ones(()),
+    torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.device("cpu"),
+    Format.HYBRID, Format.E4M3, Format.E5M2, DelayedScaling(), Float8BlockScaling(), DelayedScaling,
+    nn.Linear, nn.init.zeros_, print, Path("a.ckpt"), object(), NotImplemented, ...,
+]  # fmt: skip
+
+Accepts = Callable[[Any], bool]
+
+
+def one_of(*values: Any) -> Accepts:
+    return lambda value: any(type(value) is type(each) and value == each for each in values)
+
+
+def is_int(minimum: int, maximum: int | None = None) -> Accepts:
+    return lambda value: type(value) is int and value >= minimum and (maximum is None or value <= maximum)
+
+
+def is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def is_epsilon(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 3.5e38
+
+
+def is_recipe(value: Any) -> bool:
+    names = ("delayed", "blockwise")
+    return isinstance(value, (DelayedScaling, Float8BlockScaling)) or one_of(*names, {}, {"name": "rowwise"})(value)
+
+
+def is_skip(value: Any) -> bool:
+    """``*`` is the only glob here that matches."""
+    return type(value) in (tuple, list, set) and not value
+
+
+def or_none(accepts: Accepts) -> Accepts:
+    return lambda value: value is None or accepts(value)
+
+
+HYBRID, E4M3 = Format.HYBRID, Format.E4M3
+is_dtype = one_of(torch.bfloat16, torch.float32)
+is_norm_dtype = or_none(one_of(torch.bfloat16, torch.float32, torch.float64))
+is_size = is_int(1)
+SIZES = ("in_features", "out_features", "normalized_shape", "hidden_size")
+POLICY: dict[str, Accepts] = {
+    "first_last_layers_bf16": is_bool,
+    "num_layers_at_start_in_bf16": is_int(0),
+    "num_layers_at_end_in_bf16": is_int(0),
+    "replace_layers": is_bool,
+    "skip": is_skip,
+}
+PLUGIN: dict[str, Accepts] = {
+    **POLICY,
+    "recipe": is_recipe,
+    "weights_dtype": is_dtype,
+    "compute_dtype": or_none(one_of(torch.bfloat16)),
+    # Matched where a model is converted.
+    "skip": lambda value: type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value),
+}
+NORM: dict[str, Accepts] = {
+    "normalized_shape": lambda value: is_size(value) or one_of([4], (4,))(value),
+    "eps": is_epsilon,
+    "zero_centered_gamma": is_bool,
+    "elementwise_affine": is_bool,
+    "params_dtype": is_norm_dtype,
+    "dtype": is_norm_dtype,
+    "hidden_size": one_of(None, 4, [4], (4,)),
+}
+MODEL = lambda: convert_module(mlp())  # noqa: E731
+STATE = fp8_state_dict(MODEL())
+
+# A function, its arguments that fit, and what else each argument takes.
+TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]] = {
+    "fp8_autocast": (
+        fp8_autocast,
+        {},
+        {
+            "enabled": is_bool,
+            "calibrating": is_bool,
+            "fp8_recipe": or_none(is_recipe),
+            "fp8_group": one_of(None),
+        },
+    ),
+    "make_recipe": (make_recipe, {}, {"recipe": is_recipe}),
+    "DelayedScaling": (
+        DelayedScaling,
+        {},
+        {
+            "margin": is_int(0, 18),
+            "interval": is_int(1),
+            "fp8_format": one_of(HYBRID, E4M3),
+            "amax_history_len": is_int(1, 65536),
+            "amax_compute_algo": one_of("max"),
+            "reduce_amax": is_bool,
+            "name": one_of("delayed"),
+        },
+    ),
+    "Float8CurrentScaling": (
+        Float8CurrentScaling,
+        {},
+        {
+            "fp8_format": one_of(HYBRID, E4M3),
+            "power_2_scale": is_bool,
+            "amax_epsilon": is_epsilon,
+            "name": one_of(),
+        },
+    ),
+    "Float8RowwiseScaling": (Float8RowwiseScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
+    "Float8BlockScaling": (
+        Float8BlockScaling,
+        {},
+        {"fp8_format": one_of(E4M3), "power_2_scale": is_bool, "name": one_of("blockwise")},
+    ),
+    "MXFP8BlockScaling": (MXFP8BlockScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
+    "Linear": (
+        Linear,
+        {"in_features": 4, "out_features": 4},
+        {
+            "in_features": is_size,
+            "out_features": is_size,
+            "bias": is_bool,
+            "init_method": lambda value: any(value is each for each in (None, nn.init.zeros_, print)),
+            "params_dtype": or_none(is_dtype),
+            "parameters_split": one_of(None, ["a"], ("a", "b"), {"a": 2, "b": 2}),
+            "return_bias": is_bool,
+            "fuse_wgrad_accumulation": is_bool,
+            "dtype": or_none(is_dtype),
+        },
+    ),
+    "LayerNorm": (LayerNorm, {"normalized_shape": 4}, {**NORM, "bias": is_bool}),
+    "RMSNorm": (RMSNorm, {"normalized_shape": 4}, NORM),
+    "FP8Precision": (FP8Precision, {}, PLUGIN),
+    "FP8FabricPrecision": (FP8FabricPrecision, {}, PLUGIN),
+    "convert_module": (
+        convert_module,
+        {"model": MODEL},
+        {"model": one_of(), **POLICY},
+    ),
+    "fp8_state_dict": (fp8_state_dict, {}, {"model": one_of()}),
+    "load_fp8_state_dict": (
+        load_fp8_state_dict,
+        {"model": MODEL, "state": STATE},
+        {"model": one_of(), "state": one_of()},
+    ),
+    "load_te_state_dict": (
+        load_te_state_dict,
+        {"model": MODEL, "state_dict": mlp().state_dict()},
+        {"model": one_of(), "state_dict": one_of(), "strict": is_bool},
+    ),
+    "export_te_state_dict": (
+        export_te_state_dict,
+        {"model": MODEL, "version": "2.4"},
+        {
+            "model": one_of(),
+            "version": one_of("2.4"),
+            "recipe": lambda value: value is None or isinstance(value, DelayedScaling) or one_of("delayed", {})(value),
+        },
+    ),
+}
+
+
+OTHER_WORDS = {
+    "fp8_recipe": ("recipe", "has no field", "is not a Megatron FP8 key"),
+    "recipe": ("has no field", "is not a Megatron FP8 key"),
+    "init_method": ("must be an integer",),  # as what was called says
+    "hidden_size": ("normalized_shape",),
+    "state": ("FP8 state",),
+    "state_dict": ("the checkpoint does not fit the model",),
+}
+
+
+def test_every_public_name_is_here() -> None:
+    without_arguments = {"FP8Callback", "Format", "__version__"}
+    assert TARGETS.keys() | without_arguments == {*lightning_fp8.__all__}
+
+
+def called(target: Callable[..., Any], fitting: dict[str, Any], name: str, value: Any) -> Any:
+    given = {**{key: value() if value is MODEL else value for key, value in fitting.items()}, name: value}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return target(**given)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(target, name) for target, (_, _, arguments) in TARGETS.items() for name in arguments]
+)
+def test_an_argument_takes_what_it_is_made_for_and_nothing_else(target: str, name: str) -> None:
+    function, fitting, arguments = TARGETS[target]
+    wrong = []
+    for value in HOSTILE:
+        if type(value) is int and value > 10**6 and name in SIZES:
+            continue  # that would be allocated
+        expected = arguments[name](value)
+        try:
+            called(function, fitting, name, value)
+        except (TypeError, ValueError) as error:
+            if expected:
+                wrong.append(f"{value!r} was refused: {error}")
+            elif not any(word in str(error) for word in (target, name, *OTHER_WORDS.get(name, ()))):
+                wrong.append(f"{value!r} was refused without a name: {error}")
+        except Exception as error:
+            wrong.append(f"{value!r} ended in {type(error).__name__}: {error}")
+        else:
+            if not expected:
+                wrong.append(f"{value!r} was taken")
+    assert not wrong, "\n".join(wrong)
