@@ -39,6 +39,16 @@ def _require_int(recipe: Any, field: str, minimum: int) -> None:
         raise ValueError(f"{field}={value} must be at least {minimum}")
 
 
+def _keep_casts(recipe: Any) -> None:
+    """Make the cast of every role once: made under torch.compile, a recipe's numbers may pass for ones that vary."""
+    object.__setattr__(recipe, "_casts", {role: recipe._cast(role) for role in Role})
+
+
+def _kept_cast(recipe: Any, role: Role) -> Cast:
+    """Format and scales of the tensors of ``role``."""
+    return recipe._casts[role]  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class DelayedScaling:
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
@@ -68,8 +78,11 @@ class DelayedScaling:
         _require_int(self, "amax_history_len", 1)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
 
 
@@ -93,13 +106,12 @@ class Float8CurrentScaling:
         _require_format(self, Format.HYBRID, Format.E4M3)
         if not 0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon={self.amax_epsilon} must be a finite number of at least 0")
-        # Kept: torch.compile(dynamic=True) would take amax_epsilon for a number that varies.
-        options = Layout.TENSOR, self.power_2_scale, self.amax_epsilon
-        casts = {role: Cast(float8_for(self.fp8_format, role), *options) for role in Role}
-        object.__setattr__(self, "_casts", casts)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
-        return self._casts[role]  # type: ignore[attr-defined, no-any-return]
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
 
 
 @dataclass(frozen=True)
@@ -116,8 +128,11 @@ class Float8RowwiseScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
 
 
@@ -137,8 +152,11 @@ class Float8BlockScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
         return Cast(float8_for(self.fp8_format, role), layout, self.power_2_scale)
 
@@ -157,8 +175,11 @@ class MXFP8BlockScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.MX_1X32, power_2_scale=True)
 
 
