@@ -13,7 +13,8 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -239,15 +240,23 @@ class AmaxHistory:
         return [name for name in names if name not in column]
 
 
-class Slot(NamedTuple):
-    """One row of an :class:`AmaxHistory`, as a module sees it."""
+@dataclass(eq=False)
+class Slot:
+    """One row of an :class:`AmaxHistory`, as a module sees it.
+
+    No tuple: what is compiled for one module would be for its row alone, and again for every other's.
+
+    Attributes:
+        history: what the row is of.
+        row: which.
+        scale: float32 ``[]``; read by value, it changes at the next update.
+        seen: float32 ``[]`` that a cast writes its amax into.
+    """
 
     history: AmaxHistory
     row: int
     scale: Tensor
-    """float32 ``[]``; read by value, it changes at the next update."""
     seen: Tensor
-    """float32 ``[]`` that a cast writes its amax into."""
 
     def __reduce__(self) -> Any:
         return AmaxHistory.slot, (self.history, self.row)  # copies and pickles share what their history has

@@ -49,6 +49,16 @@ def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = No
         raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
+def _keep_casts(recipe: Any) -> None:
+    """Make the cast of every role once: made under torch.compile, a recipe's numbers may pass for ones that vary."""
+    object.__setattr__(recipe, "_casts", {role: recipe._cast(role) for role in Role})
+
+
+def _kept_cast(recipe: Any, role: Role) -> Cast:
+    """Format and scales of the tensors of ``role``."""
+    return recipe._casts[role]  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class DelayedScaling:
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
@@ -82,8 +92,11 @@ class DelayedScaling:
         algorithm = self.amax_compute_algo
         if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
 
 
@@ -108,13 +121,12 @@ class Float8CurrentScaling:
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
-        # Kept: torch.compile(dynamic=True) would take amax_epsilon for a number that varies.
-        options = Layout.TENSOR, self.power_2_scale, self.amax_epsilon
-        casts = {role: Cast(float8_for(self.fp8_format, role), *options) for role in Role}
-        object.__setattr__(self, "_casts", casts)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
-        return self._casts[role]  # type: ignore[attr-defined, no-any-return]
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
 
 
 @dataclass(frozen=True)
@@ -131,8 +143,11 @@ class Float8RowwiseScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
 
 
@@ -153,8 +168,11 @@ class Float8BlockScaling:
         _require_name(self)
         _require_format(self, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
         return Cast(float8_for(self.fp8_format, role), layout, self.power_2_scale)
 
@@ -173,8 +191,11 @@ class MXFP8BlockScaling:
     def __post_init__(self) -> None:
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _keep_casts(self)
 
-    def cast(self, role: Role) -> Cast:
+    cast = _kept_cast
+
+    def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.MX_1X32, power_2_scale=True)
 
 

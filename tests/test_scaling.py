@@ -157,10 +157,10 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
     assert slots is not None
     for index, slot in enumerate(slots.values()):
         assert slot.history is history
-        before = [other._version for other_slot in slots.values() for other in other_slot[2:]]
+        before = [tensor._version for other in slots.values() for tensor in (other.scale, other.seen)]
         slot.seen.fill_(index + 1.0)
         slot.scale.fill_(index + 4.0)
-        after = [other._version for other_slot in slots.values() for other in other_slot[2:]]
+        after = [tensor._version for other in slots.values() for tensor in (other.scale, other.seen)]
         assert sum(a != b for a, b in zip(before, after)) == 2
         assert not slot.seen._is_view()
     assert history.seen.tolist() == [1.0, 2.0, 3.0]
