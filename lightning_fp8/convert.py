@@ -21,7 +21,7 @@ from lightning_fp8.history import AmaxHistory
 from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
 from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
-from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.retype import retype, unsharded_class
 from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
 from lightning_fp8.summary import ConversionSummary, LayerDecision

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_fp8.modules.conv1d import is_conv1d
-from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.state import clean_name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.modules.linear import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.retype import retype, unsharded_class
 
 

@@ -6,25 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8 import autocast, ops
+from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, require_bool
-from lightning_fp8.autocast import Setting
-from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
 from lightning_fp8.history import AmaxHistory
-from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.record import note_traced
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.split import rows_by_name
-from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import LINEAR_ROLES, Role
-from lightning_fp8.steps import generation
-from lightning_fp8.transforms import refuse_transforms
 
 
-class LinearLayer(FP8Module):
+class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -44,19 +35,6 @@ class LinearLayer(FP8Module):
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
     """
-
-    in_features: int
-    out_features: int
-    weight: Tensor
-    bias: Any
-    # Class-level, so that a torch.nn.Linear retyped in place has them.
-    roles = LINEAR_ROLES
-    return_bias: bool = False
-    fuse_wgrad_accumulation: bool = False
-    weight_names: tuple[str, ...] = ("weight",)
-    bias_names: tuple[str, ...] = ("bias",)
-    _last_setting: Setting | None = None
-    _weight_cache: tuple[Any, Quantized] | None = None
 
     def __init__(
         self,
@@ -82,7 +60,7 @@ class LinearLayer(FP8Module):
             raise TypeError(f"init_method={init_method!r} must be a function that fills a tensor in place, or None")
         rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
         dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
-        super().__init__(in_features, out_features, bias, device, dtype)  # type: ignore[call-arg]  # nn.Linear's
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if init_method is not None:
@@ -105,159 +83,3 @@ class LinearLayer(FP8Module):
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self._weight_cache = None
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._weight_cache = None
-
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
-
-        Args:
-            input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
-                has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
-                nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
-
-        Raises:
-            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
-                ``is_first_microbatch`` that is neither None nor a bool.
-            ValueError: an input of other features or on another device than the weight.
-        """
-        if is_first_microbatch is not None:
-            require_bool("is_first_microbatch", is_first_microbatch)
-        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
-        self._check(input, weight)
-        added_bias = None if self.return_bias else bias
-        setting = self._setting(input)
-        if setting.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, setting, is_first_microbatch)
-        elif setting.calibrating and not setting.enabled and self.fp8:
-            output = self._calibrating_forward(input, weight, added_bias)
-        else:
-            output = self._high_precision(input, weight, added_bias)
-        return (output, bias) if self.return_bias else output
-
-    def _setting(self, input: Tensor) -> Setting:
-        """What this forward follows; the record takes it down."""
-        setting = autocast.current_setting()
-        if torch.compiler.is_compiling():
-            if setting.enabled and self.fp8:
-                note_traced(self.in_features, self.out_features)
-            return setting
-        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
-        if autocast.in_backward():
-            return self._last_setting or setting
-        if self._last_setting is not setting:
-            self._last_setting = setting  # slow in a module, so only where it changes
-        rows = input.numel() // self.in_features
-        (self._record or self.record).note(setting.enabled and self.fp8, rows, self.training)
-        return setting
-
-    def _parameter(self, names: tuple[str, ...]) -> Any:
-        if len(names) == 1:
-            return getattr(self, names[0])
-        parts = [getattr(self, name) for name in names]
-        return torch.cat(parts) if parts[0] is not None else None
-
-    def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
-    ) -> Tensor:
-        refuse_transforms("Linear", input, weight, bias)
-        if input.layout is not torch.strided:
-            raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
-        recipe = setting.recipe
-        dtype = _autocast_dtype(input.device.type) or input.dtype
-        if self._slots is None:
-            self.use_history(AmaxHistory(self.history_rows(), input.device))
-        slots = self._slots
-        assert slots is not None
-        x = input.to(dtype)
-        observe = torch.is_grad_enabled() and self.training and setting.observe
-        if observe and isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
-            history = slots[Role.INPUT].history
-            if history.recipe is not recipe:
-                history.follow(recipe)
-        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
-        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        place = place_in_graph(x) if torch.is_grad_enabled() and weight.requires_grad else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
-        # Here, not in the function: views that one makes cannot be changed in place.
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
-
-    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        refuse_transforms("Linear", input, weight, bias)
-        assert self._slots is not None
-        ops.observe(input.detach(), self._slots[Role.INPUT].seen)
-        ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
-        output = self._high_precision(input, weight, bias)
-        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
-
-    def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(input, weight, bias)
-
-    def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
-    ) -> Quantized | None:
-        if is_first_microbatch is None:
-            return None
-        parameters = [getattr(self, name) for name in self.weight_names]
-        # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
-        key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
-            self._weight_cache = key, w8
-        return self._weight_cache[1]
-
-    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return None
-        main_grad = getattr(weight, "main_grad", None)
-        if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
-                f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
-                "dtype=torch.float32), and do not combine it with parameters_split"
-            )
-        if is_first_microbatch:
-            main_grad.zero_()
-        return main_grad
-
-    def _check(self, input: Tensor, weight: Tensor) -> None:
-        if not isinstance(input, Tensor):
-            raise TypeError(f"Linear takes a tensor, not {type(input).__name__}")
-        if not input.is_floating_point():
-            raise TypeError(
-                f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
-            )
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
-                "dimension must be in_features"
-            )
-        if input.device != weight.device:
-            raise ValueError(
-                f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
-                + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
-            )
-        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
-            raise TypeError(
-                f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
-                "torch.autocast"
-            )
-
-
-class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
-    __doc__ = LinearLayer.__doc__
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast computes in on this device; None where it is off or unknown."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
