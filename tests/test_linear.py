@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lightning_fp8.modules.linear
+import lightning_fp8.modules.linear_layer
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
 from lightning_fp8.functions import quantize_role
 from lightning_fp8.history import update_living
@@ -216,7 +216,7 @@ def test_weight_is_cast_once_for_all_micro_batches_until_it_changes(
         casts.append(role)
         return quantize_role(x, role, *args, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.modules.linear, "quantize_role", counted)
+    monkeypatch.setattr(lightning_fp8.modules.linear_layer, "quantize_role", counted)
     monkeypatch.setattr(lightning_fp8.functions, "quantize_role", counted)
     linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     plain = copy.deepcopy(linear)
