@@ -34,6 +34,7 @@ from lightning_fp8.bench import count, gemms_of, job_of, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops import planning
+from lightning_fp8.ops.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Layout, Role
 
@@ -50,7 +51,7 @@ class _OnCardToo(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "lightning_fp8":
-            name = func._schema.name.split("::")[1]
+            name = func._schema.name.split("::")[1].removesuffix(UNOBSERVED)
             for module in map(import_module, _CUDA_SIDES):
                 if hasattr(module, name):
                     getattr(module, name)(*args, **(kwargs or {}))

@@ -27,6 +27,9 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +116,8 @@ def test_delayed_scaling_compiles_as_it_runs(what: str, dynamic: bool, recompute
 )
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
 def test_every_recipe_compiles_as_it_runs(recipe: str, what: str, dynamic: bool | None, recompute: bool) -> None:
+    if TORCH < (2, 11) and (recipe, dynamic) == ("tensorwise", True):
+        pytest.skip("torch takes amax_epsilon for a number that varies")
     compare(recipe, what, dynamic, recompute)
 
 
@@ -140,6 +145,7 @@ def two_backwards_in_their_forwards_order(model: nn.Module, x: Tensor) -> Tensor
     return second
 
 
+@pytest.mark.skipif(TORCH < (2, 11), reason="a graph may write in its backward pass once in a step only")
 @pytest.mark.parametrize("step", [twice, two_batches_one_backward, two_backwards_in_their_forwards_order])
 def test_compiled_blocks_may_run_more_than_once_in_a_step(step: Callable[[nn.Module, Tensor], Tensor]) -> None:
     compare("delayed", "block", step=step, tolerance=0.01)  # gradients may be added up in another order

@@ -144,10 +144,8 @@ def _quantize_blocks(
 
 
 def _e8m0_scale(codes: Tensor) -> Tensor:
-    """``2**(127 - code)``; NaN for code 255."""
-    return torch.where(
-        codes == 255, torch.nan, torch.ldexp(torch.ones_like(codes, dtype=torch.float32), 127 - codes.int())
-    )
+    """``2**(127 - code)``; NaN for code 255, which uint8 turns into itself."""
+    return scaling.e8m0_decode(254 - codes)  # torch.ldexp's powers may be of the default dtype
 
 
 _SUBNORMAL = 5e-324
