@@ -60,7 +60,7 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Co
         x: ``[B, H, L, D]`` of any floating dtype.
         lengths: integers ``[B]``; rows from there on are padding: codes 0, and no part of a scale or a mean.
     """
-    values = x.to(torch.float32, copy=True)
+    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if lengths is not None:
         padding = torch.arange(x.shape[2], device=x.device) >= lengths.to(x.device)[:, None]
         values.masked_fill_(padding[:, None, :, None], 0)
@@ -73,7 +73,7 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Co
         if lengths is not None:
             values.masked_fill_(padding[:, None, :, None], 0)
     batch, heads, length, channels = x.shape
-    blocks = values.nan_to_num(0, torch.inf, -torch.inf)
+    blocks = values.nan_to_num(0)
     if length % BLOCK:
         blocks = torch.cat([blocks, blocks.new_zeros(batch, heads, -length % BLOCK, channels)], 2)
     amax = absolute_max(blocks.view(batch, heads, -(-length // BLOCK), BLOCK * channels), 3)

@@ -29,7 +29,7 @@ class Call:
         group: query heads that share a head of keys and values.
 
     Raises:
-        ValueError: heads that do not divide, or lengths of another batch.
+        ValueError: heads that do not divide; lengths of another batch, or beyond the tensors' rows.
     """
 
     def __init__(self, q: Codes, k: Codes, softmax_scale: float, band: Band, lengths: Lengths | None) -> None:
@@ -41,11 +41,14 @@ class Call:
             )
         self.group = self.heads // max(self.shared_heads, 1)
         self.softmax_scale, self.c, self.band = softmax_scale, softmax_scale * LOG2_E, band
-        full = torch.tensor([[self.queries_in_all], [self.keys_in_all]], device="cpu")
-        self.lengths = Lengths(*full) if lengths is None else Lengths(*(x.cpu().long() for x in lengths))
-        if lengths is not None and any(x.shape != (self.batch,) for x in lengths):
-            raise ValueError(f"lengths of {[tuple(x.shape) for x in lengths]} sequences for a batch of {self.batch}")
-        self.padded = any(bool((x != whole).any()) for x, whole in zip(self.lengths, full))
+        held = torch.tensor([[self.queries_in_all], [self.keys_in_all]], device="cpu")
+        self.lengths = Lengths(*held) if lengths is None else Lengths(*(x.cpu().long() for x in lengths))
+        for name, length, most in zip(Lengths._fields, self.lengths, held):
+            if lengths is not None and length.shape != (self.batch,):
+                raise ValueError(f"{len(length)} lengths of {name} for a batch of {self.batch} sequences")
+            if ((length < 0) | (length > most)).any():
+                raise ValueError(f"lengths of {name} {length.tolist()} are not 0 to {int(most)}, the tensor's rows")
+        self.padded = any(bool((length != most).any()) for length, most in zip(self.lengths, held))
 
     def grouped(self, x: Tensor) -> Tensor:
         """``[B, H, ...]`` to ``[N, G, ...]``, N heads of keys and values in the whole batch."""
