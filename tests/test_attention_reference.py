@@ -152,6 +152,73 @@ def test_centered_keys_save_digits_and_change_nothing_else() -> None:
         assert error(ours, right) < most * error(other, right), name
 
 
+def e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
+    """The nearest multiples of ``1 / scale`` that E4M3 holds, in float64."""
+    return (x * scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() / scale
+
+
+def largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True).clamp(min=1e-300)
+
+
+def by_the_rules(x: Inputs, see: Tensor) -> tuple[Tensor, ...]:
+    """The same rounding, said again in float64: one head of keys, whose queries' heads come one after the other."""
+    q, k, v, do = (codes.dequantize().double()[0] for codes in quantized(x))
+    scale = q.shape[-1] ** -0.5
+    scores = (q @ k.mT * scale / math.log(2)).masked_fill(~see, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp2(scores - top)
+    total = p.sum(-1, keepdim=True)
+    o = torch.zeros_like(q)
+    running = torch.full_like(top, -math.inf)
+    for at in (slice(j, j + 128) for j in range(0, k.shape[1], 128)):
+        tile_top = scores[..., at].amax(-1, keepdim=True)
+        running = torch.maximum(running, tile_top)
+        unit = torch.maximum(tile_top, running - 40)
+        o += e4m3(torch.exp2(scores[..., at] - unit), 256) * torch.exp2(unit - top) @ v[:, at]
+    o /= total
+    p /= total
+    ds = p * (do @ v.mT - (do * o.bfloat16().double()).sum(-1, keepdim=True))
+    dq = torch.zeros_like(q)
+    for at in (slice(j, j + 128) for j in range(0, k.shape[1], 128)):
+        dq += e4m3(ds[..., at], 448 / largest(ds[..., at])) @ k[:, at] * scale
+    ds -= p * ds.sum(-1, keepdim=True)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    most_p = most_ds = torch.zeros(k.shape[1], 1, dtype=torch.float64)
+    for head in range(len(q)):
+        for rows in (slice(i, i + 64) for i in range(0, q.shape[1], 64)):
+            p_tile, ds_tile = p[head, rows].mT, ds[head, rows].mT
+            most_p, most_ds = torch.maximum(most_p, largest(p_tile)), torch.maximum(most_ds, largest(ds_tile))
+            dv += e4m3(p_tile, torch.exp2(torch.floor(torch.log2(448 / most_p)))) @ do[head, rows]
+            dk += e4m3(ds_tile, torch.exp2(torch.floor(torch.log2(448 / most_ds)))) @ q[head, rows] * scale
+    return o, dq, dk, dv
+
+
+@pytest.mark.parametrize("rising", [1.0, -1.0])
+def test_every_rounding_is_where_the_rules_say(rising: float) -> None:
+    """Gradients that grow or shrink along the sequence: rows' scales change, or stay where they were."""
+    x = drawn(2, 1, 320, 300)
+    growth = torch.exp2(rising * torch.arange(-4, 6, 10 / 320))[:, None]
+    x = x._replace(q=x.q * 2, do=(x.do * growth).bfloat16())
+    for name, ours, right in zip(NAMES, fp8(x, CAUSAL), by_the_rules(x, visible_keys(320, 300, CAUSAL))):
+        assert error(ours[0], right) < 5e-4, name
+
+
+@pytest.mark.parametrize("strength", [14.0, 26.0])
+def test_a_sink_silences_no_other_tile(strength: float) -> None:
+    """Relative to the sink the other probabilities are below E4M3's smallest; relative to their tile they are not."""
+    q, k, v, do = drawn(1, 1, 128, 2 * KEYS)
+    q[..., 0] = 8
+    k[..., 0] = k[..., 0, :] = 0
+    k[..., 0, 0] = strength
+    v[..., :KEYS, :] = 0  # the sink's tile has no part in the output
+    x = Inputs(q, k, v, do)
+    o, *_ = fp8(x, Band(), centered=False)
+    near = rounded(x, centered=False)
+    weights = (near.q.double() @ near.k.double().mT / 8).softmax(-1)
+    assert error(o, weights @ near.v.double()) < 0.05
+
+
 def test_every_product_is_of_e4m3_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     original, operands = torch.bmm, []
 
@@ -382,6 +449,8 @@ def test_what_is_not_finite_reaches_the_output_and_only_those_it_concerns(which:
         assert torch.isnan(o[0, 1, 140:] if which == "k" else o[0, 1, 140:, 5]).all()
     for gradient in (dq, dk):
         assert torch.isnan(gradient[0, 1]).any()
+    if which == "k":
+        assert torch.isnan(dv[0, 1]).all(), "later rows have no weights"
     for ours, before in zip((o, dq, dk, dv), right):
         assert torch.equal(ours[:, 0], before[:, 0]), "the other head"
         earlier = ours[0, 1, :128] if ours is o or ours is dq else ours[0, 1, 256:]
@@ -413,6 +482,15 @@ def test_twice_is_the_same_to_the_bit() -> None:
     x = drawn(4, 2, 200, 200)
     for first, second in zip(fp8(x, CAUSAL), fp8(x, CAUSAL)):
         assert torch.equal(first, second)
+
+
+def test_the_output_is_saved_in_bfloat16() -> None:
+    x = drawn(2, 1, 100, 100)
+    q, k, v, do = quantized(x)
+    o, m, l = forward(q, k, v, 0.125, CAUSAL, dtype=torch.float32)  # noqa: E741
+    for full, saved in zip(*(backward(do, q, k, v, y, m, l, 0.125, CAUSAL) for y in (o, o.bfloat16()))):
+        assert full.dtype == torch.bfloat16
+        assert torch.equal(full, saved)
 
 
 @pytest.fixture(params=["float64", "bfloat16", "meta", "inference", "gradients"])
