@@ -101,17 +101,24 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return _round(x, scaling.current_scale(amax, E4M3.max), amax)
 
 
-def round_rows_running(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`round_rows` with a power of two that fits the largest value the row has had so far.
+def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`round_rows`, with a scale that stays from tile to tile and halves only when a row's values outgrow it.
 
-    A kernel that accumulates in the scale's units then rescales, exactly, only when a row's scale must change.
+    A row starts with ``448 / amax`` of the first tile in which it is not 0. A kernel that accumulates in the scale's
+    units rescales, by a power of two and so exactly, when the scale changes.
 
     Args:
         x: float32 ``[..., N]``; overwritten.
-        largest: float32 ``[..., 1]``, the largest absolute values before; becomes that of ``x`` and before.
+        fitted: float32 ``[..., 1]``, what 448 stands for so far, at first 0; updated.
     """
-    torch.maximum(largest, x.abs().amax(-1, keepdim=True), out=largest)
-    return _round(x, scaling.current_scale(largest, E4M3.max, power_2=True), largest)
+    amax = x.abs().amax(-1, keepdim=True)
+    ratio = amax / fitted
+    power = scaling.floor_power_of_2(ratio)
+    grown = fitted * torch.where(power < ratio, 2 * power, power)
+    # anew where there is nothing to double, or too little: 0, NaN, a ratio beyond float32
+    grown = torch.where(torch.isfinite(grown), grown, amax)
+    fitted.copy_(torch.where(amax <= fitted, fitted, grown))
+    return _round(x, scaling.current_scale(fitted, E4M3.max), fitted)
 
 
 def _round(x: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,7 @@ def _dk_dv(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, d
     score_of_key, value_scale = _flat(k.by_row()) * call.c, _flat(v.by_row())
 
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    largest_p, largest_ds = keys.new_zeros(*keys.shape[:2], 1), keys.new_zeros(*keys.shape[:2], 1)
+    fitted_p, fitted_ds = keys.new_zeros(*keys.shape[:2], 1), keys.new_zeros(*keys.shape[:2], 1)
     for head in range(call.group):
         for tile, rows, at in call.tiles_of_queries():
             q_tile, do_tile = queries[:, head, rows], gradients[:, head, rows]
@@ -165,9 +165,9 @@ def _dk_dv(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, d
             ds = torch.bmm(values[:, at], do_tile.mT) * (value_scale[:, at, None] * do_scale)
             ds -= delta[:, head, None, rows]
             ds *= p
-            codes, inverse = round_rows_running(p, largest_p[:, at])
+            codes, inverse = round_rows_running(p, fitted_p[:, at])
             dv[:, at] += torch.bmm(codes, do_tile) * (inverse * do_scale)
-            codes, inverse = round_rows_running(ds, largest_ds[:, at])
+            codes, inverse = round_rows_running(ds, fitted_ds[:, at])
             dk[:, at] += torch.bmm(codes, q_tile) * (inverse * q_scale)
     return dk.mul_(call.softmax_scale), dv
 
