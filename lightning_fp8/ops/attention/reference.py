@@ -26,7 +26,7 @@ from lightning_fp8.ops.attention.tiles import Call
 from lightning_fp8.ops.reference import _bf16_products, decode, saturating_cast
 
 TOP = 8
-"""log2 of the code of a tile's largest probability forward: 256 is the last power of two that E4M3 holds."""
+"""log2 of the code of a tile's largest probability forward: 256 is the largest power of two in E4M3."""
 REACH = 40
 """A tile's unit is at least 2**-40 of a row's largest value so far, so that rescaling does not overflow."""
 
@@ -165,10 +165,11 @@ def _dk_dv(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, d
             ds = torch.bmm(values[:, at], do_tile.mT) * (value_scale[:, at, None] * do_scale)
             ds -= delta[:, head, None, rows]
             ds *= p
-            codes, inverse = round_rows_running(p, fitted_p[:, at])
-            dv[:, at] += torch.bmm(codes, do_tile) * (inverse * do_scale)
-            codes, inverse = round_rows_running(ds, fitted_ds[:, at])
-            dk[:, at] += torch.bmm(codes, q_tile) * (inverse * q_scale)
+            # the right operand's scale goes into the left one: all tiles' products are then in the row's one unit
+            codes, inverse = round_rows_running(p.mul_(do_scale), fitted_p[:, at])
+            dv[:, at] += torch.bmm(codes, do_tile) * inverse
+            codes, inverse = round_rows_running(ds.mul_(q_scale), fitted_ds[:, at])
+            dk[:, at] += torch.bmm(codes, q_tile) * inverse
     return dk.mul_(call.softmax_scale), dv
 
 
