@@ -535,7 +535,7 @@ def test_the_output_is_saved_in_bfloat16() -> None:
         assert torch.equal(full, saved)
 
 
-@pytest.fixture(params=["float64", "bfloat16", "meta", "inference", "gradients"])
+@pytest.fixture(params=["float64", "bfloat16", "meta", "inference", "gradients", "autocast", "matmul precision"])
 def surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "meta":
         with torch.device("meta"):
@@ -546,6 +546,13 @@ def surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     elif request.param == "gradients":
         with torch.enable_grad():
             yield
+    elif request.param == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    elif request.param == "matmul precision":
+        torch.set_float32_matmul_precision("medium")
+        yield
+        torch.set_float32_matmul_precision("highest")
     else:
         torch.set_default_dtype(getattr(torch, request.param))
         yield

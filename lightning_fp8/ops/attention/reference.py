@@ -16,6 +16,10 @@ the order of additions in float32, and what stands in masked places of tiles tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -32,9 +36,22 @@ REACH = 40
 
 ALL = Band()
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@torch.no_grad()
-@_bf16_products()
+
+def _of_codes(function: Callable[Concatenate[Codes, P], R]) -> Callable[Concatenate[Codes, P], R]:
+    """No gradients, and products that are exact for codes, whatever torch.autocast would make of them."""
+
+    @wraps(function)
+    def exact(first: Codes, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), torch.autocast(first.data.device.type, enabled=False), _bf16_products():
+            return function(first, *args, **kwargs)
+
+    return exact
+
+
+@_of_codes
 def forward(
     q: Codes,
     k: Codes,
@@ -89,8 +106,7 @@ def forward(
     return call.apart(out).to(dtype), call.apart(largest), call.apart(total)
 
 
-@torch.no_grad()
-@_bf16_products()
+@_of_codes
 def backward(
     do: Codes,
     q: Codes,
