@@ -1,0 +1,165 @@
+"""What FP8 costs attention: errors of the output and the gradients against float64, beside those of the inputs alone.
+
+    python -m benchmarks.attention_numerics --json out.json             # trains a small GPT for its rows: ten minutes
+    python -m benchmarks.attention_numerics --data gauss,sink           # drawn tensors only: a minute
+    python -m benchmarks.attention_numerics --trained layers.pt         # keep what the training left, and reuse it
+
+CPU only. An error is ``|x - exact| / |exact|`` (Frobenius) of a head, root mean square over heads and layers, in
+percent; masks are causal. ``inputs alone`` is exact attention of the rounded inputs: what no scheme that casts them can
+avoid. Exits with 1 where FP8's error is above 1.35 times that (1.7 with the sink).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import attention_data, machine
+from benchmarks.attention_data import DRAWN, Inputs
+from benchmarks.files import write
+from lightning_fp8.ops.attention import Band, backward, cast, forward
+
+NAMES = ("O", "dQ", "dK", "dV")
+GPT = ("gpt middle", "gpt end")
+CAUSAL = Band(right=0)
+INPUTS, OURS = "inputs alone", "FP8"
+
+Outcome = tuple[Tensor, ...]
+"""O, dQ, dK, dV."""
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
+    """Causal attention and its gradients in float64, head by head: a long one's scores fill a gigabyte."""
+    heads = [_exact_head(*(x.double() for x in head)) for head in zip(*(x.flatten(0, 1) for x in (q, k, v, do)))]
+    return tuple(torch.stack(tensors).view(q.shape) for tensors in zip(*heads))
+
+
+def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
+    scale = q.shape[-1] ** -0.5
+    p = (q @ k.mT).mul_(scale)
+    p.masked_fill_(torch.ones(p.shape, dtype=torch.bool).triu_(1), -math.inf)
+    p = p.softmax(-1)
+    o, dv = p @ v, p.mT @ do
+    ds = p.mul_(do @ v.mT - (do * o).sum(-1, keepdim=True))
+    return o, ds @ k * scale, ds.mT @ q * scale, dv
+
+
+def rounded_inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, centered: bool = True) -> Outcome:
+    return exact(cast(q).dequantize(), cast(k, centered).dequantize(), cast(v).dequantize(), cast(do).dequantize())
+
+
+def fp8(q: Tensor, k: Tensor, v: Tensor, do: Tensor, centered: bool = True) -> Outcome:
+    operands, scale = (cast(q), cast(k, centered), cast(v)), q.shape[-1] ** -0.5
+    o, m, l = forward(*operands, scale, CAUSAL, dtype=torch.float32)  # noqa: E741
+    return o, *backward(cast(do), *operands, o, m, l, scale, CAUSAL, dtype=torch.float32)
+
+
+def bf16(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
+    """torch's own flash attention."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
+
+
+SCHEMES: dict[str, Callable[..., Outcome]] = {
+    "BF16": bf16,
+    INPUTS: rounded_inputs,
+    OURS: fp8,
+    "inputs alone, keys not centered": partial(rounded_inputs, centered=False),
+    "FP8, keys not centered": partial(fp8, centered=False),
+}
+
+
+def errors(scheme: Callable[..., Outcome], layers: Iterable[Inputs], truths: Iterable[Outcome]) -> list[float]:
+    """Relative errors of :data:`NAMES`."""
+    squares = [
+        torch.stack([_error_of_heads(x, y).square() for x, y in zip(scheme(*layer), truth)])
+        for layer, truth in zip(layers, truths)
+    ]
+    return torch.cat(squares, 1).mean(1).sqrt().tolist()
+
+
+def _error_of_heads(x: Tensor, truth: Tensor) -> Tensor:
+    difference = (x.double() - truth).flatten(0, 1).flatten(1).norm(dim=1)
+    return difference / truth.flatten(0, 1).flatten(1).norm(dim=1)
+
+
+def measure(name: str, layers: list[Inputs]) -> dict[str, Any]:
+    """One set of data with every scheme, and FP8's error over that of its inputs."""
+    truths = [exact(*layer) for layer in layers]
+    found = {scheme: errors(function, layers, truths) for scheme, function in SCHEMES.items()}
+    limit = 1.7 if name == "sink" else 1.35
+    ratios = [ours / least for ours, least in zip(found[OURS], found[INPUTS])]
+    percent = {scheme: {what: round(100 * e, 3) for what, e in zip(NAMES, row)} for scheme, row in found.items()}
+    shape = [len(layers), *layers[0].q.shape]
+    ratio = {what: round(value, 3) for what, value in zip(NAMES, ratios)}
+    return {
+        "data": name,
+        "shape": shape,
+        "percent": percent,
+        "ratio": ratio,
+        "limit": limit,
+        "met": max(ratios) <= limit,
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown: percent of O, dQ, dK, dV."""
+    lines = [
+        f"| data | {' | '.join(SCHEMES)} | FP8 / inputs alone |",
+        "|---" * (len(SCHEMES) + 2) + "|",
+    ]
+    for result in results:
+        cells = [" ".join(f"{value:.2f}" for value in result["percent"][scheme].values()) for scheme in SCHEMES]
+        lines.append(f"| {result['data']} | {' | '.join(cells)} | {' '.join(map(str, result['ratio'].values()))} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_numerics", description=__doc__.split("\n")[0])
+    known = (*DRAWN, *GPT)
+    parser.add_argument("--data", default=",".join(known), help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--steps", type=int, default=500, help="of the GPT's training; default: 500")
+    parser.add_argument("--trained", type=Path, help="file for the GPT's tensors: read if it is there, else written")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args(arguments)
+    names = args.data.split(",")
+    for name in names:
+        if name not in known:
+            parser.error(f"--data {name!r} is not one of {', '.join(known)}")
+    layers = _trained(args.steps, args.trained) if set(names) & set(GPT) else {}
+    results = []
+    for name in names:
+        results.append(measure(name, layers[name] if name in GPT else [DRAWN[name]()]))
+        print(table(results[-1:]).splitlines()[-1], flush=True)
+    print(f"\n{table(results)}")
+    if args.json:
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        about = {"date": date, "commit": machine.commit(), "torch": torch.__version__, "steps": args.steps}
+        write({"what": "errors of FP8 attention in percent", **about, "results": results}, args.json)
+    return int(not all(result["met"] for result in results))
+
+
+def _trained(steps: int, path: Path | None) -> dict[str, list[Inputs]]:
+    if path is not None and path.exists():
+        found = torch.load(path, weights_only=True)
+        return {name: [Inputs(*layer) for layer in layers] for name, layers in found.items()}
+    moments = attention_data.trained(steps, say=print)
+    layers = dict(zip(GPT, moments.values()))
+    if path is not None:
+        torch.save({name: [tuple(layer) for layer in found] for name, found in layers.items()}, path)
+    return layers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Which keys a query sees, and which tiles need no look because nobody in them sees anybody.
+
+Every mask that runs in FP8 is a band around a diagonal, cut off at the sequences' lengths. Names and meaning of windows
+are those of FlashAttention and Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query ``i`` sees key ``j`` where ``i + shift - left <= j <= i + shift + right``.
+
+    Attributes:
+        left: how many keys before the diagonal are seen; None is all of them.
+        right: how many after it; 0 is causal, None is all of them.
+        bottom_right: the diagonal ends at the last query and the last key, ``shift = keys - queries`` of each sequence;
+            otherwise it starts at the first ones, ``shift = 0``.
+
+    Raises:
+        ValueError: a limit is negative.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    def __post_init__(self) -> None:
+        for name, limit in (("left", self.left), ("right", self.right)):
+            if limit is not None and limit < 0:
+                raise ValueError(f"{name}={limit} is negative; pass None for no limit, 0 for none beyond the diagonal")
+
+    @property
+    def limited(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    def transposed(self) -> Band:
+        """Which queries see a key, said as which keys a query sees."""
+        return Band(self.right, self.left, self.bottom_right)
+
+
+class Lengths(NamedTuple):
+    """Rows that count in each sequence of a padded batch: integers ``[B]`` on the host, queries and keys."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def transposed(self) -> Lengths:
+        return Lengths(self.keys, self.queries)
+
+
+def seeing(band: Band, keys: slice, lengths: Lengths, tile: int) -> slice:
+    """The rows of queries, in whole tiles from a multiple of ``tile`` on, in which some sequence sees one of ``keys``.
+
+    Where lengths differ, a tile is looked at if any sequence needs it. The last tile ends with the longest sequence.
+    """
+    first, last = [], []
+    for queries, count in zip(lengths.queries.tolist(), lengths.keys.tolist()):
+        stop, shift = min(keys.stop, count), count - queries if band.bottom_right else 0
+        low = 0 if band.right is None else max(0, keys.start - shift - band.right)
+        high = queries if band.left is None else min(queries, stop - shift + band.left)
+        if keys.start < stop and low < high:
+            first.append(low // tile * tile)
+            last.append(min(-(-high // tile) * tile, int(lengths.queries.max())))
+    return slice(min(first, default=0), max(last, default=0))
+
+
+def seen(band: Band, rows: slice, lengths: Lengths, tile: int) -> slice:
+    """The keys, in whole tiles, of which some are seen by one of ``rows`` of the queries."""
+    return seeing(band.transposed(), rows, lengths.transposed(), tile)
+
+
+def hidden(band: Band, rows: slice, keys: slice, lengths: Lengths, padded: bool) -> Tensor | None:
+    """True where a query does not see a key: ``[B, rows, keys]``, B of ``lengths``; None where nothing is hidden.
+
+    ``padded`` says that some sequence is shorter than the tensor that holds it.
+    """
+    if not band.limited and not padded:
+        return None
+    queries_of, keys_of = lengths.queries[:, None, None], lengths.keys[:, None, None]
+    i = torch.arange(rows.start, rows.stop, device=queries_of.device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=keys_of.device)
+    out = (i >= queries_of) | (j >= keys_of)
+    offset = j - i - (keys_of - queries_of if band.bottom_right else 0)
+    if band.left is not None:
+        out = out | (offset < -band.left)
+    if band.right is not None:
+        out = out | (offset > band.right)
+    return out

@@ -1,0 +1,82 @@
+"""The order in which one call's tiles are visited, and its heads as a grouped product wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.attention.casts import BLOCK, Codes
+from lightning_fp8.ops.attention.masks import Band, Lengths, hidden, seeing, seen
+
+KEYS = 128
+"""Keys of a tile in the forward pass and in that of dQ; with 128 queries, whole tiles that see nothing are skipped."""
+QUERIES = 64
+"""Queries of a tile in the pass of dK and dV, with 128 keys."""
+ROWS = 128
+"""Rows of a tile's result in each pass."""
+
+LOG2_E = math.log2(math.e)
+
+
+class Call:
+    """What one call of attention asks for: shapes, scale, mask.
+
+    Attributes:
+        c: the softmax scale times log2(e).
+        group: query heads that share a head of keys and values.
+
+    Raises:
+        ValueError: heads that do not divide; lengths of another batch, or beyond the tensors' rows.
+    """
+
+    def __init__(self, q: Codes, k: Codes, softmax_scale: float, band: Band, lengths: Lengths | None) -> None:
+        self.batch, self.heads, self.queries_in_all, _ = q.data.shape
+        self.shared_heads, self.keys_in_all = k.data.shape[1:3]
+        if self.heads % max(self.shared_heads, 1) or (self.heads and not self.shared_heads):
+            raise ValueError(
+                f"{self.heads} query heads cannot share {self.shared_heads} heads of keys and values evenly"
+            )
+        self.group = self.heads // max(self.shared_heads, 1)
+        self.softmax_scale, self.c, self.band = softmax_scale, softmax_scale * LOG2_E, band
+        held = torch.tensor([[self.queries_in_all], [self.keys_in_all]], device="cpu")
+        self.lengths = Lengths(*held) if lengths is None else Lengths(*(x.cpu().long() for x in lengths))
+        for name, length, most in zip(Lengths._fields, self.lengths, held):
+            if lengths is not None and length.shape != (self.batch,):
+                raise ValueError(f"{len(length)} lengths of {name} for a batch of {self.batch} sequences")
+            if ((length < 0) | (length > most)).any():
+                raise ValueError(f"lengths of {name} {length.tolist()} are not 0 to {int(most)}, the tensor's rows")
+        self.padded = any(bool((length != most).any()) for length, most in zip(self.lengths, held))
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """``[B, H, ...]`` to ``[N, G, ...]``, N heads of keys and values in the whole batch."""
+        return x.reshape(self.batch * self.shared_heads, self.group, *x.shape[2:])
+
+    def apart(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.reshape(self.batch, self.heads, *x.shape[2:])
+
+    def tiles_of_keys(self) -> Iterator[tuple[int, slice, slice]]:
+        """``block, rows, keys``: each tile of keys that a query sees, its block of scales, and the rows that look."""
+        for start in range(0, self.keys_in_all, KEYS):
+            keys = slice(start, min(start + KEYS, self.keys_in_all))
+            rows = seeing(self.band, keys, self.lengths, ROWS)
+            if rows.start < rows.stop:
+                yield start // BLOCK, rows, keys
+
+    def tiles_of_queries(self) -> Iterator[tuple[int, slice, slice]]:
+        """``block, rows, keys``: each tile of queries, its block of scales, and the keys that it looks at."""
+        for start in range(0, self.queries_in_all, QUERIES):
+            rows = slice(start, min(start + QUERIES, self.queries_in_all))
+            keys = seen(self.band, rows, self.lengths, ROWS)
+            if keys.start < keys.stop:
+                yield start // BLOCK, rows, keys
+
+    def hide(self, scores: Tensor, rows: slice, keys: slice) -> None:
+        """Write -inf into ``scores [N, G, rows, keys]`` where a query does not see a key."""
+        mask = hidden(self.band, rows, keys, self.lengths, self.padded)
+        if mask is not None:
+            apart = scores.unflatten(0, (self.batch, self.shared_heads)) if len(mask) > 1 else scores[:, None]
+            apart.masked_fill_(mask[:, None, None].to(scores.device), -torch.inf)

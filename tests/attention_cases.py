@@ -1,0 +1,75 @@
+"""What FP8 attention is run on and compared with: the definition of attention and of its masks in float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_data import Inputs
+from lightning_fp8.ops.attention import (
+    Band,
+    Codes,
+    Lengths,
+    backward,
+    cast,
+    forward,
+)
+
+CAUSAL = Band(right=0)
+NAMES = ("O", "dQ", "dK", "dV")
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV in float64 by autograd of the definition; rows that see no key are 0."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~visible, -math.inf)
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True).clamp(min=-1e300))
+    o = weights @ v.repeat_interleave(group, 1) / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())
+
+
+@functools.cache
+def visible_keys(queries: int, keys: int, band: Band) -> Tensor:
+    """The band said in words of FlashAttention's documentation, element by element."""
+    out = torch.zeros(queries, keys, dtype=torch.bool)
+    shift = keys - queries if band.bottom_right else 0
+    for i, j in itertools.product(range(queries), range(keys)):
+        after_left = band.left is None or j >= i + shift - band.left
+        out[i, j] = after_left and (band.right is None or j <= i + shift + band.right)
+    return out
+
+
+def quantized(x: Inputs, centered: bool = True, lengths: Lengths | None = None) -> tuple[Codes, Codes, Codes, Codes]:
+    queries, keys = lengths if lengths is not None else (None, None)
+    return cast(x.q, False, queries), cast(x.k, centered, keys), cast(x.v, False, keys), cast(x.do, False, queries)
+
+
+def fp8(
+    x: Inputs, band: Band, centered: bool = True, lengths: Lengths | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV; and m, l."""
+    q, k, v, do = quantized(x, centered, lengths)
+    scale = x.q.shape[-1] ** -0.5
+    o, m, l = forward(q, k, v, scale, band, lengths, dtype)  # noqa: E741
+    return o, *backward(do, q, k, v, o, m, l, scale, band, lengths, dtype), m, l
+
+
+def rounded(x: Inputs, centered: bool = True) -> Inputs:
+    return Inputs(*(codes.dequantize() for codes in quantized(x, centered)))
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    return ((x.double() - truth).norm() / truth.norm()).item()
+
+
+def drawn(heads: int, shared: int, queries: int, keys: int, channels: int = 64, batch: int = 1) -> Inputs:
+    def normal(heads: int, length: int) -> Tensor:
+        return torch.randn(batch, heads, length, channels).bfloat16()
+
+    return Inputs(normal(heads, queries), normal(shared, keys), normal(shared, keys), normal(heads, queries))
