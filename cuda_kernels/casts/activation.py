@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
 from cuda_kernels.device.tile import WARP_ROWS, Source
@@ -125,12 +125,12 @@ ACTIVATIONS = {
 """By Transformer Engine's names; ``gelu`` is the tanh form."""
 
 
-def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, compute: Any) -> Source:
+def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> Source:
     """A source that computes its values when it is loaded, so that kernels that look at them twice do it once.
 
     Args:
         raw: registers of one row of four elements, as they were read.
-        load_row: device function ``(words, columns, row, column, inside, registers, start)``.
+        load_row: device function ``(args, columns, row, column, inside, registers, start)``.
         compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
     """
     # What is read of some rows and what is computed of the others fit into the registers.
@@ -139,31 +139,31 @@ def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, com
     in_flight, decode_quad = together * raw, quad_decoder("float32")
 
     @device
-    def load_rows(words, rows, columns, row, column, whole, registers, first):
+    def load_rows(args, rows, columns, row, column, whole, registers, first):
         read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
             at = row + first + step
-            load_row(words, columns, at, column, at < rows, read, step * raw)
+            load_row(args, columns, at, column, at < rows, read, step * raw)
         for step in range(together):
             compute(columns, column, read, step * raw, values)
             for index in range(4):
                 registers[4 * (first + step) + index] = bits(values[index])
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_rows(words, rows, columns, row, column, whole, registers, 0)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_rows(args, rows, columns, row, column, whole, registers, 0)
         if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(words, rows, columns, row, column, whole, registers, together)
+            load_rows(args, rows, columns, row, column, whole, registers, together)
         if parts > 2:
-            load_rows(words, rows, columns, row, column, whole, registers, 2 * together)
-            load_rows(words, rows, columns, row, column, whole, registers, 3 * together)
+            load_rows(args, rows, columns, row, column, whole, registers, 2 * together)
+            load_rows(args, rows, columns, row, column, whole, registers, 3 * together)
 
     @device
     def decode(registers, step):
         return decode_quad(registers, 4 * step)
 
     blocks = 2 if raw <= 4 or (aligned and raw <= 6) else 1
-    return Source(f"{name}, {aligned=}", words, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
+    return Source(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
 
 
 @device
@@ -175,24 +175,24 @@ def _unpack(quad, values):
 def activation_source(name: str, dtype: str, aligned: bool) -> Source:
     """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
 
-    Words: x's address, the pitch of its rows in elements. ``aligned``: address, pitch and F are multiples of four
+    Arguments: x's address, the pitch of its rows in elements. ``aligned``: address, pitch and F are multiples of four
     elements.
     """
     activation = ACTIVATIONS[name]
     value, gated = activation.value, activation.gated
-    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
+    item, quad = ITEM_BYTES[dtype], quad_registers(dtype)
     load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
 
     @device
-    def load_row(words, columns, row, column, inside, registers, start):
-        address = words[0] + (row * words[1] + i64(column)) * item
+    def load_row(args, columns, row, column, inside, registers, start):
+        address = args[0] + (row * args[1] + i64(column)) * item
         loaded = load_quad(address, column, columns, inside)
-        for word in range(quad):
-            registers[start + word] = loaded[word]
+        for register in range(quad):
+            registers[start + register] = loaded[register]
         if gated:
             loaded = load_quad(address + i64(columns) * item, column, columns, inside)
-            for word in range(quad):
-                registers[start + quad + word] = loaded[word]
+            for register in range(quad):
+                registers[start + quad + register] = loaded[register]
 
     @device
     def compute(columns, column, read, start, values):
@@ -208,7 +208,7 @@ def activation_source(name: str, dtype: str, aligned: bool) -> Source:
 
 
 def _wrapped_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, period, columns, inside) -> words`` of four elements of a row.
+    """A device function ``(address, column, period, columns, inside) -> registers`` of four elements of a row.
 
     Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
     """
@@ -240,30 +240,35 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bool) -> Source:
     """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
 
-    Words: x's address and pitch, dy's address and pitch. ``aligned``: addresses, pitches and F are multiples of four
-    elements.
+    Arguments: x's address and pitch, dy's address and pitch. ``aligned``: addresses, pitches and F are multiples of
+    four elements.
     """
     activation = ACTIVATIONS[name]
     both, gated = activation.both, activation.gated
-    item, quad, dy_item, dy_quad = ITEM_BYTES[dtype], quad_words(dtype), ITEM_BYTES[dy_dtype], quad_words(dy_dtype)
+    item, quad, dy_item, dy_quad = (
+        ITEM_BYTES[dtype],
+        quad_registers(dtype),
+        ITEM_BYTES[dy_dtype],
+        quad_registers(dy_dtype),
+    )
     decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
     load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
     load_gate = quad_loader(dtype, aligned)
 
     @device
-    def load_row(words, columns, row, column, inside, registers, start):
+    def load_row(args, columns, row, column, inside, registers, start):
         period = columns >> 1 if gated else columns
-        x, dy = words[0] + row * words[1] * item, words[2] + row * words[3] * dy_item
+        x, dy = args[0] + row * args[1] * item, args[2] + row * args[3] * dy_item
         loaded = load_x(x, column, period, columns, inside)
-        for word in range(quad):
-            registers[start + word] = loaded[word]
+        for register in range(quad):
+            registers[start + register] = loaded[register]
         loaded_dy = load_dy(dy, column, period, columns, inside)
-        for word in range(dy_quad):
-            registers[start + quad + word] = loaded_dy[word]
+        for register in range(dy_quad):
+            registers[start + quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
             loaded_gate = load_gate(x + i64(period + column) * item, column, period, inside)
-            for word in range(quad):
-                registers[start + quad + dy_quad + word] = loaded_gate[word]
+            for register in range(quad):
+                registers[start + quad + dy_quad + register] = loaded_gate[register]
 
     @device
     def compute(columns, column, read, start, values):

@@ -42,7 +42,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     """
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
     share_of = share(source.vector)
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
         if scale != 0 and load_f32(scale) != _ZERO:
@@ -71,7 +71,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     return Kernel(
         f"amax({source.name}, {accumulate=})",
         amax,
-        (source.words_type, i64, i64, i32, i32),
+        (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=32,
         blocks_per_multiprocessor=source.blocks,
@@ -82,7 +82,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
 def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
@@ -118,7 +118,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     return Kernel(
         f"row_amax({source.name}, {by_row=}, {by_column=})",
         row_amax,
-        (source.words_type, i64, i64, i32, i32),
+        (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
         blocks_per_multiprocessor=max(1, source.blocks - 1),

@@ -30,24 +30,24 @@ _ZERO = np.float32(0)
 def summed_source(source: Source) -> Source:
     """``source``, which also leaves the sums of its columns over every 16 rows when it is loaded.
 
-    Words: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), pitch]`` with columns
+    Arguments: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), pitch]`` with columns
     rounded up to a multiple of four for the pitch.
     """
-    load_values, decode, partials = source.load, source.decode, source.words
+    load_values, decode, partials = source.load, source.decode, source.num_args
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_values(words, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_values(args, rows, columns, row, column, whole, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
             p, q, r, s = p + a, q + b, r + c, s + d
         if row < rows and column < columns:
             pitch = i64(columns + 3) & i64(-4)
-            address = words[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
+            address = args[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
-    return replace(source, name=f"{source.name}, summed", words=source.words + 1, load=load)
+    return replace(source, name=f"{source.name}, summed", num_args=source.num_args + 1, load=load)
 
 
 @cache

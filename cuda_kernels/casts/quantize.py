@@ -53,7 +53,7 @@ def quantize_tensor_kernel(
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
     share_of, store_rows = share(source.vector), row_storer(source.vector)
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
         x, scale, own, seen, counts, out, out_scale, out_t,
@@ -81,18 +81,18 @@ def quantize_tensor_kernel(
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
-        words, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
+        packed, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
         losses = u32(0)
         clear(kept)
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
-            words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+            packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
                 fold(registers, step, (a, b, c, d), kept)
             if count:
                 losses += lost(a, b, c, d, factor, factor, factor, factor)
         if rowwise:
-            store_rows(words, out, out_pitch, row, rows, column, whole)
+            store_rows(packed, out, out_pitch, row, rows, column, whole)
         if count:
             add_losses(counts, losses, thread & 31)
         if observe:
@@ -100,12 +100,12 @@ def quantize_tensor_kernel(
             if thread == 0:
                 raise_to(seen, largest)
         if columnwise:
-            store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
 
     return Kernel(
         f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (source.words_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
+        (source.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
         blocks_per_multiprocessor=fitting(source, count),
@@ -131,7 +131,7 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
         row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(held, u32)
         load(x, rows, columns, row, column, whole, registers)
-        words = cuda.local.array(WARP_ROWS, u32)
+        packed = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if rowwise:
             scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
@@ -144,10 +144,10 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
                 a, b, c, d = decode(registers, step)
                 if step & (quads_of_row - 1) == 0:
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
                     losses += lost(a, b, c, d, factor, factor, factor, factor)
-            store_rows(words, out, out_pitch, row, rows, column, whole)
+            store_rows(packed, out, out_pitch, row, rows, column, whole)
         if columnwise:
             scales = cuda.local.array(4, f32)
             for index in range(4):
@@ -159,17 +159,17 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
+                packed[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
                 if count and not rowwise:
                     losses += lost(a, b, c, d, scales[0], scales[1], scales[2], scales[3])
-            store_transposed(words, dynamic_shared(), thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_pitch, first_row, first_column, columns)
         if count:
             add_losses(counts, losses, lane)
 
     return Kernel(
         f"quantize_rows({source.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
         quantize_rows,
-        (source.words_type, *[i64] * 7, i32, i32, i32, f32, *PITCHES),
+        (source.args_type, *[i64] * 7, i32, i32, i32, f32, *PITCHES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
         blocks_per_multiprocessor=fitting(source, count, rowwise + columnwise),

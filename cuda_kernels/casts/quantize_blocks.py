@@ -97,7 +97,7 @@ def quantize_blocks_kernel(
     """
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
     share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
-    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
     pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
     reciprocal_max = _ONE / largest_code
@@ -139,7 +139,7 @@ def quantize_blocks_kernel(
                 of_row = largest if lane == step else of_row
             of_vectors[step // quads_of_row] = largest_of(of_vector)
 
-        words = cuda.local.array(WARP_ROWS, u32)
+        packed = cuda.local.array(WARP_ROWS, u32)
         losses = u32(0)
         if square:
             amax = from_bits(block_max(largest_of(of_columns), shared + exchange, thread))
@@ -151,11 +151,11 @@ def quantize_blocks_kernel(
                     store_f32(out_t_scale + (block_column * out_t_scale_pitch + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
                     losses += lost(a, b, c, d, factor, factor, factor, factor)
             if rowwise:
-                store_rows(words, out, out_pitch, row, rows, column, whole)
+                store_rows(packed, out, out_pitch, row, rows, column, whole)
         else:
             if rowwise:
                 scale, factor = _ONE, _ONE
@@ -182,10 +182,10 @@ def quantize_blocks_kernel(
                         factor = from_bits(shuffle(of_vectors[vector & 1], owner))
                     elif rows_share:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                    packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                     if count:
                         losses += lost(a, b, c, d, factor, factor, factor, factor)
-                store_rows(words, out, out_pitch, row, rows, column, whole)
+                store_rows(packed, out, out_pitch, row, rows, column, whole)
             if columnwise:
                 p, q, r, s = columns_of(of_columns)
                 shared_store_16(shared + exchange + (warp * TILE + 4 * lane) * 4, p, q, r, s)
@@ -216,18 +216,18 @@ def quantize_blocks_kernel(
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
-                    words[step] = pack(a * e, b * f, c * g, d * h)
+                    packed[step] = pack(a * e, b * f, c * g, d * h)
                     if count and not rowwise:
                         losses += lost(a, b, c, d, e, f, g, h)
         if columnwise:
-            store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
         if count:
             add_losses(counts, losses, lane)
 
     return Kernel(
         f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (source.words_type, *[i64] * 5, i32, i32, i32, f32, *PITCHES),
+        (source.args_type, *[i64] * 5, i32, i32, i32, f32, *PITCHES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
         blocks_per_multiprocessor=fitting(source, count, 1 if square else rowwise + columnwise),

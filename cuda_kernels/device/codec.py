@@ -92,7 +92,7 @@ def e8m0_scale(code):
 
 
 def quad_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, columns, inside) -> words`` that loads four elements of a row.
+    """A device function ``(address, column, columns, inside) -> registers`` that loads four elements of a row.
 
     Elements beyond ``columns`` are zeros, all four where ``inside`` is false. ``aligned``: the address is a multiple
     of four elements' bytes, and so is the row's length, so that four elements are inside or outside together.
@@ -131,7 +131,7 @@ def quad_loader(dtype: str, aligned: bool) -> Any:
 
 
 def vector_loader(dtype: str, elements: int) -> Any:
-    """A device function ``address -> words`` that loads neighbouring elements, none of them outside the tensor.
+    """A device function ``address -> registers`` that loads neighbouring elements, none of them outside the tensor.
 
     The address is a multiple of their bytes, which are 8 or 16.
     """
@@ -156,7 +156,7 @@ def edge_loader(dtype: str, vector: int) -> Any:
     return load
 
 
-def quad_words(dtype: str) -> int:
+def quad_registers(dtype: str) -> int:
     """Registers that hold four elements."""
     return ITEM_BYTES[dtype]
 
@@ -191,7 +191,7 @@ class Maxima:
     Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
 
     Attributes:
-        words: registers that keep four columns' maxima.
+        num_registers: registers that keep four columns' maxima.
         clear: device function ``kept``: of nothing.
         take: device function ``(registers, step, quad, kept)``: those of one quad alone; ``quad``: what it decodes to.
         fold: the same: those of what was kept and of the quad.
@@ -199,7 +199,7 @@ class Maxima:
         largest: device function ``kept -> bits`` of the largest.
     """
 
-    words: int
+    num_registers: int
     clear: Any
     take: Any
     fold: Any
@@ -207,10 +207,10 @@ class Maxima:
     largest: Any
 
 
-def _clearer(words: int) -> Any:
+def _clearer(num_registers: int) -> Any:
     @device
     def clear(kept):
-        for index in range(words):
+        for index in range(num_registers):
             kept[index] = np.uint32(0)
 
     return clear
@@ -235,8 +235,8 @@ def packed_maxima(dtype: str) -> Maxima:
 
     @device
     def largest(kept):
-        word = larger(kept[0], kept[1])
-        return unsigned_max(magnitude(low(word)), magnitude(high(word)))
+        pair = larger(kept[0], kept[1])
+        return unsigned_max(magnitude(low(pair)), magnitude(high(pair)))
 
     return Maxima(2, _clearer(2), take, fold, columns, largest)
 

@@ -36,7 +36,7 @@ tensor_map: Any = Type("tensor_map")
 """A ``CUtensorMap`` that is passed to a kernel by value."""
 
 
-def words(count: int) -> UniTuple:
+def u32x(count: int) -> UniTuple:
     """The type of ``count`` 32-bit registers."""
     return UniTuple(u32, count)
 

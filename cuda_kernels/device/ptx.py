@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u16, u32, void, words
+from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u16, u32, u32x, void
 
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
 
@@ -20,7 +20,7 @@ load_2_if = asm(
     u32, i64, i32,
 )  # fmt: skip
 load_4_if = asm(_GUARD % ("$2", "mov.b32 $0, 0;", "b32 $0, [$1]"), u32, i64, i32)
-load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
 load_16_if = asm(
     _GUARD
     % (
@@ -28,7 +28,7 @@ load_16_if = asm(
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
     ),
-    words(4), i64, i32,
+    u32x(4), i64, i32,
 )  # fmt: skip
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
@@ -47,7 +47,7 @@ load_relaxed = asm("ld.relaxed.gpu.global.b32 $0, [$1];", u32, i64)
 dynamic_shared = lowered("entry", "dynamic_shared")()
 """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
-shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", words(4), i32)
+shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", u32x(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)
 shared_store_8 = asm("st.shared.v2.b32 [$0], {$1, $2};", void, i32, u32, u32)
 shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)

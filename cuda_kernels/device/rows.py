@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_words
-from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, words
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, u32x
 from cuda_kernels.device.ptx import (
     bits,
     from_bits,
@@ -30,7 +30,7 @@ THREADS = 256
 
 # Zeros first: of two complementary predicates the assembler does not see that they define the whole register.
 _KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
-_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
 _kept_16_if = asm(
     _KEPT
     % (
@@ -38,7 +38,7 @@ _kept_16_if = asm(
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
     ),
-    words(4), i64, i32,
+    u32x(4), i64, i32,
 )  # fmt: skip
 
 _pair = {
@@ -114,8 +114,8 @@ def row_loader(dtype: str, spread: Spread) -> Any:
         for vector in range(vectors):
             column = i32((vector * threads + lane) * width)
             loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
-            for word in range(held):
-                registers[vector * held + word] = loaded[word]
+            for register in range(held):
+                registers[vector * held + register] = loaded[register]
 
     return load
 
@@ -158,19 +158,24 @@ def quad_address(item: int, spread: Spread) -> Any:
 
 def registers_of(dtype: str, spread: Spread) -> int:
     """32-bit registers of a thread that hold its share of a row."""
-    return quad_words(dtype) * spread.quads * spread.vectors
+    return quad_registers(dtype) * spread.quads * spread.vectors
 
 
 def quad_reader(dtype: str, aligned: bool) -> Any:
     """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
-    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
+    load, decode, held, item = (
+        quad_loader(dtype, aligned),
+        quad_decoder(dtype),
+        quad_registers(dtype),
+        ITEM_BYTES[dtype],
+    )
 
     @device
     def quad(row, column, columns):
         registers = cuda.local.array(held, u32)
         loaded = load(row + i64(column) * item, column, columns, True)
-        for word in range(held):
-            registers[word] = loaded[word]
+        for register in range(held):
+            registers[register] = loaded[register]
         return decode(registers, 0)
 
     return quad
@@ -181,15 +186,15 @@ def parameter_quad(dtype: str) -> Any:
 
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
-    held = quad_words(dtype)
+    held = quad_registers(dtype)
     load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
 
     @device
     def quad(address, inside):
         registers = cuda.local.array(held, u32)
         loaded = load(address, inside)
-        for word in range(held):
-            registers[word] = loaded[word]
+        for register in range(held):
+            registers[register] = loaded[register]
         return decode(registers, 0)
 
     return quad

@@ -19,7 +19,7 @@ from cuda_kernels.device.codec import (
     largest_of,
     packed_maxima,
     quad_decoder,
-    quad_words,
+    quad_registers,
     vector_loader,
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
@@ -63,9 +63,9 @@ class Source:
 
     Attributes:
         name: tells it from every other source.
-        words: how many int64 a kernel takes for it: addresses, pitches.
+        num_args: how many int64 a kernel takes for it: addresses, pitches.
         registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
-        load: device function ``(words, rows, columns, row, column, whole, registers)`` that fills them; the thread's
+        load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
             the tile is ``whole``.
         decode: device function ``(registers, step) -> four float32`` of quad ``step``.
@@ -75,7 +75,7 @@ class Source:
     """
 
     name: str
-    words: int
+    num_args: int
     registers: int
     load: Any
     decode: Any
@@ -84,9 +84,9 @@ class Source:
     vector: int = 4
 
     @property
-    def words_type(self) -> Any:
+    def args_type(self) -> Any:
         """The type of a kernel's first parameter."""
-        return UniTuple(i64, self.words)
+        return UniTuple(i64, self.num_args)
 
 
 def share(vector: int) -> Any:
@@ -124,28 +124,28 @@ def tensor_source(dtype: str, vector: int) -> Source:
     ``vector``: address, pitch and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
     16 bytes of them, which is not for copies that are transposed.
     """
-    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
+    item, quad = ITEM_BYTES[dtype], quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
     held, every = quad * lanes_columns // 4, lanes_columns // 4
     load_inside, load_some = vector_loader(dtype, lanes_columns), edge_loader(dtype, vector)
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
+    def load(args, rows, columns, row, column, whole, registers):
         # From row to row by an addition: a product of 64 bits takes four instructions.
-        address, pitch = words[0] + (i64(row) * words[1] + i64(column)) * item, words[1] * (item * every)
+        address, pitch = args[0] + (i64(row) * args[1] + i64(column)) * item, args[1] * (item * every)
         if whole and vector > 1:
             for step in range(WARP_ROWS // every):
                 loaded = load_inside(address)
-                for word in range(held):
-                    registers[step * held + word] = loaded[word]
+                for register in range(held):
+                    registers[step * held + register] = loaded[register]
                 address += pitch
         else:
             below = i32(rows - row)
             for step in range(WARP_ROWS // every):
                 loaded = load_some(address, column, columns, i32(step * every) < below)
-                for word in range(held):
-                    registers[step * held + word] = loaded[word]
+                for register in range(held):
+                    registers[step * held + register] = loaded[register]
                 address += pitch
 
     @device
@@ -169,42 +169,42 @@ def block_max(value, shared, thread):
 
 
 def row_storer(vector: int) -> Any:
-    """A device function ``(words, out, pitch, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
+    """A device function ``(packed, out, pitch, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
 
     ``pitch`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
     every = vector // 4
 
     @device
-    def store_at(address, words, step):
+    def store_at(address, packed, step):
         if every == 2:
-            store_8(address, words[2 * step], words[2 * step + 1])
+            store_8(address, packed[2 * step], packed[2 * step + 1])
         else:
-            store_4(address, words[step])
+            store_4(address, packed[step])
 
     @device
-    def store_rows(words, out, pitch, row, rows, column, whole):
+    def store_rows(packed, out, pitch, row, rows, column, whole):
         address, pitch_of_step = out + i64(row) * pitch + i64(column), pitch * every
         if whole:
             for step in range(WARP_ROWS // every):
-                store_at(address, words, step)
+                store_at(address, packed, step)
                 address += pitch_of_step
         elif column < pitch:
             below = i32(rows - row)
             for step in range(WARP_ROWS // every):
                 if i32(step * every) < below:
-                    store_at(address, words, step)
+                    store_at(address, packed, step)
                 address += pitch_of_step
 
     return store_rows
 
 
 @device
-def transpose_quads(words):
+def transpose_quads(packed):
     """16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
     turned = cuda.local.array(16, u32)
     for group in range(4):
-        a, b, c, d = words[4 * group], words[4 * group + 1], words[4 * group + 2], words[4 * group + 3]
+        a, b, c, d = packed[4 * group], packed[4 * group + 1], packed[4 * group + 2], packed[4 * group + 3]
         ab, cd = permute_bytes(a, b, 0x5140), permute_bytes(c, d, 0x5140)
         turned[group] = permute_bytes(ab, cd, 0x5410)
         turned[4 + group] = permute_bytes(ab, cd, 0x7632)
@@ -212,22 +212,22 @@ def transpose_quads(words):
         turned[8 + group] = permute_bytes(ab, cd, 0x5410)
         turned[12 + group] = permute_bytes(ab, cd, 0x7632)
     for index in range(16):
-        words[index] = turned[index]
+        packed[index] = turned[index]
 
 
 @device
-def store_transposed(words, shared, thread, out, pitch, first_row, first_column, columns):
+def store_transposed(packed, shared, thread, out, pitch, first_row, first_column, columns):
     """The tile's codes as columns; through shared memory, so that a column's 128 codes leave together.
 
     ``pitch`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
     """
-    transpose_quads(words)
+    transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
     # Column 4 lane + step, rows 16 warp ...; the 16-byte places of a column are permuted against bank conflicts.
     place = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
         at = i32(place + step * TILE)
-        shared_store_16(at, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+        shared_store_16(at, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3])
     cuda.syncthreads()
     column, part = i32(thread >> 3), i32(thread & 7)
     place = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))

@@ -55,10 +55,10 @@ class Product:
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
-        words = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
-        words += [f"bias={self.bias}"] * bool(self.bias)
-        words += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
-        return " ".join(words)
+        parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
+        parts += [f"bias={self.bias}"] * bool(self.bias)
+        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)

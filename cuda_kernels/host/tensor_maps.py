@@ -70,11 +70,12 @@ def _encode() -> Any:
     """The driver's ``cuTensorMapEncodeTiled``, called directly: a map has to lie at a multiple of 64 bytes, and where
     NVIDIA's bindings make one they do not see to that."""
     function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
-    words, longs = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+    uint32_pointer = ctypes.POINTER(ctypes.c_uint32)
+    uint64_pointer = ctypes.POINTER(ctypes.c_uint64)
     number = ctypes.c_int
     function.argtypes = (
-        ctypes.c_void_p, number, ctypes.c_uint32, ctypes.c_void_p, longs, longs, words, words,
-        number, number, number, number,
+        ctypes.c_void_p, number, ctypes.c_uint32, ctypes.c_void_p,
+        uint64_pointer, uint64_pointer, uint32_pointer, uint32_pointer, number, number, number, number,
     )  # fmt: skip
     return function
 

@@ -20,7 +20,7 @@ from cuda_kernels.device.fragments import registers
 from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, void
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
-_FLOAT, _WORD, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 Values = list[Any]
 
@@ -31,15 +31,15 @@ def _inline(builder: Any, template: str, result: Any, constraints: str, *operand
 
 def _multiply(builder: Any, x: Any, y: Any) -> Any:
     """Rounded by itself: the compiler shall not fuse it with an addition."""
-    return _inline(builder, "mul.rn.f32 $0, $1, $2;", _FLOAT, "=f,f,f", x, y)
+    return _inline(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
 
 
 def _add(builder: Any, x: Any, y: Any) -> Any:
-    return _inline(builder, "add.rn.f32 $0, $1, $2;", _FLOAT, "=f,f,f", x, y)
+    return _inline(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _FLOAT, "=f,f,f,f", x, y, z)
+    return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _F32, "=f,f,f,f", x, y, z)
 
 
 def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]) -> Any:
@@ -123,7 +123,7 @@ def add_rows_of_two(count: int) -> Any:
         part, *scales, left = rest
         results = []
         for start in range(0, count, 16):  # of 32 columns
-            first = builder.icmp_signed("<", _WORD(2 * start), left)
+            first = builder.icmp_signed("<", _I32(2 * start), left)
             factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
             for index in range(start, min(start + 16, count)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
@@ -134,7 +134,7 @@ def add_rows_of_two(count: int) -> Any:
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
     """What shared memory holds for the two columns of registers ``4 j`` and ``4 j + 1``."""
-    pair, address = ir.LiteralStructType([_FLOAT, _FLOAT]), builder.add(shared, _WORD(32 * j))
+    pair, address = ir.LiteralStructType([_F32, _F32]), builder.add(shared, _I32(32 * j))
     loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
     return [builder.extract_value(loaded, index) for index in range(2)]
 
@@ -197,9 +197,9 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
         # One address for all: one for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
         inside = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
-        template, kind = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}", ir.LiteralStructType([_FLOAT] * count)
+        template, kind = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}", ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
-        loaded = _inline(builder, template, kind if even else _FLOAT, constraints, start, column, columns, effect=True)
+        loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
         values += [builder.extract_value(loaded, place) for place in range(2)] if even else [loaded]
     return values
 
@@ -207,7 +207,7 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
 def _with_columns(name: str, count: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
-        offset = builder.mul(builder.sext(column, _LONG), _LONG(4 if dtype == "float32" else 2))
+        offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
         start, results = builder.add(vector, offset), []
         for j in range(count // 4):
             values = _column_values(builder, dtype, even, start, column, columns, j)
@@ -247,15 +247,15 @@ def stage(count: int, dtype: str) -> Any:
     rounded = dtype != "float32"
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, base, first, mask = values
-        acc = unpack_tuple(builder, packed)
+        fragment, base, first, mask = values
+        acc = unpack_tuple(builder, fragment)
         for j in range(count // (8 if rounded else 4)):
-            place = builder.xor(builder.add(first, _WORD(2 * j)), mask)
-            address = builder.add(base, builder.shl(place, _WORD(4)))
+            place = builder.xor(builder.add(first, _I32(2 * j)), mask)
+            address = builder.add(base, builder.shl(place, _I32(4)))
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
-                words = [_inline(builder, _PAIR[dtype], _WORD, "=r,f,f", *pair) for pair in pairs]
-                _inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", address, *words, effect=True)
+                packed = [_inline(builder, _PAIR[dtype], _I32, "=r,f,f", *pair) for pair in pairs]
+                _inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", address, *packed, effect=True)
             else:
                 _inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", address, *acc[4 * j : 4 * j + 4], effect=True)
         return context.get_dummy_value()
@@ -277,11 +277,11 @@ def largest_of_rows(count: int) -> Any:
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         packed, left = values
-        largest = [_WORD(0), _WORD(0)]
+        largest = [_I32(0), _I32(0)]
         for index, value in enumerate(unpack_tuple(builder, packed)):
-            bits = builder.and_(builder.bitcast(value, _WORD), _WORD(0x7FFFFFFF))
-            inside = builder.icmp_signed("<", _WORD(8 * (index >> 2) + (index & 1)), left)
-            bits, half = builder.select(inside, bits, _WORD(0)), index >> 1 & 1
+            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), left)
+            bits, half = builder.select(inside, bits, _I32(0)), index >> 1 & 1
             larger = builder.icmp_unsigned(">", bits, largest[half])
             largest[half] = builder.select(larger, bits, largest[half])
         return pack_array(builder, largest)
@@ -321,13 +321,13 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
         packed, out, pitch, row, rows, column, columns = values
         acc = unpack_tuple(builder, packed)
         for half in range(2):
-            line = builder.add(row, _WORD(8 * half))
-            in_rows, start = builder.icmp_signed("<", line, rows), builder.mul(builder.sext(line, _LONG), pitch)
+            line = builder.add(row, _I32(8 * half))
+            in_rows, start = builder.icmp_signed("<", line, rows), builder.mul(builder.sext(line, _I64), pitch)
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
-                    at = builder.add(column, _WORD(2 * first + index))
-                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", at, columns)), _WORD)
-                    offset = builder.mul(builder.add(start, builder.sext(at, _LONG)), _LONG(size))
+                    at = builder.add(column, _I32(2 * first + index))
+                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", at, columns)), _I32)
+                    offset = builder.mul(builder.add(start, builder.sext(at, _I64)), _I64(size))
                     stored = acc[first + 2 * half + index :][:step]
                     address = builder.add(out, offset)
                     _inline(builder, template, ir.VoidType(), constraints, address, *stored, inside, effect=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
 from cuda_kernels.device.rows import (
@@ -124,7 +124,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     load_x, load_dy = row_loader(norm.dtype, spread), row_loader(dy_dtype, spread)
     decode_x, decode_dy, weights = quad_decoder(norm.dtype), quad_decoder(dy_dtype), parameter_quad(norm.weight_dtype)
     held_x, held_dy = registers_of(norm.dtype, spread), registers_of(dy_dtype, spread)
-    words_x, words_dy = quad_words(norm.dtype), quad_words(dy_dtype)
+    x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], spread), quad_address(item, spread)
     has_mean, has_bias, elements, rstds_at = norm.mean, norm.bias, 4 * quads, rstd_address(norm.mean)
@@ -143,9 +143,9 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     @device
     def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
         column = column_of(quad, thread)
-        d = decode_dy(dys, quad * words_dy)
+        d = decode_dy(dys, quad * dy_registers)
         w = weights(weight_at(weight, quad, thread), inside(column, columns))
-        return normalize(decode_x(xs, quad * words_x), mean, rstd), d, _scaled(d, w, offset)
+        return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
     def norm_backward(x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset):
         thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)

@@ -30,7 +30,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     """
     source, pack = normalized_source(norm, aligned), float8x4[fp8]
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(source.vector)
     statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
     has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
@@ -59,20 +59,22 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
             store_f32(out_scale, divide(_ONE, factor))
         while start < columns:
             column = i32(start + 4 * thread)
-            registers, words = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
+            registers, packed = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
             load(x, rows, columns, first, column, False, registers)
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
                     fold(registers, step, (a, b, c, d), kept)
             if rowwise:
-                store_rows(words, out, out_pitch, first, rows, column, False)
-            transpose_quads(words)
+                store_rows(packed, out, out_pitch, first, rows, column, False)
+            transpose_quads(packed)
             for step in range(4):
                 if column + step < columns:
                     address = out_t + i64(column + step) * out_t_pitch + i64(first)
-                    store_16(address, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+                    store_16(
+                        address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+                    )
             start = i32(start + 4 * THREADS)
         if observe:
             largest = block_max(largest_kept(kept), shared, thread)
@@ -82,7 +84,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
-        (source.words_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        (source.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=32,
         blocks_per_multiprocessor=source.blocks,

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import FP8_MAX, ITEM_BYTES, current_scale, magnitude, quad_decoder, quad_words, raise_to
+from cuda_kernels.device.codec import (
+    FP8_MAX,
+    ITEM_BYTES,
+    current_scale,
+    magnitude,
+    quad_decoder,
+    quad_registers,
+    raise_to,
+)
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     divide,
@@ -53,7 +61,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     ``codes``: where the thread's first go.
     """
     quads, last, column_of = spread.all_quads, spread.quads - 1, quad_column(spread)
-    held, item, has_bias = quad_words(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
+    held, item, has_bias = quad_registers(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
     decode, parameters, normalize, pack = (
         quad_decoder(norm.dtype), parameter_quad(norm.weight_dtype), normalizer(norm), float8x4[fp8]
     )  # fmt: skip
@@ -63,7 +71,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     @device
     def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch, stored):
         largest = _ZERO
-        word = cuda.local.array(2, u32)
+        packed = cuda.local.array(2, u32)
         for quad in range(quads):
             column, part = column_of(quad, lane), quad & last
             inside = inside_of(column, columns)
@@ -77,12 +85,12 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
             d = normalize(d, mean, rstd, z + offset, s)
             of_quad = larger(larger(a, b), larger(c, d))
             largest = larger(largest, of_quad if inside else _ZERO)
-            word[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
+            packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
             if part == last and stored and inside_of(column, pitch):
                 if last:
-                    store_8(code_at(codes, quad - 1, 0), word[0], word[1])
+                    store_8(code_at(codes, quad - 1, 0), packed[0], packed[1])
                 else:
-                    store_4(code_at(codes, quad, 0), word[0])
+                    store_4(code_at(codes, quad, 0), packed[0])
         return largest
 
     return cast

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
 from cuda_kernels.device.rows import (
@@ -71,7 +71,7 @@ def normalizer(norm: Norm) -> Any:
 def normalized_source(norm: Norm, aligned: bool) -> Source:
     """The normalized tensor; elements outside it are zeros.
 
-    Words: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
+    Arguments: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
     ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
@@ -93,17 +93,17 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_x(words, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_x(args, rows, columns, row, column, whole, registers)
         lane = cuda.threadIdx.x & 31
         of_lane = i64(row + lane) * 4
         inside = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = bits(load_f32(words[4] + of_lane)) if inside else u32(0)
-        registers[rstd] = bits(load_f32(rstds_at(words[4], rows) + of_lane)) if inside else u32(0)
-        load_parameters(words[2], column, columns, f32(words[5]), registers, weight)
+            registers[mean] = bits(load_f32(args[4] + of_lane)) if inside else u32(0)
+        registers[rstd] = bits(load_f32(rstds_at(args[4], rows) + of_lane)) if inside else u32(0)
+        load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
         if has_bias:
-            load_parameters(words[3], column, columns, _ZERO, registers, bias)
+            load_parameters(args[3], column, columns, _ZERO, registers, bias)
         # Of each column, how many rows from this one on are inside the tensor.
         below = rows - row if row < rows else 0
         for index in range(n_limits):
@@ -154,7 +154,7 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
 
     ``shared``: two times 32 bytes.
     """
-    held, quads, column_of = quad_words(dtype), spread.all_quads, quad_column(spread)
+    held, quads, column_of = quad_registers(dtype), spread.all_quads, quad_column(spread)
     decode, total, inside = quad_decoder(dtype), row_sum(spread.threads), inside_row(spread)
 
     @device
@@ -180,8 +180,13 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
     ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
     """
-    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
-    total, stride, all_words = row_sum(threads), 4 * threads, _AT_ONCE * held
+    load, decode, held, item = (
+        quad_loader(dtype, aligned),
+        quad_decoder(dtype),
+        quad_registers(dtype),
+        ITEM_BYTES[dtype],
+    )
+    total, stride, all_registers = row_sum(threads), 4 * threads, _AT_ONCE * held
     step = _AT_ONCE * stride
 
     @device
@@ -189,12 +194,12 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
         for index in range(_AT_ONCE):
             at = column + index * stride
             loaded = load(row + i64(at) * item, at, columns, inside)
-            for word in range(held):
-                registers[index * held + word] = loaded[word]
+            for register in range(held):
+                registers[index * held + register] = loaded[register]
 
     @device
     def statistics(row, columns, inside, lane, eps, shared, thread):
-        registers = cuda.local.array(all_words, u32)
+        registers = cuda.local.array(all_registers, u32)
         m, squares, first = _ZERO, _ZERO, i32(0)
         while mean and first < columns:
             load_some(row, first + 4 * lane, columns, inside, registers)
