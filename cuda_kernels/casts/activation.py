@@ -71,7 +71,8 @@ def _gelu(x):
 
 @device
 def _gelu_both(dy, x):
-    s, near = _sigmoid(_gelu_argument(x)), _bounded(x)
+    s = _sigmoid(_gelu_argument(x))
+    near = _bounded(x)
     slope = s * (_ONE + near * (_ONE - s) * (_GELU_1 + _GELU_3_SLOPE * (near * near)))
     return dy * slope, _at_least_minus_far(x) * s
 
@@ -136,7 +137,8 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
     # What is read of some rows and what is computed of the others fit into the registers.
     parts = 1 if raw <= 4 else 2 if aligned else 4
     together = WARP_ROWS // parts
-    in_flight, decode_quad = together * raw, quad_decoder("float32")
+    in_flight = together * raw
+    decode_quad = quad_decoder("float32")
 
     @device
     def load_rows(args, rows, columns, row, column, whole, registers, first):
@@ -180,8 +182,10 @@ def activation_source(name: str, dtype: str, aligned: bool) -> Source:
     """
     activation = ACTIVATIONS[name]
     value, gated = activation.value, activation.gated
-    item, quad = ITEM_BYTES[dtype], quad_registers(dtype)
-    load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
+    load_quad = quad_loader(dtype, aligned)
+    decode_quad = quad_decoder(dtype)
 
     @device
     def load_row(args, columns, row, column, inside, registers, start):
@@ -212,7 +216,8 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 
     Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
     """
-    item, load_quad = ITEM_BYTES[dtype], quad_loader(dtype, True)
+    item = ITEM_BYTES[dtype]
+    load_quad = quad_loader(dtype, True)
     load_one = load_2_if if item == 2 else load_4_if
 
     @device
@@ -245,12 +250,10 @@ def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bo
     """
     activation = ACTIVATIONS[name]
     both, gated = activation.both, activation.gated
-    item, quad, dy_item, dy_quad = (
-        ITEM_BYTES[dtype],
-        quad_registers(dtype),
-        ITEM_BYTES[dy_dtype],
-        quad_registers(dy_dtype),
-    )
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
+    dy_item = ITEM_BYTES[dy_dtype]
+    dy_quad = quad_registers(dy_dtype)
     decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
     load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
     load_gate = quad_loader(dtype, aligned)
@@ -258,7 +261,8 @@ def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bo
     @device
     def load_row(args, columns, row, column, inside, registers, start):
         period = columns >> 1 if gated else columns
-        x, dy = args[0] + row * args[1] * item, args[2] + row * args[3] * dy_item
+        x = args[0] + row * args[1] * item
+        dy = args[2] + row * args[3] * dy_item
         loaded = load_x(x, column, period, columns, inside)
         for register in range(quad):
             registers[start + register] = loaded[register]
@@ -272,7 +276,9 @@ def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bo
 
     @device
     def compute(columns, column, read, start, values):
-        x, dy, gate = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
+        x = cuda.local.array(4, f32)
+        dy = cuda.local.array(4, f32)
+        gate = cuda.local.array(4, f32)
         _unpack(decode_x(read, start), x)
         _unpack(decode_dy(read, start + quad), dy)
         if gated:

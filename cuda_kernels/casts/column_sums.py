@@ -56,7 +56,8 @@ def column_sums_kernel(dtype: str) -> Kernel:
 
     A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
     """
-    item, store = ITEM_BYTES[dtype], element_storer(dtype)
+    item = ITEM_BYTES[dtype]
+    store = element_storer(dtype)
 
     def column_sums(partials, out, other, pitch, n, columns):
         thread = cuda.threadIdx.x
@@ -64,7 +65,9 @@ def column_sums_kernel(dtype: str) -> Kernel:
         across = (columns + i32(COLUMNS - 1)) >> i32(5)
         block = cuda.blockIdx.x
         if block >= across:
-            block, partials, out = block - across, partials + i64(n) * pitch * 4, other
+            block = block - across
+            partials = partials + i64(n) * pitch * 4
+            out = other
         column = block * COLUMNS + lane
         inside = column < columns
         held = cuda.local.array(_AHEAD, f32)

@@ -51,8 +51,11 @@ def quantize_tensor_kernel(
     flushed to zero to the int64 ``counts [2]``.
     """
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    share_of, store_rows = share(source.vector), row_storer(source.vector)
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    share_of = share(source.vector)
+    store_rows = row_storer(source.vector)
+    pack = float8x4[fp8]
+    largest_code = FP8_MAX[fp8]
+    lost = losses_of(fp8)
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
@@ -116,8 +119,12 @@ def quantize_tensor_kernel(
 def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
     load, decode, held = source.load, source.decode, source.registers
-    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    share_of = share(source.vector)
+    row_of = row_of_quad(source.vector)
+    store_rows = row_storer(source.vector)
+    pack = float8x4[fp8]
+    largest_code = FP8_MAX[fp8]
+    lost = losses_of(fp8)
     quads_of_row = source.vector // 4
 
     def quantize_rows(

@@ -57,7 +57,8 @@ def _exchange(values: int, distance: int) -> Any:
         upper = lane & distance != 0
         for index in range(half):
             low, high = maxima[index], maxima[half + index]
-            kept, sent = high if upper else low, low if upper else high
+            kept = high if upper else low
+            sent = low if upper else high
             maxima[index] = unsigned_max(kept, shuffle_xor(sent, distance))
 
     return exchange
@@ -96,16 +97,24 @@ def quantize_blocks_kernel(
     lie as the blocks do, in ``out_t_scale`` transposed.
     """
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
+    share_of = share(source.vector)
+    row_of = row_of_quad(source.vector)
+    store_rows = row_storer(source.vector)
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    pack = float8x4[fp8]
+    largest_code = FP8_MAX[fp8]
+    lost = losses_of(fp8)
     reciprocal_max = _ONE / largest_code
-    square, microscaled = layout == "128x128", layout == "1x32"
+    square = layout == "128x128"
+    microscaled = layout == "1x32"
     rows_share = rowwise and layout == "1x128"
-    quads_of_row, lanes_of_32 = source.vector // 4, 32 // source.vector
-    n_vectors, spread_maxima = WARP_ROWS // quads_of_row, _spread_maxima(lanes_of_32)
-    exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
+    quads_of_row = source.vector // 4
+    lanes_of_32 = 32 // source.vector
+    n_vectors = WARP_ROWS // quads_of_row
+    spread_maxima = _spread_maxima(lanes_of_32)
+    exchange = TRANSPOSED_BYTES
+    column_scales = TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
         x, counts, out, out_scale, out_t, out_t_scale,
@@ -193,7 +202,8 @@ def quantize_blocks_kernel(
                 if microscaled:
                     for half in range(2):
                         index = thread + THREADS * half
-                        group, of_tile = index >> 7, index & 127
+                        group = index >> 7
+                        of_tile = index & 127
                         at = shared + exchange + (2 * group * TILE + of_tile) * 4
                         largest = unsigned_max(shared_load_4(at), shared_load_4(at + 4 * TILE))
                         code = e8m0_code(from_bits(largest), reciprocal_max)

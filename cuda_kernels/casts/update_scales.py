@@ -26,7 +26,9 @@ WARPS = 32
 ROWS = 8
 """Steps of the window that one warp moves at a time: its loads are in flight together."""
 
-_ZERO, _INFINITY, _LARGEST = np.float32(0), np.float32(np.inf), np.finfo(np.float32).max
+_ZERO = np.float32(0)
+_INFINITY = np.float32(np.inf)
+_LARGEST = np.finfo(np.float32).max
 
 
 @cache

@@ -32,7 +32,10 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
 """Of the kernels, which know no torch."""
 
-_ZERO, _ONE, _INFINITY, _LARGEST = np.float32(0), np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_INFINITY = np.float32(np.inf)
+_LARGEST = np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
 _EXPONENT = np.uint32(0x7F800000)
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -218,7 +221,9 @@ def _clearer(num_registers: int) -> Any:
 
 def packed_maxima(dtype: str) -> Maxima:
     """Of registers that hold elements of 16 bits as they were loaded."""
-    larger, low, high = larger_magnitudes[dtype], low_half[dtype], high_half[dtype]
+    larger = larger_magnitudes[dtype]
+    low = low_half[dtype]
+    high = high_half[dtype]
 
     @device
     def take(registers, step, quad, kept):

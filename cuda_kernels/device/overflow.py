@@ -30,7 +30,8 @@ def losses_of(fp8: str) -> Any:
 
     Losses count the saturated in their low half and those flushed to zero in their high half.
     """
-    largest, half_smallest = FP8_MAX[fp8], _SMALLEST[fp8] / np.float32(2)
+    largest = FP8_MAX[fp8]
+    half_smallest = _SMALLEST[fp8] / np.float32(2)
 
     @device
     def lost(value, scale):

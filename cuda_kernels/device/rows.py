@@ -104,9 +104,13 @@ def row_loader(dtype: str, spread: Spread) -> Any:
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
     """
-    threads, vectors, width = spread.threads, spread.vectors, 4 * spread.quads
-    item, held = ITEM_BYTES[dtype], ITEM_BYTES[dtype] * spread.quads
-    load_vector, inside = load_16_if if held == 4 else load_8_if, inside_row(spread)
+    threads = spread.threads
+    vectors = spread.vectors
+    width = 4 * spread.quads
+    item = ITEM_BYTES[dtype]
+    held = ITEM_BYTES[dtype] * spread.quads
+    load_vector = load_16_if if held == 4 else load_8_if
+    inside = inside_row(spread)
 
     @device
     def load(address, columns, lane, registers):
@@ -133,7 +137,10 @@ def inside_row(spread: Spread) -> Any:
 
 def quad_column(spread: Spread) -> Any:
     """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
-    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+    threads = spread.threads
+    width = 4 * spread.quads
+    shift = spread.quads - 1
+    mask = spread.quads - 1
 
     @device
     def column_of(quad, lane):
@@ -147,7 +154,10 @@ def quad_address(item: int, spread: Spread) -> Any:
 
     It is that of the lane and a number known when compiled, which loads and stores add for nothing.
     """
-    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+    threads = spread.threads
+    width = 4 * spread.quads
+    shift = spread.quads - 1
+    mask = spread.quads - 1
 
     @device
     def address_of(row, quad, lane):
@@ -163,12 +173,10 @@ def registers_of(dtype: str, spread: Spread) -> int:
 
 def quad_reader(dtype: str, aligned: bool) -> Any:
     """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
-    load, decode, held, item = (
-        quad_loader(dtype, aligned),
-        quad_decoder(dtype),
-        quad_registers(dtype),
-        ITEM_BYTES[dtype],
-    )
+    load = quad_loader(dtype, aligned)
+    decode = quad_decoder(dtype)
+    held = quad_registers(dtype)
+    item = ITEM_BYTES[dtype]
 
     @device
     def quad(row, column, columns):
@@ -187,7 +195,8 @@ def parameter_quad(dtype: str) -> Any:
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
     held = quad_registers(dtype)
-    load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
+    load = _kept_16_if if held == 4 else _kept_8_if
+    decode = quad_decoder(dtype)
 
     @device
     def quad(address, inside):
@@ -220,7 +229,9 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
 
     ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
     """
-    pair, item, store_one = _pair.get(dtype), ITEM_BYTES[dtype], element_storer(dtype)
+    pair = _pair.get(dtype)
+    item = ITEM_BYTES[dtype]
+    store_one = element_storer(dtype)
 
     @device
     def store_halves(address, column, columns, a, b, c, d):

@@ -124,16 +124,20 @@ def tensor_source(dtype: str, vector: int) -> Source:
     ``vector``: address, pitch and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
     16 bytes of them, which is not for copies that are transposed.
     """
-    item, quad = ITEM_BYTES[dtype], quad_registers(dtype)
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
-    held, every = quad * lanes_columns // 4, lanes_columns // 4
-    load_inside, load_some = vector_loader(dtype, lanes_columns), edge_loader(dtype, vector)
+    held = quad * lanes_columns // 4
+    every = lanes_columns // 4
+    load_inside = vector_loader(dtype, lanes_columns)
+    load_some = edge_loader(dtype, vector)
 
     @device
     def load(args, rows, columns, row, column, whole, registers):
         # From row to row by an addition: a product of 64 bits takes four instructions.
-        address, pitch = args[0] + (i64(row) * args[1] + i64(column)) * item, args[1] * (item * every)
+        address = args[0] + (i64(row) * args[1] + i64(column)) * item
+        pitch = args[1] * (item * every)
         if whole and vector > 1:
             for step in range(WARP_ROWS // every):
                 loaded = load_inside(address)
@@ -184,7 +188,8 @@ def row_storer(vector: int) -> Any:
 
     @device
     def store_rows(packed, out, pitch, row, rows, column, whole):
-        address, pitch_of_step = out + i64(row) * pitch + i64(column), pitch * every
+        address = out + i64(row) * pitch + i64(column)
+        pitch_of_step = pitch * every
         if whole:
             for step in range(WARP_ROWS // every):
                 store_at(address, packed, step)

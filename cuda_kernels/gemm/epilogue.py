@@ -52,7 +52,8 @@ def _in_order(steps: list[Any]) -> Any:
         return device(lambda acc, factors, row, m, column, n: acc)
     if len(steps) == 1:
         return steps[0]
-    first, rest = steps[0], _in_order(steps[1:])
+    first = steps[0]
+    rest = _in_order(steps[1:])
 
     @device
     def both(acc, factors, row, m, column, n):
@@ -62,7 +63,8 @@ def _in_order(steps: list[Any]) -> Any:
 
 
 def _row_scaler(count: int, even: bool) -> Any:
-    times_rows, times_columns = scale_rows(count), scale_columns(count, even)
+    times_rows = scale_rows(count)
+    times_columns = scale_columns(count, even)
 
     @device
     def scaled(acc, factors, row, m, column, n):
@@ -74,7 +76,8 @@ def _row_scaler(count: int, even: bool) -> Any:
 
 
 def _observer(count: int, out: str) -> Any:
-    largest, rounded = largest_of_rows(count), _ROUNDED[out]
+    largest = largest_of_rows(count)
+    rounded = _ROUNDED[out]
 
     @device
     def observed(acc, factors, row, m, column, n):
@@ -105,12 +108,14 @@ def leaver(product: Product, tile: Tile) -> Any:
     if tile.staged:
         return _chunks_from(0, product, tile)
     count = tile.columns // 2
-    finish, store = finisher(product, count, tile.even), store_all(count, product.out, tile.even, product.accumulate)
+    finish = finisher(product, count, tile.even)
+    store = store_all(count, product.out, tile.even, product.accumulate)
 
     @device
     def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
         lane = thread & 31
-        first, pair = row + (thread >> 5) * 16 + (lane >> 2), column + 2 * (lane & 3)
+        first = row + (thread >> 5) * 16 + (lane >> 2)
+        pair = column + 2 * (lane & 3)
         store(finish(acc, factors, first, m, pair, n), out, out_pitch, first, m, pair, n)
 
     return leave
@@ -122,16 +127,20 @@ def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
     Where they do not divide the tile's, the last copy begins earlier and takes some columns again.
     """
     wide = product.out == "float32"
-    columns, chunks = chunk_columns(product.out), chunks_of(tile, product)
+    columns = chunk_columns(product.out)
+    chunks = chunks_of(tile, product)
     start = min(chunk * columns, tile.columns - columns)
-    count, buffers, is_last = columns // 2, tile.buffers, chunk == chunks - 1
+    count = columns // 2
+    buffers = tile.buffers
+    is_last = chunk == chunks - 1
     mine = chunk % buffers
     # The first of a tile may take the buffer that the last one before has filled: then it waits for all.
     all_at_first = chunks % buffers > 0
     free = 0 if all_at_first and chunk == 0 else buffers - 1
     waits = not all_at_first or chunk == 0 or chunk >= buffers
     part = slice_of(tile.columns // 2, start // 2, count)
-    finish, to_shared = finisher(product, count, tile.even), stage(count, product.out)
+    finish = finisher(product, count, tile.even)
+    to_shared = stage(count, product.out)
     at = places(tile, product.scaling)["out"]
     copy = tensor_add if product.accumulate else tensor_store
 

@@ -46,17 +46,26 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     """
     scaling, promote = product.scaling, product.promote
     rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
-    along_k, by_row = scaling.along_k, scaling is Scaling.ROW
-    by_block, by_blocks = scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS
-    stage_bytes, ahead, pending = tile.stage_bytes(scaling), stages - 1, stages - 2
+    along_k = scaling.along_k
+    by_row = scaling is Scaling.ROW
+    by_block = scaling is Scaling.BLOCK
+    by_blocks = scaling is Scaling.BLOCKS
+    stage_bytes = tile.stage_bytes(scaling)
+    ahead = stages - 1
+    pending = stages - 2
     at_b = rows * _K
     at_scale_a = at_b + columns * _K
     at_scale_b = at_scale_a + 4 * rows
-    parts, count = WARP_COLUMNS // 8, strips * WARP_COLUMNS // 2
-    zero, plus, multiply = zeros(count), add(count), mma(strips, parts, product.a, product.b)
+    parts = WARP_COLUMNS // 8
+    count = strips * WARP_COLUMNS // 2
+    zero = zeros(count)
+    plus = add(count)
+    multiply = mma(strips, parts, product.a, product.b)
     load_a, load_b = load_matrices(strips, 16 * _K), load_matrices(parts // 2, 16 * _K)
-    plus_scaled, leave = _adder(product, strips), _leaver(product, strips, tile.even)
-    (load_blocks, block_of), window = scales_of_blocks(WARP_COLUMNS), steps_at_once(scaling)
+    plus_scaled = _adder(product, strips)
+    leave = _leaver(product, strips, tile.even)
+    load_blocks, block_of = scales_of_blocks(WARP_COLUMNS)
+    window = steps_at_once(scaling)
     lines = threads // 8  # that are copied at once: a multiple of 8, so that a thread's chunk stays where it is
 
     @device
@@ -97,12 +106,15 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     def mma_gemm(
         a, a_pitch, b, b_pitch, scale_a, scale_a_pitch, scale_b, scale_b_pitch, bias, seen, out, out_pitch, m, n, k
     ):  # fmt: skip
-        smem, lane, warp = dynamic_shared(), cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        smem = dynamic_shared()
+        lane = cuda.threadIdx.x & 31
+        warp = cuda.threadIdx.x >> 5
         tile_row, tile_column = corner(
             cuda.blockIdx.x, quotient(m + (rows - 1), rows), quotient(n + (columns - 1), columns)
         )
         row, column = tile_row * rows, tile_column * columns
-        of_a, of_b = (a, a_pitch, scale_a, scale_a_pitch), (b, b_pitch, scale_b, scale_b_pitch)
+        of_a = (a, a_pitch, scale_a, scale_a_pitch)
+        of_b = (b, b_pitch, scale_b, scale_b_pitch)
         steps = (k + (_K - 1)) >> 7
         for step in range(ahead):
             if step < steps:
@@ -114,8 +126,11 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         line_b, chunk_b = across + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
         at_x = line_a * _K + ((chunk_a ^ (line_a & 7)) << 4)
         at_y = at_b + line_b * _K + ((chunk_b ^ (line_b & 7)) << 4)
-        first, pair = down + (lane >> 2), across + 2 * (lane & 3)  # of this thread's first register
-        acc, place, free = zero(), smem, smem + ahead * stage_bytes
+        first = down + (lane >> 2)
+        pair = across + 2 * (lane & 3)  # of this thread's first register
+        acc = zero()
+        place = smem
+        free = smem + ahead * stage_bytes
         for begin in range(i32(0), steps, i32(window)):
             held = (u32(0), u32(0))
             if by_block:
@@ -123,7 +138,9 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
             for step in range(begin, min(i32(begin + window), steps)):
                 copy_wait(pending)
                 cuda.syncthreads()
-                x, y, scale = place + at_x, place + at_y, np.float32(1)
+                x = place + at_x
+                y = place + at_y
+                scale = np.float32(1)
                 part = multiply(zero() if promote else acc, load_a(x), load_b(y))
                 # Not before: now the tensor cores are busy meanwhile.
                 if step + ahead < steps:
@@ -162,8 +179,10 @@ def _adder(product: Product, strips: int, strip: int = 0) -> Any:
     ``scale``: what the columns have where they have but one.
     """
     count = WARP_COLUMNS // 2
-    own, by_block = slice_of(strips * count, strip * count, count), product.scaling is Scaling.BLOCK
-    plus_rows, plus_both = add_rows(count), add_rows_and_columns(count)
+    own = slice_of(strips * count, strip * count, count)
+    by_block = product.scaling is Scaling.BLOCK
+    plus_rows = add_rows(count)
+    plus_both = add_rows_and_columns(count)
 
     @device
     def plus(acc, part, of_rows, of_columns, scale):
@@ -190,7 +209,8 @@ def _leaver(product: Product, strips: int, even: bool, strip: int = 0) -> Any:
     It finishes and stores it. ``row``, ``column``: of this thread's first register.
     """
     count = WARP_COLUMNS // 2
-    own, finish = slice_of(strips * count, strip * count, count), finisher(product, count, even)
+    own = slice_of(strips * count, strip * count, count)
+    finish = finisher(product, count, even)
     store = store_all(count, product.out, even, product.accumulate)
 
     @device

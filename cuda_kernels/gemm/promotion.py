@@ -32,7 +32,9 @@ def scales_of_place(product: Product, tile: Tile) -> Any:
 
     ``line``: of this thread's first register in the tile.
     """
-    at, rows, columns = places(tile, product.scaling), tile.rows, tile.columns
+    at = places(tile, product.scaling)
+    rows = tile.rows
+    columns = tile.columns
     at_a, at_b = at["scale_a"], at["scale_b"]
     if not product.scaling.along_k:
         return device(lambda smem, place, line: i32(0))
@@ -61,7 +63,9 @@ def adder(product: Product, tile: Tile) -> Any:
     ``of_blocks``: what :func:`scales_of_blocks` gives for the step; ``column``: the tile's first.
     """
     count = tile.columns // 2
-    plus, plus_rows, plus_rows_of_two = add(count), add_rows(count), add_rows_of_two(count)
+    plus = add(count)
+    plus_rows = add_rows(count)
+    plus_rows_of_two = add_rows_of_two(count)
     if not product.scaling.along_k:
         return device(lambda acc, part, scales, of_blocks, column: plus(acc, part))
     if product.scaling is Scaling.BLOCKS:
@@ -106,7 +110,8 @@ def scales_of_blocks(columns: int) -> tuple[Any, Any]:
 
     @device
     def load(scale_b, pitch, column, n, step, steps):
-        block, mine = column >> 7, i32(step + (cuda.threadIdx.x & 31))
+        block = column >> 7
+        mine = i32(step + (cuda.threadIdx.x & 31))
         address = scale_b + (i64(block) * pitch + mine) * 4
         first = load_4_if(address, mine < steps and column < n)
         second = first

@@ -117,7 +117,8 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
 
     Operands begin at multiples of 1024, as the swizzle needs.
     """
-    starts, at = {}, 0
+    starts: dict[str, int] = {}
+    at = 0
     buffers = 0 if not tile.staged else tile.groups * tile.buffers
     for name, size in (
         ("a", tile.stages * tile.rows * 128),

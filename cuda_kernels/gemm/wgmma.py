@@ -61,7 +61,8 @@ _K = 128
 """Bytes of a row in shared memory: the width of the swizzle, and the products of one scale."""
 _WARPS = 4
 """Of a warpgroup."""
-_PRODUCERS_REGISTERS, _REGISTERS = 56, 224
+_PRODUCERS_REGISTERS = 56
+_REGISTERS = 224
 
 
 @cache
@@ -73,10 +74,15 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     """
     scaling, promote = product.scaling, product.promote
     groups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
-    alternate, sharing, taking_turns = tile.alternate, tile.sharing, tile.groups // tile.sharing
-    rows, count, last_stage = tile.rows, columns // 2, stages - 1
+    alternate = tile.alternate
+    sharing = tile.sharing
+    taking_turns = tile.groups // tile.sharing
+    rows = tile.rows
+    count = columns // 2
+    last_stage = stages - 1
     at = places(tile, scaling)
-    a_bytes, b_bytes = rows * _K, columns * _K
+    a_bytes = rows * _K
+    b_bytes = columns * _K
     arriving = a_bytes + b_bytes
     arriving += 4 * rows if scaling.along_k else 0
     arriving += 4 * columns if scaling is Scaling.BLOCKS else 0
@@ -85,15 +91,26 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     )
     share_a, share_b = tile.shares_a and cluster > 1, not tile.shares_a and cluster > 1
     a_part, b_part = rows // (cluster if share_a else 1), columns // (cluster if share_b else 1)
-    unit_rows, unit_columns = rows * (cluster if share_b else 1), columns * (cluster if share_a else 1)
-    everyone, releases = (1 << cluster) - 1, sharing * cluster * (4 if scaling.along_k else 1)
-    zero, multiply = zeros(count), wgmma(columns, product.a, product.b)
+    unit_rows = rows * (cluster if share_b else 1)
+    unit_columns = columns * (cluster if share_a else 1)
+    everyone = (1 << cluster) - 1
+    releases = sharing * cluster * (4 if scaling.along_k else 1)
+    zero = zeros(count)
+    multiply = wgmma(columns, product.a, product.b)
     finish, finish_older = wgmma_wait(count, 0), wgmma_wait(count, 1)
-    leave, staged, along_k = leaver(product, tile), tile.staged, scaling.along_k
-    by_row, by_block, by_blocks = scaling is Scaling.ROW, scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS
-    read, plus, early = scales_of_place(product, tile), adder(product, tile), reads_ahead(product, tile)
-    (load_blocks, block_of), window = scales_of_blocks(columns), steps_at_once(scaling)
-    in_clusters, two_waves = in_clusters_of(cluster), waves == 2
+    leave = leaver(product, tile)
+    staged = tile.staged
+    along_k = scaling.along_k
+    by_row = scaling is Scaling.ROW
+    by_block = scaling is Scaling.BLOCK
+    by_blocks = scaling is Scaling.BLOCKS
+    read = scales_of_place(product, tile)
+    plus = adder(product, tile)
+    early = reads_ahead(product, tile)
+    load_blocks, block_of = scales_of_blocks(columns)
+    window = steps_at_once(scaling)
+    in_clusters = in_clusters_of(cluster)
+    two_waves = waves == 2
     traps = os.environ.get(TRAP_VARIABLE) == "1"
     wait = barrier_wait_or_trap if traps else barrier_wait
 
@@ -151,7 +168,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     @device
     def promoted(acc, other, part, smem, x, y, place, line, held, step, column, thread):
         """``acc``, and of a second wave ``other``, plus the products of one step, which are in ``part`` meanwhile."""
-        scales, scale = read(smem, place, line), (np.float32(1), np.float32(1))
+        scales = read(smem, place, line)
+        scale = (np.float32(1), np.float32(1))
         wgmma_fence()
         part = finish(step_of(part, x, y, 0))
         if by_block:
@@ -178,7 +196,9 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         while unit < units:
             row, column = corner_of(unit, m_units, n_units, rank)
             for step in range(steps):
-                full, a, b = smem + at_full + 8 * place, smem + place * a_bytes, smem + at_b + place * b_bytes
+                full = smem + at_full + 8 * place
+                a = smem + place * a_bytes
+                b = smem + at_b + place * b_bytes
                 wait(smem + at_empty + 8 * place, parity ^ 1)
                 barrier_expect(full, arriving)
                 if share_a:
@@ -204,12 +224,15 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         unit, units, m_units, n_units, steps, rank, group,
     ):  # fmt: skip
         thread = cuda.threadIdx.x & 127
-        lane, warp, turn = thread & 31, broadcast(thread >> 5), group
+        lane = thread & 31
+        warp = broadcast(thread >> 5)
+        turn = group
         place, parity = i32(0), i32(0)
         mine = group * (64 * waves)  # the group's first row in the tile
         if alternate:
             place, parity = after(place, parity, group * steps)
-            mine, unit = 0, unit + group * quotient(cuda.gridDim.x, i32(cluster))
+            mine = 0
+            unit = unit + group * quotient(cuda.gridDim.x, i32(cluster))
         elif group == 1 and unit < units:
             wait(smem + at_full + 8 * (min(steps, stages) - 1), 0)
         line = mine + warp * 16 + (lane >> 2)
@@ -217,7 +240,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         if not along_k and not by_row:
             both = load_f32(scale_a) * load_f32(scale_b)
         factors = both, scale_a, scale_b, bias, seen
-        held, next_column = (u32(0), u32(0)), 0
+        held = (u32(0), u32(0))
+        next_column = 0
         ahead = held
         if by_block:
             ahead = load_blocks(scale_b, scale_b_pitch, corner_of(unit, m_units, n_units, rank)[1], n, 0, steps)
@@ -234,7 +258,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
             older = place
             for first in range(i32(0), steps, i32(window)):
                 if by_block:
-                    held, last = ahead, first + window >= steps
+                    held = ahead
+                    last = first + window >= steps
                     ahead = load_blocks(
                         scale_b, scale_b_pitch, next_column if last else column, n, 0 if last else first + window, steps
                     )
@@ -299,7 +324,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         else:
             cuda.syncthreads()
         m_units, n_units = quotient(m + (unit_rows - 1), unit_rows), quotient(n + (unit_columns - 1), unit_columns)
-        units, steps = m_units * n_units, quotient(k + (_K - 1), _K)
+        units = m_units * n_units
+        steps = quotient(k + (_K - 1), _K)
         unit = quotient(cuda.blockIdx.x, cluster)
         if group == groups:
             fewer_registers(_PRODUCERS_REGISTERS)

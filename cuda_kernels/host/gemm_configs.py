@@ -167,7 +167,8 @@ def estimated(problem: Problem) -> Plan:
 
 def _clocks(tile: Tile | MmaTile, problem: Problem) -> float:
     rows, columns = tile.rows, tile.columns
-    cluster, loaded = 1, float(rows + columns)
+    cluster = 1
+    loaded = float(rows + columns)
     if isinstance(tile, Tile):
         cluster = tile.cluster
         if cluster > 1:

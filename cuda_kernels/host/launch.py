@@ -46,8 +46,12 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
-        self.kernel, self.blocks, self.numbers, self.device = kernel, blocks, tuple(numbers), device
-        self._index, self._handle = None, 0
+        self.kernel = kernel
+        self.blocks = blocks
+        self.numbers = tuple(numbers)
+        self.device = device
+        self._index: int | None = None
+        self._handle = 0
         if is_card(device):
             self._index = device.index or 0
             self._handle = _loaded(kernel, self._index)
@@ -80,7 +84,8 @@ class Launch:
         """
         assert self._index is not None
         enter_context(self._index)
-        kernel, block = self.kernel, _ParameterBlock(self.kernel)
+        kernel = self.kernel
+        block = _ParameterBlock(self.kernel)
         formats = kernel.formats[:addresses]
         nothing = [b"" if each == "128s" else 0 for each in formats]
         kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
@@ -103,7 +108,8 @@ class _ParameterBlock:
 
     def __init__(self, kernel: Kernel) -> None:
         self.buffer = ctypes.create_string_buffer(kernel.layout.size)
-        first, formats = ctypes.addressof(self.buffer), kernel.formats
+        first = ctypes.addressof(self.buffer)
+        formats = kernel.formats
         ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
         addresses = [first + end - struct.calcsize(each) for end, each in zip(ends, formats)]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -114,7 +120,9 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
     if not is_card(device):
         return Tensor.zero_
-    index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
+    index = device.index or 0
+    memset = _driver().cuMemsetD32Async
+    stream = torch._C._cuda_getCurrentRawStream
     entered = threading.local()
 
     def zero(address: int) -> None:
@@ -224,7 +232,8 @@ _OUT_OF_MEMORY = 2
 
 
 def _load(kernel: Kernel, index: int) -> int:
-    driver, arch = _driver(), architecture(index)
+    driver = _driver()
+    arch = architecture(index)
     try:
         code = machine_code.cubin(kernel, arch)
     except KernelError:

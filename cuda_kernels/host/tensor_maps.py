@@ -14,12 +14,17 @@ from torch import Tensor
 from cuda_kernels.host.launch import Argument, is_card
 from cuda_kernels.kernel import KernelError
 
-_BYTES, _ALIGNMENT = 128, 64
+_BYTES = 128
+_ALIGNMENT = 64
 _KEPT_MAPS = 1024
 
 # CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
 _KINDS = {1: 0, 2: 1, 4: 7}
-_INTERLEAVE_NONE, _SWIZZLE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _OUTSIDE_IS_0 = 0, 0, 3, 3, 0
+_INTERLEAVE_NONE = 0
+_SWIZZLE_NONE = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+_OUTSIDE_IS_0 = 0
 
 
 class Box(NamedTuple):
@@ -86,7 +91,8 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
     Raises:
         KernelError: the driver refuses.
     """
-    (rows, columns), item = tensor.shape, tensor.element_size()
+    rows, columns = tensor.shape
+    item = tensor.element_size()
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     result = _encode()(

@@ -66,7 +66,8 @@ def dynamic_shared() -> Any:
         memory = builder.module.globals.get("dynamic_shared")
         if memory is None:
             memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)
-            memory.linkage, memory.align = "external", 1024
+            memory.linkage = "external"
+            memory.align = 1024
         return builder.ptrtoint(memory, ir.IntType(32))
 
     return intrinsic_of("dynamic_shared", 0, lambda context: (signature(i32), lower))

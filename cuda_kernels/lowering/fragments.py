@@ -20,7 +20,9 @@ from cuda_kernels.device.fragments import registers
 from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, void
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 
 Values = list[Any]
 
@@ -134,7 +136,8 @@ def add_rows_of_two(count: int) -> Any:
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
     """What shared memory holds for the two columns of registers ``4 j`` and ``4 j + 1``."""
-    pair, address = ir.LiteralStructType([_F32, _F32]), builder.add(shared, _I32(32 * j))
+    pair = ir.LiteralStructType([_F32, _F32])
+    address = builder.add(shared, _I32(32 * j))
     loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
     return [builder.extract_value(loaded, index) for index in range(2)]
 
@@ -191,13 +194,15 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
 
     ``start``: address of what it holds for ``column``, the thread's first.
     """
-    size, count = 4 if dtype == "float32" else 2, 2 if even else 1
+    size = 4 if dtype == "float32" else 2
+    count = 2 if even else 1
     values = []
     for index in range(8 * j, 8 * j + 2, count):
         # One address for all: one for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
         inside = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
-        template, kind = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}", ir.LiteralStructType([_F32] * count)
+        template = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}"
+        kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
         loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
         values += [builder.extract_value(loaded, place) for place in range(2)] if even else [loaded]
@@ -208,7 +213,8 @@ def _with_columns(name: str, count: int, dtype: str, even: bool, op: Callable[[A
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
         offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
-        start, results = builder.add(vector, offset), []
+        start = builder.add(vector, offset)
+        results = []
         for j in range(count // 4):
             values = _column_values(builder, dtype, even, start, column, columns, j)
             results += [op(builder, acc[4 * j + index], values[index & 1]) for index in range(4)]
@@ -281,7 +287,8 @@ def largest_of_rows(count: int) -> Any:
         for index, value in enumerate(unpack_tuple(builder, packed)):
             bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
             inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), left)
-            bits, half = builder.select(inside, bits, _I32(0)), index >> 1 & 1
+            bits = builder.select(inside, bits, _I32(0))
+            half = index >> 1 & 1
             larger = builder.icmp_unsigned(">", bits, largest[half])
             largest[half] = builder.select(larger, bits, largest[half])
         return pack_array(builder, largest)
@@ -313,7 +320,8 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
     ``row``, ``column``: of register 0. ``pitch``: of out's rows, in elements. ``even``: columns and pitch are, so that
     two elements are stored at once. ``accumulate``: adds to what is there; float32 only.
     """
-    size, step = 4 if dtype == "float32" else 2, 2 if even else 1
+    size = 4 if dtype == "float32" else 2
+    step = 2 if even else 1
     template = _GUARD % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
     constraints = ",".join(["l", *"f" * step, "r"])
 
@@ -322,7 +330,8 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
         acc = unpack_tuple(builder, packed)
         for half in range(2):
             line = builder.add(row, _I32(8 * half))
-            in_rows, start = builder.icmp_signed("<", line, rows), builder.mul(builder.sext(line, _I64), pitch)
+            in_rows = builder.icmp_signed("<", line, rows)
+            start = builder.mul(builder.sext(line, _I64), pitch)
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
                     at = builder.add(column, _I32(2 * first + index))

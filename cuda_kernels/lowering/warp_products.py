@@ -13,7 +13,8 @@ from cuda_kernels.device.fragments import registers
 from cuda_kernels.device.language import i32, u32x
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
-_F32, _I32 = ir.FloatType(), ir.IntType(32)
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
 
 
 @cache
@@ -42,7 +43,8 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
     ``acc``: ``4 parts`` registers for each strip. ``x``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
     bytes 0 to 15, then of 16 to 31. ``y``: two registers for each part.
     """
-    count, four = 4 * strips * parts, ir.LiteralStructType([_F32] * 4)
+    count = 4 * strips * parts
+    four = ir.LiteralStructType([_F32] * 4)
     template = (
         f"mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"
         " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"

@@ -96,7 +96,8 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
     ``full``: no column is outside the row.
     """
-    gradient, store = _gradient(norm), quad_storer(norm.dtype, aligned)
+    gradient = _gradient(norm)
+    store = quad_storer(norm.dtype, aligned)
 
     @device
     def store_gradient(address, column, columns, g, normalized, mean_of_g, mean_of_product, rstd):
@@ -120,18 +121,28 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     The next row is read while this one's sums go from warp to warp. For that g and x^ are kept as float32, which blocks
     of 1024 threads, with 64 registers each, compute twice instead.
     """
-    threads, quads, column_of = spread.threads, spread.all_quads, quad_column(spread)
+    threads = spread.threads
+    quads = spread.all_quads
+    column_of = quad_column(spread)
     load_x, load_dy = row_loader(norm.dtype, spread), row_loader(dy_dtype, spread)
-    decode_x, decode_dy, weights = quad_decoder(norm.dtype), quad_decoder(dy_dtype), parameter_quad(norm.weight_dtype)
+    decode_x = quad_decoder(norm.dtype)
+    decode_dy = quad_decoder(dy_dtype)
+    weights = parameter_quad(norm.weight_dtype)
     held_x, held_dy = registers_of(norm.dtype, spread), registers_of(dy_dtype, spread)
     x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], spread), quad_address(item, spread)
-    has_mean, has_bias, elements, rstds_at = norm.mean, norm.bias, 4 * quads, rstd_address(norm.mean)
-    normalize, store, total = _normalizer(norm), _gradient_storer(norm, True, spread.full), row_sum(threads)
+    has_mean = norm.mean
+    has_bias = norm.bias
+    elements = 4 * quads
+    rstds_at = rstd_address(norm.mean)
+    normalize = _normalizer(norm)
+    store = _gradient_storer(norm, True, spread.full)
+    total = row_sum(threads)
     sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
     both_sums = 2 * sums
-    inside, ahead = inside_row(spread), threads < 1024
+    inside = inside_row(spread)
+    ahead = threads < 1024
 
     @device
     def load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys):
@@ -148,19 +159,25 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
         return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
     def norm_backward(x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset):
-        thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
+        phase = i32(0)
         of_weight, of_bias = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         xs, dys = cuda.local.array(held_x, u32), cuda.local.array(held_dy, u32)
         normalized_row, g_row = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
             of_weight[index], of_bias[index] = _ZERO, _ZERO
-        row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
+        row = i64(cuda.blockIdx.x)
+        mean = _ZERO
+        rstd = _ZERO
         if ahead and row < rows:
             mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
         while row < rows:
             if not ahead:
                 mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
-            of_g, of_product, of_row = _ZERO, _ZERO, rstd
+            of_g = _ZERO
+            of_product = _ZERO
+            of_row = rstd
             for quad in range(quads):
                 normalized, d, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
                 of_g += _sum(g[0], g[1], g[2], g[3])
@@ -188,7 +205,8 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
         first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
         second = first + i64(cuda.gridDim.x) * partial_pitch * 4
         for quad in range(quads):
-            p, column = 4 * quad, column_of(quad, thread)
+            p = 4 * quad
+            column = column_of(quad, thread)
             at = i64(column) * 4
             if inside(column, columns):
                 store_16(
@@ -217,9 +235,13 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     """The same of rows of any length and address; each is read once more, and partial sums grow in memory."""
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
-    weights, normalize = quad_reader(norm.weight_dtype, aligned), _normalizer(norm)
-    has_mean, has_bias, rstds_at = norm.mean, norm.bias, rstd_address(norm.mean)
-    store, total = _gradient_storer(norm, aligned, False), row_sum(THREADS)
+    weights = quad_reader(norm.weight_dtype, aligned)
+    normalize = _normalizer(norm)
+    has_mean = norm.mean
+    has_bias = norm.bias
+    rstds_at = rstd_address(norm.mean)
+    store = _gradient_storer(norm, aligned, False)
+    total = row_sum(THREADS)
 
     @device
     def add(address, value, begun):
@@ -228,20 +250,24 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     def long_norm_backward(
         x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset
     ):  # fmt: skip
-        thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
+        phase = i32(0)
         first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
         second = first + i64(cuda.gridDim.x) * partial_pitch * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
             # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
-            of_x, of_dy = x + row * pitch * item, dy + row * dy_pitch * dy_item
+            of_x = x + row * pitch * item
+            of_dy = dy + row * dy_pitch * dy_item
             rstd = load_f32(rstds_at(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
             of_g, of_product = _ZERO, _ZERO
             column = i64(4 * thread)
             while column < columns:
-                normalized, d = normalize(quad_x(of_x, column, columns), mean, rstd), quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(of_x, column, columns), mean, rstd)
+                d = quad_dy(of_dy, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
                 of_g += _sum(g[0], g[1], g[2], g[3])
                 of_product += _product(g, normalized)
@@ -258,7 +284,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
             phase ^= i32(64)
             column = i64(4 * thread)
             while column < columns:
-                normalized, d = normalize(quad_x(of_x, column, columns), mean, rstd), quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(of_x, column, columns), mean, rstd)
+                d = quad_dy(of_dy, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
                 at = dx + (row * columns + column) * item
                 store(at, column, columns, g, normalized, of_g, of_product, rstd)

@@ -28,18 +28,22 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     ``scale [1]`` is not 0; ``observe`` raises ``seen [1]`` to the tensor's amax. Pitches of both copies are multiples
     of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
     """
-    source, pack = normalized_source(norm, aligned), float8x4[fp8]
+    source = normalized_source(norm, aligned)
+    pack = float8x4[fp8]
     load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(source.vector)
-    statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
-    has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
+    statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
+    rstds_at = rstd_address(norm.mean)
+    has_mean = norm.mean
+    item = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
         x, scale, seen, out, out_scale, out_t,
         rows, columns, eps, out_pitch, out_t_pitch,
     ):  # fmt: skip
-        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
         first = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
@@ -52,7 +56,8 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                 store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
-        factor, start = load_f32(scale), i32(0)
+        factor = load_f32(scale)
+        start = i32(0)
         kept = cuda.local.array(n_kept, u32)
         clear(kept)
         if cuda.blockIdx.x == 0 and thread == 0:

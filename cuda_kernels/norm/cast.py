@@ -60,12 +60,18 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
 
     ``codes``: where the thread's first go.
     """
-    quads, last, column_of = spread.all_quads, spread.quads - 1, quad_column(spread)
-    held, item, has_bias = quad_registers(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
-    decode, parameters, normalize, pack = (
-        quad_decoder(norm.dtype), parameter_quad(norm.weight_dtype), normalizer(norm), float8x4[fp8]
-    )  # fmt: skip
-    inside_of, larger = inside_row(spread), larger_magnitudes["float32"]
+    quads = spread.all_quads
+    last = spread.quads - 1
+    column_of = quad_column(spread)
+    held = quad_registers(norm.dtype)
+    item = ITEM_BYTES[norm.weight_dtype]
+    has_bias = norm.bias
+    decode = quad_decoder(norm.dtype)
+    parameters = parameter_quad(norm.weight_dtype)
+    normalize = normalizer(norm)
+    pack = float8x4[fp8]
+    inside_of = inside_row(spread)
+    larger = larger_magnitudes["float32"]
     parameter_at, code_at = quad_address(item, spread), quad_address(1, spread)
 
     @device
@@ -73,7 +79,8 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
         largest = _ZERO
         packed = cuda.local.array(2, u32)
         for quad in range(quads):
-            column, part = column_of(quad, lane), quad & last
+            column = column_of(quad, lane)
+            part = quad & last
             inside = inside_of(column, columns)
             kept = _ALL if inside else u32(0)
             a, b, c, d = decode(registers, quad * held)
@@ -107,17 +114,25 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     Where it is 0 or its address is, ``own [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
     ``observe`` raises ``seen [1]``. The rest of out's pitch, a multiple of 16, is written with zeros.
     """
-    load_row, statistics = row_loader(norm.dtype, spread), row_statistics(norm.dtype, norm.mean, spread)
-    cast, has_mean, rstds_at = _row_caster(norm, fp8, spread), norm.mean, rstd_address(norm.mean)
-    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
-    larger, codes_at = larger_magnitudes["float32"], quad_address(1, spread)
+    load_row = row_loader(norm.dtype, spread)
+    statistics = row_statistics(norm.dtype, norm.mean, spread)
+    cast = _row_caster(norm, fp8, spread)
+    has_mean = norm.mean
+    rstds_at = rstd_address(norm.mean)
+    held = registers_of(norm.dtype, spread)
+    item = ITEM_BYTES[norm.dtype]
+    lanes = spread.threads - 1
+    shift = spread.shift
+    rows_of_block = THREADS >> spread.shift
+    larger = larger_magnitudes["float32"]
+    codes_at = quad_address(1, spread)
 
     def normalize(
         x, pitch, weight, bias, means, scale, own, seen, out, out_scale,
         rows, columns, offset, eps, out_pitch,
     ):  # fmt: skip
-        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
         lane = thread & lanes
         factor = _ZERO
         if scale != 0:
@@ -169,10 +184,16 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
     predicated = replace(spread, full=False)
-    load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, predicated)
-    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
-    has_mean, largest_code, rstds_at = norm.mean, FP8_MAX[fp8], rstd_address(norm.mean)
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    load_row = row_loader(norm.dtype, spread)
+    cast = _row_caster(norm, fp8, predicated)
+    held = registers_of(norm.dtype, spread)
+    item = ITEM_BYTES[norm.dtype]
+    has_mean = norm.mean
+    largest_code = FP8_MAX[fp8]
+    rstds_at = rstd_address(norm.mean)
+    lanes = spread.threads - 1
+    shift = spread.shift
+    rows_of_block = THREADS >> spread.shift
     codes_at = quad_address(1, spread)
 
     def cast_normalized(
@@ -182,7 +203,9 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        lane, largest, index = thread & lanes, u32(0), thread
+        lane = thread & lanes
+        largest = u32(0)
+        index = thread
         while index < n_own:
             largest = unsigned_max(largest, load_4(own + i64(index) * 4))
             index += THREADS

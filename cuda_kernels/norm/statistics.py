@@ -75,7 +75,9 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x, normalize, rstds_at = tensor_source(norm.dtype, 4 if aligned else 1), normalizer(norm), rstd_address(norm.mean)
+    x = tensor_source(norm.dtype, 4 if aligned else 1)
+    normalize = normalizer(norm)
+    rstds_at = rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
@@ -83,7 +85,8 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     bias = weight + 4
     mean = bias + (4 if has_bias else 0)
     rstd = mean + (1 if has_mean else 0)
-    limits, n_limits = rstd + 1, 1 if aligned else 4
+    limits = rstd + 1
+    n_limits = 1 if aligned else 4
     held = limits + n_limits
 
     @device
@@ -154,8 +157,12 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
 
     ``shared``: two times 32 bytes.
     """
-    held, quads, column_of = quad_registers(dtype), spread.all_quads, quad_column(spread)
-    decode, total, inside = quad_decoder(dtype), row_sum(spread.threads), inside_row(spread)
+    held = quad_registers(dtype)
+    quads = spread.all_quads
+    column_of = quad_column(spread)
+    decode = quad_decoder(dtype)
+    total = row_sum(spread.threads)
+    inside = inside_row(spread)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
@@ -180,13 +187,13 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
     ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
     """
-    load, decode, held, item = (
-        quad_loader(dtype, aligned),
-        quad_decoder(dtype),
-        quad_registers(dtype),
-        ITEM_BYTES[dtype],
-    )
-    total, stride, all_registers = row_sum(threads), 4 * threads, _AT_ONCE * held
+    load = quad_loader(dtype, aligned)
+    decode = quad_decoder(dtype)
+    held = quad_registers(dtype)
+    item = ITEM_BYTES[dtype]
+    total = row_sum(threads)
+    stride = 4 * threads
+    all_registers = _AT_ONCE * held
     step = _AT_ONCE * stride
 
     @device
@@ -200,7 +207,9 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     @device
     def statistics(row, columns, inside, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
-        m, squares, first = _ZERO, _ZERO, i32(0)
+        m = _ZERO
+        squares = _ZERO
+        first = i32(0)
         while mean and first < columns:
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
@@ -236,14 +245,19 @@ _STATISTICS = (i64, i64, i64, i32, i32, f32)
 @cache
 def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
-    load_row, statistics = row_loader(dtype, spread), row_statistics(dtype, mean, spread)
-    held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
+    load_row = row_loader(dtype, spread)
+    statistics = row_statistics(dtype, mean, spread)
+    held = registers_of(dtype, spread)
+    item = ITEM_BYTES[dtype]
+    lanes = spread.threads - 1
+    shift = spread.shift
+    rows_of_block = THREADS >> spread.shift
     rstds_at = rstd_address(mean)
 
     def statistics_of_rows(x, pitch, means, rows, columns, eps):
         thread = cuda.threadIdx.x
-        lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
+        lane = thread & lanes
+        row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(held, u32)
         # A thread without a row reads the last again.
         load_row(x + i64(row if row < rows else rows - 1) * pitch * item, columns, lane, registers)
@@ -266,11 +280,13 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
 @cache
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    statistics, item = long_row_statistics(dtype, mean, aligned, THREADS), ITEM_BYTES[dtype]
+    statistics = long_row_statistics(dtype, mean, aligned, THREADS)
+    item = ITEM_BYTES[dtype]
     rstds_at = rstd_address(mean)
 
     def statistics_of_long_rows(x, pitch, means, rows, columns, eps):
-        thread, row = cuda.threadIdx.x, i64(cuda.blockIdx.x)
+        thread = cuda.threadIdx.x
+        row = i64(cuda.blockIdx.x)
         m, r = statistics(x + row * pitch * item, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
