@@ -60,12 +60,6 @@ def largest_of(a, b, c, d):
 
 
 @device
-def quad_magnitude(a, b, c, d):
-    """The bits of the largest magnitude of four values."""
-    return largest_of(magnitude(a), magnitude(b), magnitude(c), magnitude(d))
-
-
-@device
 def current_scale(amax, fp8_max, power_2, epsilon):
     """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below."""
     amax = epsilon if epsilon > amax else amax

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u16, u32, u32x, void
+from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u32, u32x, void
 
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
 
-load_2 = asm("ld.global.nc.b16 $0, [$1];", u16, i64)
 load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
 load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 """Coherent: also sees what this kernel wrote."""
@@ -49,7 +48,6 @@ dynamic_shared = lowered("entry", "dynamic_shared")()
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
 shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", u32x(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)
-shared_store_8 = asm("st.shared.v2.b32 [$0], {$1, $2};", void, i32, u32, u32)
 shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
 
 # --- Warps ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from cuda_kernels.device.ptx import (
     store_16,
     store_f32,
 )
+from cuda_kernels.device.sizes import ceil_div
 
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
@@ -86,9 +87,9 @@ def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elem
     """
     quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
     # Codes beyond the last column fill a row's last 16 bytes.
-    needed = -(-columns // 16) * 4 // quads
+    needed = ceil_div(columns, 16) * 4 // quads
     for count in threads:
-        vectors = -(-needed // count)
+        vectors = ceil_div(needed, count)
         if 4 * quads * vectors <= (most if count == threads[-1] else elements):
             return Spread(count, vectors, quads, columns == 4 * quads * vectors * count)
     return None

@@ -35,6 +35,7 @@ from cuda_kernels.device.ptx import (
     unsigned_max,
     warp_max,
 )
+from cuda_kernels.device.sizes import ceil_div
 
 TILE = 128
 THREADS = 256
@@ -45,7 +46,7 @@ TRANSPOSED_BYTES = TILE * TILE
 
 
 def tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE) * -(-columns // TILE)
+    return ceil_div(rows, TILE) * ceil_div(columns, TILE)
 
 
 @device

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from cuda_kernels.device.sizes import ceil_div
+
 ACCUMULATORS = 192
 """The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
 
@@ -141,7 +143,7 @@ def chunk_columns(out: str) -> int:
 
 def chunks_of(tile: Tile, product: Product) -> int:
     """How many copies a row of the tile leaves in."""
-    return -(-tile.columns // chunk_columns(product.out))
+    return ceil_div(tile.columns, chunk_columns(product.out))
 
 
 WARP_COLUMNS = 32

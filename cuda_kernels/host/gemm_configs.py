@@ -12,6 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import product as product_of
 
+from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.gemm.spec import ACCUMULATORS, MmaTile, Product, Scaling, Tile, chunks_of, places
 
 SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
@@ -173,18 +174,19 @@ def _clocks(tile: Tile | MmaTile, problem: Problem) -> float:
         cluster = tile.cluster
         if cluster > 1:
             loaded -= (rows if tile.shares_a else columns) / 2
-    down, across = -(-problem.m // rows), -(-problem.n // columns)
+    num_m_tiles = ceil_div(problem.m, rows)
+    num_n_tiles = ceil_div(problem.n, columns)
     if isinstance(tile, Tile) and tile.shares_a:
-        across = -(-across // cluster) * cluster
+        num_n_tiles = ceil_div(num_n_tiles, cluster) * cluster
     else:
-        down = -(-down // cluster) * cluster
-    rounds = -(-down * across // (problem.multiprocessors // cluster * cluster))
+        num_m_tiles = ceil_div(num_m_tiles, cluster) * cluster
+    rounds = ceil_div(num_m_tiles * num_n_tiles, problem.multiprocessors // cluster * cluster)
     step = max(rows * columns * 128 / 4096, loaded * 128 / 28)
     if isinstance(tile, Tile):
         step = max(step, shared_clocks(tile, problem.product), _promoted_clocks(tile, problem.product))
     end = 1500 + rows * columns / 16
     ends = 1 if isinstance(tile, Tile) and tile.alternate else rounds
-    return rounds * -(-problem.k // 128) * step + ends * end
+    return rounds * ceil_div(problem.k, 128) * step + ends * end
 
 
 def shared_clocks(tile: Tile, product: Product) -> float:

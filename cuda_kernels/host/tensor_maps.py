@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host.launch import Argument, is_card
 from cuda_kernels.kernel import KernelError
 
@@ -94,7 +95,7 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
     rows, columns = tensor.shape
     item = tensor.element_size()
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-    address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    address = ceil_div(ctypes.addressof(memory), _ALIGNMENT) * _ALIGNMENT
     result = _encode()(
         address, _KINDS[item], 2, tensor.data_ptr(),
         (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * item),
