@@ -110,7 +110,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert {each for each in before if before[each] != after[each]} == (set(before) if changed is None else changed)
 
 
-WORDS = ["language", "fragments", "ptx", "sm80", "sm90"]
+WORDS = ["language", "fragments", "ptx", "sizes", "sm80", "sm90"]
 """Of ``device``: instructions and types. What their functions return counts, not their bodies."""
 MODULES = [path.relative_to(ROOT / "cuda_kernels").as_posix() for path in sorted((ROOT / "cuda_kernels").rglob("*.py"))]
 

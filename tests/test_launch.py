@@ -382,11 +382,11 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
     kernel = wgmma.gemm_kernel(product, Tile(1, 1, 64, 4))
     monkeypatch.setattr(entry, "_annotate", lambda *args: None)
     compiler._made.cache_clear()
-    entry.maps_by_value.cache_clear()
+    entry.grid_constant_params.cache_clear()
     with pytest.raises(KernelError, match="does not read its tensor maps in place"):
         machine_code.cubin(kernel, "90a")
     compiler._made.cache_clear()
-    entry.maps_by_value.cache_clear()
+    entry.grid_constant_params.cache_clear()
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)

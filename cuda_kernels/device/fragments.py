@@ -8,7 +8,7 @@ from __future__ import annotations
 from cuda_kernels.device.language import UniTuple, f32, lowered
 
 
-def registers(count: int) -> UniTuple:
+def fragment_type(count: int) -> UniTuple:
     """The type of a fragment of ``count`` float32."""
     return UniTuple(f32, count)
 
@@ -24,8 +24,8 @@ add_rows_of_two = lowered("fragments", "add_rows_of_two")
 column_pairs = lowered("fragments", "column_pairs")
 add_rows_and_columns = lowered("fragments", "add_rows_and_columns")
 add_columns = lowered("fragments", "add_columns")
-stage = lowered("fragments", "stage")
+store_fragment = lowered("fragments", "store_fragment")
 largest_of_rows = lowered("fragments", "largest_of_rows")
 store_all = lowered("fragments", "store_all")
-load_matrices = lowered("warp_products", "load_matrices")
+ldmatrix_x4 = lowered("warp_products", "ldmatrix_x4")
 mma = lowered("warp_products", "mma")

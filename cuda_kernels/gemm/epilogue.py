@@ -13,12 +13,19 @@ from cuda_kernels.device.fragments import (
     scale_columns,
     scale_rows,
     slice_of,
-    stage,
     store_all,
+    store_fragment,
 )
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
-from cuda_kernels.device.sm90 import named_barrier, shared_fence, store_commit, store_wait, tensor_add, tensor_store
+from cuda_kernels.device.sm90 import (
+    fence_proxy_async_shared,
+    named_barrier,
+    tma_reduce_add,
+    tma_store,
+    tma_store_commit,
+    tma_store_wait,
+)
 from cuda_kernels.gemm.spec import Product, Scaling, Tile, chunk_columns, chunks_of, places
 
 _CHUNK_BYTES = 64 * 128
@@ -140,9 +147,9 @@ def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
     waits = not all_at_first or chunk == 0 or chunk >= buffers
     part = slice_of(tile.columns // 2, start // 2, count)
     finish = finisher(product, count, tile.even)
-    to_shared = stage(count, product.out)
+    to_shared = store_fragment(count, product.out)
     at = places(tile, product.scaling)["out"]
-    copy = tensor_add if product.accumulate else tensor_store
+    copy = tma_reduce_add if product.accumulate else tma_store
 
     @device
     def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
@@ -150,7 +157,7 @@ def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
         buffer = smem + at + (group * buffers + mine) * _CHUNK_BYTES
         if waits:
             if thread == 0:
-                store_wait(free)
+                tma_store_wait(free)
             named_barrier(1 + group, 128)
         # Not before: what is loaded for all chunks together would not fit into registers.
         rest = finish(part(acc), factors, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n)
@@ -160,11 +167,11 @@ def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
         else:
             line = warp * 16 + (lane & 15)
             to_shared(rest, buffer + line * 128, lane >> 4, line & 7)
-        shared_fence()
+        fence_proxy_async_shared()
         named_barrier(1 + group, 128)
         if thread == 0:
             copy(map_out, buffer, column + start, row)
-            store_commit()
+            tma_store_commit()
 
     if is_last:
         return leave

@@ -16,7 +16,7 @@ from cuda_kernels.device.fragments import (
     add,
     add_rows,
     add_rows_and_columns,
-    load_matrices,
+    ldmatrix_x4,
     mma,
     slice_of,
     store_all,
@@ -24,7 +24,7 @@ from cuda_kernels.device.fragments import (
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
-from cuda_kernels.device.sm80 import copy_4, copy_16, copy_commit, copy_wait
+from cuda_kernels.device.sm80 import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
 from cuda_kernels.gemm.epilogue import finisher
 from cuda_kernels.gemm.promotion import scales_of_blocks, steps_at_once
 from cuda_kernels.gemm.raster import corner
@@ -61,7 +61,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
     zero = zeros(count)
     plus = add(count)
     multiply = mma(strips, parts, product.a, product.b)
-    load_a, load_b = load_matrices(strips, 16 * _K), load_matrices(parts // 2, 16 * _K)
+    load_a, load_b = ldmatrix_x4(strips, 16 * _K), ldmatrix_x4(parts // 2, 16 * _K)
     plus_scaled = _adder(product, strips)
     leave = _leaver(product, strips, tile.even)
     load_blocks, block_of = scales_of_blocks(WARP_COLUMNS)
@@ -82,14 +82,14 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         inside = min(max(k - 16 * chunk, 0), 16)
         for first in range(0, count, lines):
             size = inside if row + line + first < limit else 0
-            copy_16(shared + first * _K, address + first * pitch, size)
+            cp_async_16(shared + first * _K, address + first * pitch, size)
 
     @device
     def copy_scales(shared, address, count, row, limit):
         for first in range(0, count, threads):
             line = cuda.threadIdx.x + first
             if line < count:
-                copy_4(shared + 4 * line, address + 4 * i64(row + line), 4 if row + line < limit else 0)
+                cp_async_4(shared + 4 * line, address + 4 * i64(row + line), 4 if row + line < limit else 0)
 
     @device
     def copy(place, step, of_a, of_b, row, column, m, n, k):
@@ -119,7 +119,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         for step in range(ahead):
             if step < steps:
                 copy(smem + step * stage_bytes, step, of_a, of_b, row, column, m, n, k)
-            copy_commit()
+            cp_async_commit()
 
         down, across = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's corner in the tile
         line_a, chunk_a = down + (lane & 15), lane >> 4
@@ -128,15 +128,13 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         at_y = at_b + line_b * _K + ((chunk_b ^ (line_b & 7)) << 4)
         first = down + (lane >> 2)
         pair = across + 2 * (lane & 3)  # of this thread's first register
-        acc = zero()
-        place = smem
-        free = smem + ahead * stage_bytes
+        acc, place, free = zero(), smem, smem + ahead * stage_bytes
         for begin in range(i32(0), steps, i32(window)):
             held = (u32(0), u32(0))
             if by_block:
                 held = load_blocks(scale_b, scale_b_pitch, column + across, n, begin, steps)
             for step in range(begin, min(i32(begin + window), steps)):
-                copy_wait(pending)
+                cp_async_wait(pending)
                 cuda.syncthreads()
                 x = place + at_x
                 y = place + at_y
@@ -145,7 +143,7 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
                 # Not before: now the tensor cores are busy meanwhile.
                 if step + ahead < steps:
                     copy(free, step + ahead, of_a, of_b, row, column, m, n, k)
-                copy_commit()
+                cp_async_commit()
                 part = multiply(part, load_a(x ^ 32), load_b(y ^ 32))
                 part = multiply(part, load_a(x ^ 64), load_b(y ^ 64))
                 part = multiply(part, load_a(x ^ 96), load_b(y ^ 96))

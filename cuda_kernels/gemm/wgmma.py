@@ -20,29 +20,29 @@ from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, remainder
 from cuda_kernels.device.sm90 import (
-    K_MAJOR_128,
+    SMEM_DESC_K_MAJOR_SW128,
     address_of,
-    barrier_arrive,
-    barrier_arrive_at,
-    barrier_expect,
-    barrier_init,
-    barrier_init_fence,
-    barrier_wait,
-    barrier_wait_or_trap,
-    broadcast,
     cluster_rank,
     cluster_start,
     cluster_sync,
-    elect,
-    fewer_registers,
+    elect_sync,
+    fence_mbarrier_init,
+    grid_constant_params,
     in_clusters_of,
-    maps_by_value,
-    more_registers,
-    prefetch_map,
-    store_wait,
-    tensor_load,
-    tensor_load_to_all,
-    warp_sync,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_arrive_remote,
+    mbarrier_init,
+    mbarrier_wait,
+    mbarrier_wait_or_trap,
+    prefetch_tensormap,
+    shfl_sync_0,
+    syncwarp,
+    tma_load,
+    tma_load_multicast,
+    tma_store_wait,
+    warpgroup_reg_alloc,
+    warpgroup_reg_dealloc,
     wgmma,
     wgmma_commit,
     wgmma_fence,
@@ -112,7 +112,7 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     in_clusters = in_clusters_of(cluster)
     two_waves = waves == 2
     traps = os.environ.get(TRAP_VARIABLE) == "1"
-    wait = barrier_wait_or_trap if traps else barrier_wait
+    wait = mbarrier_wait_or_trap if traps else mbarrier_wait
 
     @device
     def following(place, parity):
@@ -147,13 +147,13 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         empty = smem + at_empty + 8 * place
         arriving_thread = thread
         if along_k:
-            warp_sync()
+            syncwarp()
             arriving_thread = thread & 31
         if cluster == 1:
             if arriving_thread == 0:
-                barrier_arrive(empty)
+                mbarrier_arrive(empty)
         elif arriving_thread < cluster:
-            barrier_arrive_at(empty, arriving_thread)
+            mbarrier_arrive_remote(empty, arriving_thread)
 
     @device
     def step_of(acc, x, y, keep):
@@ -200,21 +200,21 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                 a = smem + place * a_bytes
                 b = smem + at_b + place * b_bytes
                 wait(smem + at_empty + 8 * place, parity ^ 1)
-                barrier_expect(full, arriving)
+                mbarrier_arrive_expect_tx(full, arriving)
                 if share_a:
                     start = rank * a_part
-                    tensor_load_to_all(a + start * _K, map_a, full, step * _K, row + start, everyone)
+                    tma_load_multicast(a + start * _K, map_a, full, step * _K, row + start, everyone)
                 else:
-                    tensor_load(a, map_a, full, step * _K, row)
+                    tma_load(a, map_a, full, step * _K, row)
                 if share_b:
                     start = rank * b_part
-                    tensor_load_to_all(b + start * _K, map_b, full, step * _K, column + start, everyone)
+                    tma_load_multicast(b + start * _K, map_b, full, step * _K, column + start, everyone)
                 else:
-                    tensor_load(b, map_b, full, step * _K, column)
+                    tma_load(b, map_b, full, step * _K, column)
                 if along_k:
-                    tensor_load(smem + at_scale_a + place * (4 * rows), map_scale_a, full, row, step)
+                    tma_load(smem + at_scale_a + place * (4 * rows), map_scale_a, full, row, step)
                 if by_blocks:
-                    tensor_load(smem + at_scale_b + place * (4 * columns), map_scale_b, full, column, step)
+                    tma_load(smem + at_scale_b + place * (4 * columns), map_scale_b, full, column, step)
                 place, parity = following(place, parity)
             unit += quotient(cuda.gridDim.x, i32(cluster))
 
@@ -225,7 +225,7 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
     ):  # fmt: skip
         thread = cuda.threadIdx.x & 127
         lane = thread & 31
-        warp = broadcast(thread >> 5)
+        warp = shfl_sync_0(thread >> 5)
         turn = group
         place, parity = i32(0), i32(0)
         mine = group * (64 * waves)  # the group's first row in the tile
@@ -265,8 +265,8 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                     )
                 for step in range(first, min(i32(first + window), steps)):
                     wait(smem + at_full + 8 * place, parity)
-                    x = K_MAJOR_128 | (((smem + place * a_bytes + mine * _K) & 0x3FFFF) >> 4)
-                    y = K_MAJOR_128 | (((smem + at_b + place * b_bytes) & 0x3FFFF) >> 4)
+                    x = SMEM_DESC_K_MAJOR_SW128 | (((smem + place * a_bytes + mine * _K) & 0x3FFFF) >> 4)
+                    y = SMEM_DESC_K_MAJOR_SW128 | (((smem + at_b + place * b_bytes) & 0x3FFFF) >> 4)
                     if promote:
                         acc, other, part = promoted(
                             acc, other, part, smem, x, y, place, line, held, step, column, thread
@@ -279,7 +279,7 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                     older = place
                     place, parity = following(place, parity)
             if alternate and lane == 0:  # each warp: products join the threads of a warp, not those of a warpgroup
-                barrier_arrive(smem + at_turn + 8 * (group ^ 1))
+                mbarrier_arrive(smem + at_turn + 8 * (group ^ 1))
             if not promote:
                 acc = finish(acc)
                 release(smem, older, thread)
@@ -289,36 +289,36 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
             if alternate:
                 place, parity = after(place, parity, steps)
         if staged and thread == 0:
-            store_wait(0)
+            tma_store_wait(0)
 
     def gemm(
         map_a, map_b, map_out, map_scale_a, map_scale_b,
         scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k,
     ):  # fmt: skip
-        maps_by_value()
+        grid_constant_params()
         if cluster > 1:
             in_clusters()
         of_scales = address_of(map_scale_a), address_of(map_scale_b)
         maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
         smem = dynamic_shared()
-        group, warp = broadcast(cuda.threadIdx.x >> 7), broadcast(cuda.threadIdx.x >> 5)
+        group, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
         rank = cluster_rank() if cluster > 1 else 0
         if cuda.threadIdx.x == 0:
-            prefetch_map(maps[0])
-            prefetch_map(maps[1])
+            prefetch_tensormap(maps[0])
+            prefetch_tensormap(maps[1])
             if staged:
-                prefetch_map(maps[2])
+                prefetch_tensormap(maps[2])
             if along_k:
-                prefetch_map(maps[3])
+                prefetch_tensormap(maps[3])
             if by_blocks:
-                prefetch_map(maps[4])
+                prefetch_tensormap(maps[4])
             for stage in range(stages):
-                barrier_init(smem + at_full + 8 * stage, 1)
-                barrier_init(smem + at_empty + 8 * stage, releases)
+                mbarrier_init(smem + at_full + 8 * stage, 1)
+                mbarrier_init(smem + at_empty + 8 * stage, releases)
             if alternate:
-                barrier_init(smem + at_turn, _WARPS)
-                barrier_init(smem + at_turn + 8, _WARPS)
-            barrier_init_fence()
+                mbarrier_init(smem + at_turn, _WARPS)
+                mbarrier_init(smem + at_turn + 8, _WARPS)
+            fence_mbarrier_init()
         if cluster > 1:
             cluster_start()
         else:
@@ -328,11 +328,11 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         steps = quotient(k + (_K - 1), _K)
         unit = quotient(cuda.blockIdx.x, cluster)
         if group == groups:
-            fewer_registers(_PRODUCERS_REGISTERS)
-            if warp == 4 * groups and elect():
+            warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
+            if warp == 4 * groups and elect_sync():
                 produce(smem, maps, unit, units, m_units, n_units, steps, rank)
         else:
-            more_registers(_REGISTERS)
+            warpgroup_reg_alloc(_REGISTERS)
             consume(
                 smem, maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n,
                 unit, units, m_units, n_units, steps, rank, group,

@@ -32,7 +32,7 @@ def in_clusters_of(blocks: int) -> Any:
 
 
 @cache
-def maps_by_value() -> Any:
+def grid_constant_params() -> Any:
     """A function whose call in a kernel makes its tensor maps lie in its parameters."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
@@ -45,7 +45,7 @@ def maps_by_value() -> Any:
         _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
         return context.get_dummy_value()
 
-    return intrinsic_of("maps_by_value", 0, lambda context: (signature(void), lower))
+    return intrinsic_of("grid_constant_params", 0, lambda context: (signature(void), lower))
 
 
 @cache

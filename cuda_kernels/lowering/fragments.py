@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
-from cuda_kernels.device.fragments import registers
+from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, void
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
@@ -46,7 +46,7 @@ def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]) -> Any:
     """A function of ``count`` registers and ``operands`` that gives as many registers."""
-    own = registers(count)
+    fragment = fragment_type(count)
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         unpacked = [
@@ -55,7 +55,9 @@ def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any,
         ]
         return pack_array(builder, each(builder, unpacked[0], unpacked[1:]))
 
-    return intrinsic_of(name, 1 + len(operands), lambda context, *args: (signature(own, own, *operands), lower))
+    return intrinsic_of(
+        name, 1 + len(operands), lambda context, *args: (signature(fragment, fragment, *operands), lower)
+    )
 
 
 @cache
@@ -65,7 +67,7 @@ def zeros(count: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
-    return intrinsic_of("zeros", 0, lambda context: (signature(registers(count)), lower))
+    return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(count)), lower))
 
 
 @cache
@@ -75,7 +77,9 @@ def slice_of(count: int, start: int, size: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
 
-    return intrinsic_of("slice_of", 1, lambda context, acc: (signature(registers(size), registers(count)), lower))
+    return intrinsic_of(
+        "slice_of", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(count)), lower)
+    )
 
 
 @cache
@@ -99,7 +103,7 @@ def scale_rows(count: int) -> Any:
 def add(count: int) -> Any:
     """``(acc, part) -> acc + part``."""
     return _mapped(
-        "add", count, (registers(count),), lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])]
+        "add", count, (fragment_type(count),), lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])]
     )
 
 
@@ -111,7 +115,7 @@ def add_rows(count: int) -> Any:
         part, *scales = rest
         return [_fused(builder, y, scales[index >> 1 & 1], x) for index, (x, y) in enumerate(zip(acc, part))]
 
-    return _mapped("add_rows", count, (registers(count), f32, f32), each)
+    return _mapped("add_rows", count, (fragment_type(count), f32, f32), each)
 
 
 @cache
@@ -131,7 +135,7 @@ def add_rows_of_two(count: int) -> Any:
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results
 
-    return _mapped("add_rows_of_two", count, (registers(count), f32, f32, f32, f32, i32), each)
+    return _mapped("add_rows_of_two", count, (fragment_type(count), f32, f32, f32, f32, i32), each)
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
@@ -149,7 +153,7 @@ def column_pairs(count: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, [x for j in range(count // 4) for x in _column_pair(builder, values[0], j)])
 
-    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(registers(count // 2), i32), lower))
+    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(fragment_type(count // 2), i32), lower))
 
 
 @cache
@@ -169,8 +173,8 @@ def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
                 results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
         return results
 
-    kind = registers(count // 2) if loaded else i32
-    return _mapped("add_rows_and_columns", count, (registers(count), f32, f32, kind), each)
+    kind = fragment_type(count // 2) if loaded else i32
+    return _mapped("add_rows_and_columns", count, (fragment_type(count), f32, f32, kind), each)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
@@ -244,7 +248,7 @@ _PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f
 
 
 @cache
-def stage(count: int, dtype: str) -> Any:
+def store_fragment(count: int, dtype: str) -> Any:
     """``(acc, base, first, mask)``: a warp's 16 rows to 128 bytes each of shared memory, which is swizzled.
 
     The ``j``-th pair of 16-byte places goes to ``base + 16 ((2 j + first) ^ mask)``. Of 16-bit values a lane gives the
@@ -266,8 +270,8 @@ def stage(count: int, dtype: str) -> Any:
                 _inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", address, *acc[4 * j : 4 * j + 4], effect=True)
         return context.get_dummy_value()
 
-    kinds = registers(count), i32, i32, i32
-    return intrinsic_of("stage", 4, lambda context, *args: (signature(void, *kinds), lower))
+    kinds = fragment_type(count), i32, i32, i32
+    return intrinsic_of("store_fragment", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
 _MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
@@ -294,7 +298,9 @@ def largest_of_rows(count: int) -> Any:
         return pack_array(builder, largest)
 
     results = UniTuple(u32, 2)
-    return intrinsic_of("largest_of_rows", 2, lambda context, *args: (signature(results, registers(count), i32), lower))
+    return intrinsic_of(
+        "largest_of_rows", 2, lambda context, *args: (signature(results, fragment_type(count), i32), lower)
+    )
 
 
 _STORED = {
@@ -342,5 +348,5 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
                     _inline(builder, template, ir.VoidType(), constraints, address, *stored, inside, effect=True)
         return context.get_dummy_value()
 
-    kinds = registers(count), i64, i64, i32, i32, i32, i32
+    kinds = fragment_type(count), i64, i64, i32, i32, i32, i32
     return intrinsic_of("store_all", 7, lambda context, *args: (signature(void, *kinds), lower))

@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
-from cuda_kernels.device.fragments import registers
+from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import i32, u32x
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
@@ -18,8 +18,8 @@ _I32 = ir.IntType(32)
 
 
 @cache
-def load_matrices(count: int, pitch: int) -> Any:
-    """``shared -> 4 count`` registers: four matrices of 8 rows and 16 bytes, and so on ``pitch`` bytes further.
+def ldmatrix_x4(count: int, pitch: int) -> Any:
+    """``shared -> 4 count`` fragment_type: four matrices of 8 rows and 16 bytes, and so on ``pitch`` bytes further.
 
     Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
     """
@@ -33,7 +33,7 @@ def load_matrices(count: int, pitch: int) -> Any:
             builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
         )
 
-    return intrinsic_of("load_matrices", 1, lambda context, shared: (signature(u32x(4 * count), i32), lower))
+    return intrinsic_of("ldmatrix_x4", 1, lambda context, shared: (signature(u32x(4 * count), i32), lower))
 
 
 @cache
@@ -62,5 +62,5 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)
 
-    kinds = registers(count), u32x(4 * strips), u32x(2 * parts)
-    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(registers(count), *kinds), lower))
+    kinds = fragment_type(count), u32x(4 * strips), u32x(2 * parts)
+    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(fragment_type(count), *kinds), lower))

@@ -167,9 +167,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
         normalized_row, g_row = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
             of_weight[index], of_bias[index] = _ZERO, _ZERO
-        row = i64(cuda.blockIdx.x)
-        mean = _ZERO
-        rstd = _ZERO
+        row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
         if ahead and row < rows:
             mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
         while row < rows:

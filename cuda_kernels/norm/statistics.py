@@ -207,9 +207,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     @device
     def statistics(row, columns, inside, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
-        m = _ZERO
-        squares = _ZERO
-        first = i32(0)
+        m, squares, first = _ZERO, _ZERO, i32(0)
         while mean and first < columns:
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
