@@ -88,7 +88,7 @@ EDITS = [
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
     ("device/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", {"mma", *PRODUCTS}),
-    ("gemm/epilogue.py", "_CHUNK_BYTES = 64 * 128", "_CHUNK_BYTES = 128 * 64 + 0 * 128 + 128", PRODUCTS),
+    ("gemm/epilogue.py", "_EPI_TILE_BYTES = 64 * 128", "_EPI_TILE_BYTES = 128 * 64 + 0 * 128 + 128", PRODUCTS),
     ("gemm/spec.py", '("out", buffers * 8192)', '("out", buffers * 16384)', PRODUCTS),
     ("device/ptx.py", "cvt.rn.satfinite.{name}x2.f32 lo", "cvt.rn.satfinite.{name}x2.f32  lo", CASTS),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),

@@ -114,13 +114,13 @@ class Tile:
         return f"{self.rows}x{self.columns} {self.groups}x{self.waves} stages={self.stages}{shared} {stored}{turns}"
 
 
-def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
-    """Where what lies in a block's shared memory, in bytes; ``end`` is its size.
+def smem_offsets(tile: Tile, scaling: Scaling) -> dict[str, int]:
+    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands begin at multiples of 1024, as the swizzle needs.
+    Operands are aligned to 1024 bytes, as the 128-byte swizzle needs.
     """
-    starts: dict[str, int] = {}
-    at = 0
+    offsets: dict[str, int] = {}
+    end = 0
     buffers = 0 if not tile.staged else tile.groups * tile.buffers
     for name, size in (
         ("a", tile.stages * tile.rows * 128),
@@ -130,20 +130,20 @@ def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
         ("scale_b", tile.stages * tile.columns * 4 if scaling is Scaling.BLOCKS else 0),
         ("full", 8 * tile.stages),
         ("empty", 8 * tile.stages),
-        ("turn", 16 if tile.alternate else 0),
+        ("order", 16 if tile.alternate else 0),
     ):
-        starts[name], at = at, at + size
-    return {**starts, "end": at}
+        offsets[name], end = end, end + size
+    return {**offsets, "end": end}
 
 
-def chunk_columns(out: str) -> int:
-    """Columns of a result of that dtype that leave at a time: 128 bytes."""
+def epi_tile_columns(out: str) -> int:
+    """Columns of an epilogue tile: 128 bytes of a row of the result."""
     return 32 if out == "float32" else 64
 
 
-def chunks_of(tile: Tile, product: Product) -> int:
-    """How many copies a row of the tile leaves in."""
-    return ceil_div(tile.columns, chunk_columns(product.out))
+def num_epi_tiles(tile: Tile, product: Product) -> int:
+    """Epilogue tiles side by side in ``tile``."""
+    return ceil_div(tile.columns, epi_tile_columns(product.out))
 
 
 WARP_COLUMNS = 32

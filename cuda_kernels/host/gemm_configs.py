@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product as product_of
 
 from cuda_kernels.device.sizes import ceil_div
-from cuda_kernels.gemm.spec import ACCUMULATORS, MmaTile, Product, Scaling, Tile, chunks_of, places
+from cuda_kernels.gemm.spec import ACCUMULATORS, MmaTile, Product, Scaling, Tile, num_epi_tiles, smem_offsets
 
 SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 """The most that a block may have, by architecture: those that kernels are for."""
@@ -113,7 +113,7 @@ def _hopper_tiles(problem: Problem) -> Iterator[Tile]:
 def _fitted(tile: Tile, product: Product) -> Tile | None:
     """``tile`` with as many stages and buffers as fit; None if it is not legal."""
     for buffers, stages in product_of((2, 1), range(8, 3, -1)):
-        fitted = replace(tile, stages=stages, buffers=min(buffers, chunks_of(tile, product)))
+        fitted = replace(tile, stages=stages, buffers=min(buffers, num_epi_tiles(tile, product)))
         if is_legal(fitted, product):
             return fitted
     return None
@@ -128,7 +128,7 @@ def is_legal(tile: Tile, product: Product) -> bool:
     """
     sums = tile.columns // 2 * (tile.waves + product.promote)
     return (
-        places(tile, product.scaling)["end"] <= SHARED_BYTES["90a"]
+        smem_offsets(tile, product.scaling)["end"] <= SHARED_BYTES["90a"]
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have accumulators of their own only where parts are added to them.
         and (tile.waves == 1 or (product.promote and tile.staged))
