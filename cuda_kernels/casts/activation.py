@@ -177,7 +177,7 @@ def _unpack(quad, values):
 def activation_source(name: str, dtype: str, aligned: bool) -> Source:
     """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
 
-    Arguments: x's address, the pitch of its rows in elements. ``aligned``: address, pitch and F are multiples of four
+    Arguments: x's address, the stride of its rows in elements. ``aligned``: address, stride and F are multiples of four
     elements.
     """
     activation = ACTIVATIONS[name]
@@ -245,7 +245,7 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bool) -> Source:
     """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
 
-    Arguments: x's address and pitch, dy's address and pitch. ``aligned``: addresses, pitches and F are multiples of
+    Arguments: x's address and stride, dy's address and stride. ``aligned``: addresses, strides and F are multiples of
     four elements.
     """
     activation = ACTIVATIONS[name]

@@ -40,7 +40,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
     share_of = share(source.vector)
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
@@ -48,7 +48,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        registers, kept = cuda.local.array(held, u32), cuda.local.array(n_kept, u32)
+        registers, kept = cuda.local.array(num_registers, u32), cuda.local.array(n_kept, u32)
         clear(kept)
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
@@ -81,7 +81,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
 @cache
 def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
@@ -90,7 +90,7 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
         lane, warp = thread & 31, thread >> 5
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
         row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         of_quad, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
         load(x, rows, columns, row, column, whole, registers)
         of_row = u32(0)

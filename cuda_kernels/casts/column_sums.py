@@ -1,6 +1,6 @@
 """Sums of columns in two stages, in an order that does not depend on which block is first.
 
-The first stage is a by-product of kernels that hold the values: partial sums, float32 ``[n, pitch]``. The second adds
+The first stage is a by-product of kernels that hold the values: partial sums, float32 ``[n, stride]``. The second adds
 them up.
 """
 
@@ -30,8 +30,8 @@ _ZERO = np.float32(0)
 def summed_source(source: Source) -> Source:
     """``source``, which also leaves the sums of its columns over every 16 rows when it is loaded.
 
-    Arguments: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), pitch]`` with columns
-    rounded up to a multiple of four for the pitch.
+    Arguments: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), stride]`` with columns
+    rounded up to a multiple of four for the stride.
     """
     load_values, decode, partials = source.load, source.decode, source.num_args
 
@@ -43,8 +43,8 @@ def summed_source(source: Source) -> Source:
             a, b, c, d = decode(registers, step)
             p, q, r, s = p + a, q + b, r + c, s + d
         if row < rows and column < columns:
-            pitch = i64(columns + 3) & i64(-4)
-            address = args[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
+            stride = i64(columns + 3) & i64(-4)
+            address = args[partials] + ((i64(row) >> 4) * stride + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
     return replace(source, name=f"{source.name}, summed", num_args=source.num_args + 1, load=load)
@@ -52,21 +52,21 @@ def summed_source(source: Source) -> Source:
 
 @cache
 def column_sums_kernel(dtype: str) -> Kernel:
-    """``out [columns]`` of ``dtype`` from partial sums ``[n, pitch]``, and ``other`` from a second ``[n, pitch]``.
+    """``out [columns]`` of ``dtype`` from partial sums ``[n, stride]``, and ``other`` from a second ``[n, stride]``.
 
     A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
     """
     item = ITEM_BYTES[dtype]
     store = element_storer(dtype)
 
-    def column_sums(partials, out, other, pitch, n, columns):
+    def column_sums(partials, out, other, stride, n, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         across = (columns + i32(COLUMNS - 1)) >> i32(5)
         block = cuda.blockIdx.x
         if block >= across:
             block = block - across
-            partials = partials + i64(n) * pitch * 4
+            partials = partials + i64(n) * stride * 4
             out = other
         column = block * COLUMNS + lane
         inside = column < columns
@@ -78,7 +78,7 @@ def column_sums_kernel(dtype: str) -> Kernel:
                 row = first + _WARPS * step
                 held[step] = _ZERO
                 if inside and row < n:
-                    held[step] = load_f32(partials + (i64(row) * pitch + column) * 4)
+                    held[step] = load_f32(partials + (i64(row) * stride + column) * 4)
             for step in range(_AHEAD):
                 total += held[step]
             first += _WARPS * _AHEAD

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import FP8_MAX, current_scale, e8m0_code, e8m0_scale, magnitude
+from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
-from cuda_kernels.device.overflow import PITCHES, add_losses, fitting, losses_of
+from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
@@ -92,20 +92,20 @@ def quantize_blocks_kernel(
 ) -> Kernel:
     """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
 
-    Scales of ``out`` lie with the rows side by side, ``[blocks of a row, out_scale_pitch]``, those of ``out_t``
+    Scales of ``out`` lie with the rows side by side, ``[blocks of a row, out_scale_stride]``, those of ``out_t``
     likewise with the columns: neighbouring threads write neighbours, and a GEMM reads them so. Those of ``"128x128"``
     lie as the blocks do, in ``out_t_scale`` transposed.
     """
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
     share_of = share(source.vector)
     row_of = row_of_quad(source.vector)
     store_rows = row_storer(source.vector)
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
     pack = float8x4[fp8]
-    largest_code = FP8_MAX[fp8]
-    lost = losses_of(fp8)
-    reciprocal_max = _ONE / largest_code
+    fp8_max = FP8_MAX[fp8]
+    count_overflows = overflow_counter(fp8)
+    reciprocal_max = _ONE / fp8_max
     square = layout == "128x128"
     microscaled = layout == "1x32"
     rows_share = rowwise and layout == "1x128"
@@ -118,7 +118,7 @@ def quantize_blocks_kernel(
 
     def quantize_blocks(
         x, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
+        rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -127,7 +127,7 @@ def quantize_blocks_kernel(
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
         row, column = share_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)
 
         # Quads are decoded once for what they are needed for before they are cast.
@@ -149,35 +149,35 @@ def quantize_blocks_kernel(
             of_vectors[step // quads_of_row] = largest_of(of_vector)
 
         packed = cuda.local.array(WARP_ROWS, u32)
-        losses = u32(0)
+        overflows = u32(0)
         if square:
             amax = from_bits(block_max(largest_of(of_columns), shared + exchange, thread))
-            factor = current_scale(amax, largest_code, power_2, epsilon)
+            factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
             if thread == 0:
                 if rowwise:
-                    store_f32(out_scale + (block_row * out_scale_pitch + block_column) * 4, divide(_ONE, factor))
+                    store_f32(out_scale + (block_row * out_scale_stride + block_column) * 4, divide(_ONE, factor))
                 if columnwise:
-                    store_f32(out_t_scale + (block_column * out_t_scale_pitch + block_row) * 4, divide(_ONE, factor))
+                    store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
                 packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
-                    losses += lost(a, b, c, d, factor, factor, factor, factor)
+                    overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
             if rowwise:
-                store_rows(packed, out, out_pitch, row, rows, column, whole)
+                store_rows(packed, out, out_stride, row, rows, column, whole)
         else:
             if rowwise:
                 scale, factor = _ONE, _ONE
                 if rows_share:
-                    scale = current_scale(from_bits(of_row), largest_code, power_2, epsilon)
+                    scale = amax_to_scale(from_bits(of_row), fp8_max, power_2, epsilon)
                     if lane < WARP_ROWS and row + lane < rows:
-                        place = block_column * out_scale_pitch + i64(row + lane)
+                        place = block_column * out_scale_stride + i64(row + lane)
                         store_f32(out_scale + place * 4, divide(_ONE, scale))
                 if microscaled:
                     # Of the rows of a thread each lane of a block's makes the scales of two.
                     spread_maxima(of_vectors, lane)
                     of_lane = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
-                    place = out_scale + i64(column >> 5) * out_scale_pitch + i64(row + of_lane)
+                    place = out_scale + i64(column >> 5) * out_scale_stride + i64(row + of_lane)
                     for index in range(2):
                         code = e8m0_code(from_bits(of_vectors[index]), reciprocal_max)
                         of_vectors[index] = magnitude(e8m0_scale(code))
@@ -193,8 +193,8 @@ def quantize_blocks_kernel(
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
                     packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                     if count:
-                        losses += lost(a, b, c, d, factor, factor, factor, factor)
-                store_rows(packed, out, out_pitch, row, rows, column, whole)
+                        overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                store_rows(packed, out, out_stride, row, rows, column, whole)
             if columnwise:
                 p, q, r, s = columns_of(of_columns)
                 shared_store_16(shared + exchange + (warp * TILE + 4 * lane) * 4, p, q, r, s)
@@ -209,16 +209,16 @@ def quantize_blocks_kernel(
                         code = e8m0_code(from_bits(largest), reciprocal_max)
                         shared_store_4(shared + column_scales + index * 4, magnitude(e8m0_scale(code)))
                         if first_column + of_tile < columns and first_row + 32 * group < rows:
-                            place = (block_row * 4 + i64(group)) * out_t_scale_pitch + i64(first_column + of_tile)
+                            place = (block_row * 4 + i64(group)) * out_t_scale_stride + i64(first_column + of_tile)
                             store_1(out_t_scale + place, code)
                 elif thread < TILE:
                     largest = u32(0)
                     for other in range(WARPS):
                         largest = unsigned_max(largest, shared_load_4(shared + exchange + (other * TILE + thread) * 4))
-                    scale = current_scale(from_bits(largest), largest_code, power_2, epsilon)
+                    scale = amax_to_scale(from_bits(largest), fp8_max, power_2, epsilon)
                     shared_store_4(shared + column_scales + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
-                        place = block_row * out_t_scale_pitch + i64(first_column + thread)
+                        place = block_row * out_t_scale_stride + i64(first_column + thread)
                         store_f32(out_t_scale + place * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 group = warp >> 1 if microscaled else 0
@@ -228,17 +228,17 @@ def quantize_blocks_kernel(
                     a, b, c, d = decode(registers, step)
                     packed[step] = pack(a * e, b * f, c * g, d * h)
                     if count and not rowwise:
-                        losses += lost(a, b, c, d, e, f, g, h)
+                        overflows += count_overflows(a, b, c, d, e, f, g, h)
         if columnwise:
-            store_transposed(packed, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
-            add_losses(counts, losses, lane)
+            add_overflow_counts(counts, overflows, lane)
 
     return Kernel(
         f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (source.args_type, *[i64] * 5, i32, i32, i32, f32, *PITCHES),
+        (source.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        blocks_per_multiprocessor=fitting(source, count, 1 if square else rowwise + columnwise),
+        blocks_per_multiprocessor=min_blocks_per_sm(source, count, 1 if square else rowwise + columnwise),
     )

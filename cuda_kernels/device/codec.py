@@ -42,10 +42,10 @@ _MANTISSA = np.uint32(0x7FFFFF)
 
 
 @device
-def raise_to(seen, largest):
-    """Raise the number at ``seen`` to one of these bits. Most raise nothing: a read is cheaper than an atomic."""
-    if largest > load_relaxed(seen):
-        atomic_max(seen, largest)
+def update_amax(amax_out, largest):
+    """``*amax_out = max(*amax_out, largest)``, as bits. Reads first: most blocks do not exceed the current maximum."""
+    if largest > load_relaxed(amax_out):
+        atomic_max(amax_out, largest)
 
 
 @device
@@ -60,7 +60,7 @@ def largest_of(a, b, c, d):
 
 
 @device
-def current_scale(amax, fp8_max, power_2, epsilon):
+def amax_to_scale(amax, fp8_max, power_2, epsilon):
     """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below."""
     amax = epsilon if epsilon > amax else amax
     scale = divide(fp8_max, amax)

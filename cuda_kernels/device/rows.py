@@ -109,8 +109,8 @@ def row_loader(dtype: str, spread: Spread) -> Any:
     vectors = spread.vectors
     width = 4 * spread.quads
     item = ITEM_BYTES[dtype]
-    held = ITEM_BYTES[dtype] * spread.quads
-    load_vector = load_16_if if held == 4 else load_8_if
+    num_registers = ITEM_BYTES[dtype] * spread.quads
+    load_vector = load_16_if if num_registers == 4 else load_8_if
     inside = inside_row(spread)
 
     @device
@@ -119,8 +119,8 @@ def row_loader(dtype: str, spread: Spread) -> Any:
         for vector in range(vectors):
             column = i32((vector * threads + lane) * width)
             loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
-            for register in range(held):
-                registers[vector * held + register] = loaded[register]
+            for register in range(num_registers):
+                registers[vector * num_registers + register] = loaded[register]
 
     return load
 
@@ -176,14 +176,14 @@ def quad_reader(dtype: str, aligned: bool) -> Any:
     """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
-    held = quad_registers(dtype)
+    num_registers = quad_registers(dtype)
     item = ITEM_BYTES[dtype]
 
     @device
     def quad(row, column, columns):
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         loaded = load(row + i64(column) * item, column, columns, True)
-        for register in range(held):
+        for register in range(num_registers):
             registers[register] = loaded[register]
         return decode(registers, 0)
 
@@ -195,15 +195,15 @@ def parameter_quad(dtype: str) -> Any:
 
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
-    held = quad_registers(dtype)
-    load = _kept_16_if if held == 4 else _kept_8_if
+    num_registers = quad_registers(dtype)
+    load = _kept_16_if if num_registers == 4 else _kept_8_if
     decode = quad_decoder(dtype)
 
     @device
     def quad(address, inside):
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         loaded = load(address, inside)
-        for register in range(held):
+        for register in range(num_registers):
             registers[register] = loaded[register]
         return decode(registers, 0)
 

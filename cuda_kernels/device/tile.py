@@ -64,8 +64,8 @@ class Source:
 
     Attributes:
         name: tells it from every other source.
-        num_args: how many int64 a kernel takes for it: addresses, pitches.
-        registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
+        num_args: how many int64 a kernel takes for it: addresses, strides.
+        num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
         load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
             the tile is ``whole``.
@@ -77,7 +77,7 @@ class Source:
 
     name: str
     num_args: int
-    registers: int
+    num_registers: int
     load: Any
     decode: Any
     maxima: Maxima
@@ -120,16 +120,16 @@ def row_of_quad(vector: int) -> Any:
 
 @cache
 def tensor_source(dtype: str, vector: int) -> Source:
-    """A tensor of ``dtype``: its address and the pitch of its rows in elements.
+    """A tensor of ``dtype``: its address and the stride of its rows in elements.
 
-    ``vector``: address, pitch and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
+    ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
     16 bytes of them, which is not for copies that are transposed.
     """
     item = ITEM_BYTES[dtype]
     quad = quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
-    held = quad * lanes_columns // 4
+    num_registers = quad * lanes_columns // 4
     every = lanes_columns // 4
     load_inside = vector_loader(dtype, lanes_columns)
     load_some = edge_loader(dtype, vector)
@@ -138,20 +138,20 @@ def tensor_source(dtype: str, vector: int) -> Source:
     def load(args, rows, columns, row, column, whole, registers):
         # From row to row by an addition: a product of 64 bits takes four instructions.
         address = args[0] + (i64(row) * args[1] + i64(column)) * item
-        pitch = args[1] * (item * every)
+        stride = args[1] * (item * every)
         if whole and vector > 1:
             for step in range(WARP_ROWS // every):
                 loaded = load_inside(address)
-                for register in range(held):
-                    registers[step * held + register] = loaded[register]
-                address += pitch
+                for register in range(num_registers):
+                    registers[step * num_registers + register] = loaded[register]
+                address += stride
         else:
             below = i32(rows - row)
             for step in range(WARP_ROWS // every):
                 loaded = load_some(address, column, columns, i32(step * every) < below)
-                for register in range(held):
-                    registers[step * held + register] = loaded[register]
-                address += pitch
+                for register in range(num_registers):
+                    registers[step * num_registers + register] = loaded[register]
+                address += stride
 
     @device
     def decode(registers, step):
@@ -174,9 +174,9 @@ def block_max(value, shared, thread):
 
 
 def row_storer(vector: int) -> Any:
-    """A device function ``(packed, out, pitch, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
+    """A device function ``(packed, out, stride, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
 
-    ``pitch`` is a multiple of 16: codes beyond the last column fill it, with zeros.
+    ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
     every = vector // 4
 
@@ -188,19 +188,19 @@ def row_storer(vector: int) -> Any:
             store_4(address, packed[step])
 
     @device
-    def store_rows(packed, out, pitch, row, rows, column, whole):
-        address = out + i64(row) * pitch + i64(column)
-        pitch_of_step = pitch * every
+    def store_rows(packed, out, stride, row, rows, column, whole):
+        address = out + i64(row) * stride + i64(column)
+        stride_of_step = stride * every
         if whole:
             for step in range(WARP_ROWS // every):
                 store_at(address, packed, step)
-                address += pitch_of_step
-        elif column < pitch:
+                address += stride_of_step
+        elif column < stride:
             below = i32(rows - row)
             for step in range(WARP_ROWS // every):
                 if i32(step * every) < below:
                     store_at(address, packed, step)
-                address += pitch_of_step
+                address += stride_of_step
 
     return store_rows
 
@@ -222,10 +222,10 @@ def transpose_quads(packed):
 
 
 @device
-def store_transposed(packed, shared, thread, out, pitch, first_row, first_column, columns):
+def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
     """The tile's codes as columns; through shared memory, so that a column's 128 codes leave together.
 
-    ``pitch`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
+    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
@@ -237,10 +237,10 @@ def store_transposed(packed, shared, thread, out, pitch, first_row, first_column
     cuda.syncthreads()
     column, part = i32(thread >> 3), i32(thread & 7)
     place = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
-    address = out + i64(first_column + column) * pitch + i64(first_row + 16 * part)
-    right = i32(columns - first_column) - column if first_row + 16 * part < pitch else i32(0)
+    address = out + i64(first_column + column) * stride + i64(first_row + 16 * part)
+    right = i32(columns - first_column) - column if first_row + 16 * part < stride else i32(0)
     for step in range(4):
         codes = shared_load_16(i32(place + step * (TRANSPOSED_BYTES // 4)))
         if i32(step * (TILE // 4)) < i32(right):
             store_16(address, codes[0], codes[1], codes[2], codes[3])
-        address += pitch * (TILE // 4)
+        address += stride * (TILE // 4)

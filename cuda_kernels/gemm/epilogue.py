@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import raise_to
+from cuda_kernels.device.codec import update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
@@ -92,7 +92,7 @@ def _make_amax_observer(count: int, out: str) -> Any:
         value = warp_max(unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
         if cuda.threadIdx.x & 31 == 0:
             # Rounding keeps the order: the largest of rounded values is the largest, rounded.
-            raise_to(epi_args[4], bits(rounded(from_bits(value))))
+            update_amax(epi_args[4], bits(rounded(from_bits(value))))
         return acc
 
     return observe_amax

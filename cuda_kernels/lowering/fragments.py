@@ -321,10 +321,10 @@ _ADDED = {
 
 @cache
 def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
-    """``(acc, out, pitch, row, rows, column, columns)``: to ``out [rows, columns]`` of ``dtype``, what is inside.
+    """``(acc, out, stride, row, rows, column, columns)``: to ``out [rows, columns]`` of ``dtype``, what is inside.
 
-    ``row``, ``column``: of register 0. ``pitch``: of out's rows, in elements. ``even``: columns and pitch are, so that
-    two elements are stored at once. ``accumulate``: adds to what is there; float32 only.
+    ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
+    so that two elements are stored at once. ``accumulate``: adds to what is there; float32 only.
     """
     size = 4 if dtype == "float32" else 2
     step = 2 if even else 1
@@ -332,12 +332,12 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
     constraints = ",".join(["l", *"f" * step, "r"])
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, out, pitch, row, rows, column, columns = values
+        packed, out, stride, row, rows, column, columns = values
         acc = unpack_tuple(builder, packed)
         for half in range(2):
             line = builder.add(row, _I32(8 * half))
             in_rows = builder.icmp_signed("<", line, rows)
-            start = builder.mul(builder.sext(line, _I64), pitch)
+            start = builder.mul(builder.sext(line, _I64), stride)
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
                     at = builder.add(column, _I32(2 * first + index))

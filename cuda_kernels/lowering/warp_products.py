@@ -18,8 +18,8 @@ _I32 = ir.IntType(32)
 
 
 @cache
-def ldmatrix_x4(count: int, pitch: int) -> Any:
-    """``shared -> 4 count`` fragment_type: four matrices of 8 rows and 16 bytes, and so on ``pitch`` bytes further.
+def ldmatrix_x4(count: int, stride: int) -> Any:
+    """``shared -> 4 count`` fragment_type: four matrices of 8 rows and 16 bytes, and so on ``stride`` bytes further.
 
     Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
     """
@@ -27,7 +27,7 @@ def ldmatrix_x4(count: int, pitch: int) -> Any:
     template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        addresses = [builder.add(values[0], _I32(pitch * index)) for index in range(count)]
+        addresses = [builder.add(values[0], _I32(stride * index)) for index in range(count)]
         loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
         return pack_array(
             builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]

@@ -3,7 +3,7 @@
 With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``,
 ``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is left out (Ba et al.,
 arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Each block takes every n-th row and
-leaves its share of the sums over rows as partial sums, float32 ``[blocks, pitch]``, dweight's and then dbias's; the
+leaves its share of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
 kernel of ``column_sums.py`` adds them up.
 """
 
@@ -44,7 +44,8 @@ def backward_spread(dtypes: tuple[str, ...], columns: int) -> Spread | None:
 
 
 _PARAMETERS = (*[i64] * 9, i32, i32, f32)
-"""x, its pitch in elements, dy, its pitch, weight, statistics, dx, partial sums, their pitch, rows, columns, offset."""
+"""x, its stride, dy, its stride, weight, statistics, dx, partial sums, their stride, rows, columns, offset; strides are
+in elements."""
 
 
 def _normalizer(norm: Norm) -> Any:
@@ -145,10 +146,10 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
     ahead = threads < 1024
 
     @device
-    def load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys):
+    def load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys):
         """Of a row: x and dy into registers; its mean and rstd."""
-        load_x(x + row * pitch * item, columns, thread, xs)
-        load_dy(dy + row * dy_pitch * dy_item, columns, thread, dys)
+        load_x(x + row * stride * item, columns, thread, xs)
+        load_dy(dy + row * dy_stride * dy_item, columns, thread, dys)
         return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstds_at(means, rows) + row * 4)
 
     @device
@@ -158,7 +159,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
         w = weights(weight_at(weight, quad, thread), inside(column, columns))
         return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
-    def norm_backward(x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset):
+    def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
         phase = i32(0)
@@ -169,10 +170,10 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
             of_weight[index], of_bias[index] = _ZERO, _ZERO
         row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
         if ahead and row < rows:
-            mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
+            mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
         while row < rows:
             if not ahead:
-                mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
+                mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
             of_g = _ZERO
             of_product = _ZERO
             of_row = rstd
@@ -186,7 +187,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
                     normalized_row[4 * quad + index], g_row[4 * quad + index] = normalized[index], g[index]
             next_row = row + i64(cuda.gridDim.x)
             if ahead and next_row < rows:
-                mean, rstd = load(x, pitch, dy, dy_pitch, means, next_row, rows, columns, thread, xs, dys)
+                mean, rstd = load(x, stride, dy, dy_stride, means, next_row, rows, columns, thread, xs, dys)
             if has_mean:
                 of_g = divide(total(of_g, shared + phase, thread), f32(columns))
             of_product = divide(total(of_product, shared + phase + sums, thread), f32(columns))
@@ -200,8 +201,8 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
                 at = dx_at(dx + row * columns * item, quad, thread)
                 store(at, column_of(quad, thread), columns, g, normalized, of_g, of_product, of_row)
             row = next_row
-        first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
-        second = first + i64(cuda.gridDim.x) * partial_pitch * 4
+        first = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        second = first + i64(cuda.gridDim.x) * partial_stride * 4
         for quad in range(quads):
             p = 4 * quad
             column = column_of(quad, thread)
@@ -246,19 +247,19 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         store_f32(address, (load_f32(address) if begun else _ZERO) + value)
 
     def long_norm_backward(
-        x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset
+        x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
         phase = i32(0)
-        first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
-        second = first + i64(cuda.gridDim.x) * partial_pitch * 4
+        first = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        second = first + i64(cuda.gridDim.x) * partial_stride * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
             # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
-            of_x = x + row * pitch * item
-            of_dy = dy + row * dy_pitch * dy_item
+            of_x = x + row * stride * item
+            of_dy = dy + row * dy_stride * dy_item
             rstd = load_f32(rstds_at(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
             of_g, of_product = _ZERO, _ZERO

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, raise_to
+from cuda_kernels.device.codec import ITEM_BYTES, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
 from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
@@ -23,14 +23,14 @@ _ONE = np.float32(1)
 
 @cache
 def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
-    """``statistics`` as in ``norm.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
+    """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
-    ``scale [1]`` is not 0; ``observe`` raises ``seen [1]`` to the tensor's amax. Pitches of both copies are multiples
-    of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
+    ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
+    multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_source``.
     """
     source = normalized_source(norm, aligned)
     pack = float8x4[fp8]
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(source.vector)
     statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
@@ -39,8 +39,8 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     item = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
-        x, scale, seen, out, out_scale, out_t,
-        rows, columns, eps, out_pitch, out_t_pitch,
+        x, scale, amax_out, out, out_scale, out_t,
+        rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
@@ -64,7 +64,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
             store_f32(out_scale, divide(_ONE, factor))
         while start < columns:
             column = i32(start + 4 * thread)
-            registers, packed = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
+            registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
             load(x, rows, columns, first, column, False, registers)
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
@@ -72,11 +72,11 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                 if observe:
                     fold(registers, step, (a, b, c, d), kept)
             if rowwise:
-                store_rows(packed, out, out_pitch, first, rows, column, False)
+                store_rows(packed, out, out_stride, first, rows, column, False)
             transpose_quads(packed)
             for step in range(4):
                 if column + step < columns:
-                    address = out_t + i64(column + step) * out_t_pitch + i64(first)
+                    address = out_t + i64(column + step) * out_t_stride + i64(first)
                     store_16(
                         address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
                     )
@@ -84,7 +84,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
         if observe:
             largest = block_max(largest_kept(kept), shared, thread)
             if thread == 0:
-                raise_to(seen, largest)
+                update_amax(amax_out, largest)
 
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",

@@ -17,11 +17,11 @@ import numpy as np
 from cuda_kernels.device.codec import (
     FP8_MAX,
     ITEM_BYTES,
-    current_scale,
+    amax_to_scale,
     magnitude,
     quad_decoder,
     quad_registers,
-    raise_to,
+    update_amax,
 )
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -63,7 +63,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     quads = spread.all_quads
     last = spread.quads - 1
     column_of = quad_column(spread)
-    held = quad_registers(norm.dtype)
+    num_registers = quad_registers(norm.dtype)
     item = ITEM_BYTES[norm.weight_dtype]
     has_bias = norm.bias
     decode = quad_decoder(norm.dtype)
@@ -75,7 +75,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     parameter_at, code_at = quad_address(item, spread), quad_address(1, spread)
 
     @device
-    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch, stored):
+    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
         largest = _ZERO
         packed = cuda.local.array(2, u32)
         for quad in range(quads):
@@ -83,7 +83,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
             part = quad & last
             inside = inside_of(column, columns)
             kept = _ALL if inside else u32(0)
-            a, b, c, d = decode(registers, quad * held)
+            a, b, c, d = decode(registers, quad * num_registers)
             w, x, y, z = parameters(parameter_at(weight, quad, lane), inside)
             p, q, r, s = parameters(parameter_at(bias, quad, lane), inside and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
@@ -93,7 +93,7 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
             of_quad = larger(larger(a, b), larger(c, d))
             largest = larger(largest, of_quad if inside else _ZERO)
             packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
-            if part == last and stored and inside_of(column, pitch):
+            if part == last and stored and inside_of(column, stride):
                 if last:
                     store_8(code_at(codes, quad - 1, 0), packed[0], packed[1])
                 else:
@@ -109,17 +109,17 @@ def _blocks(norm: Norm, spread: Spread) -> int:
 
 @cache
 def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Kernel:
-    """``statistics`` as in ``norm.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
+    """``statistics`` as in ``statistics.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
 
-    Where it is 0 or its address is, ``own [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
-    ``observe`` raises ``seen [1]``. The rest of out's pitch, a multiple of 16, is written with zeros.
+    Where it is 0 or its address is, ``block_amax [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
+    ``observe`` raises ``amax_out [1]``. The rest of out's stride, a multiple of 16, is written with zeros.
     """
     load_row = row_loader(norm.dtype, spread)
     statistics = row_statistics(norm.dtype, norm.mean, spread)
     cast = _row_caster(norm, fp8, spread)
     has_mean = norm.mean
     rstds_at = rstd_address(norm.mean)
-    held = registers_of(norm.dtype, spread)
+    num_registers = registers_of(norm.dtype, spread)
     item = ITEM_BYTES[norm.dtype]
     lanes = spread.threads - 1
     shift = spread.shift
@@ -128,8 +128,8 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
     codes_at = quad_address(1, spread)
 
     def normalize(
-        x, pitch, weight, bias, means, scale, own, seen, out, out_scale,
-        rows, columns, offset, eps, out_pitch,
+        x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
+        rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
@@ -141,31 +141,31 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
         phase = i32(0)
         first = i64(cuda.blockIdx.x) * rows_of_block
         # From row to row by an addition: the product would be made again for each of a row's stores.
-        codes = codes_at(out + (first + (thread >> shift)) * out_pitch, 0, lane)
+        codes = codes_at(out + (first + (thread >> shift)) * out_stride, 0, lane)
         while first < rows:
             row = first + (thread >> shift)
             inside = row < rows
-            registers = cuda.local.array(held, u32)
+            registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
-            load_row(x + (row if inside else i64(rows - 1)) * pitch * item, columns, lane, registers)
+            load_row(x + (row if inside else i64(rows - 1)) * stride * item, columns, lane, registers)
             m, r = statistics(registers, columns, lane, eps, shared + phase, thread)
             if lane == 0 and inside:
                 if has_mean:
                     store_f32(means + row * 4, m)
                 store_f32(rstds_at(means, rows) + row * 4, r)
             stored = inside and factor != _ZERO
-            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, stored)
+            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
             phase ^= i32(64)  # a warp may write its sums of the next rows before another has read these
             first += i64(cuda.gridDim.x) * rows_of_block
-            codes += i64(cuda.gridDim.x) * rows_of_block * out_pitch
+            codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
             of_block = block_max(magnitude(largest), shared + 128, thread)
             if thread == 0:
                 if factor == _ZERO:
-                    store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(of_block))
+                    store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(of_block))
                 if observe:
-                    raise_to(seen, of_block)
+                    update_amax(amax_out, of_block)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
@@ -181,15 +181,15 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
 
 @cache
 def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
-    """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
+    """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
     predicated = replace(spread, full=False)
     load_row = row_loader(norm.dtype, spread)
     cast = _row_caster(norm, fp8, predicated)
-    held = registers_of(norm.dtype, spread)
+    num_registers = registers_of(norm.dtype, spread)
     item = ITEM_BYTES[norm.dtype]
     has_mean = norm.mean
-    largest_code = FP8_MAX[fp8]
+    fp8_max = FP8_MAX[fp8]
     rstds_at = rstd_address(norm.mean)
     lanes = spread.threads - 1
     shift = spread.shift
@@ -197,8 +197,8 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
     codes_at = quad_address(1, spread)
 
     def cast_normalized(
-        x, pitch, weight, bias, means, scale, own, out, out_scale,
-        rows, columns, offset, n_own, power_2, epsilon, out_pitch,
+        x, stride, weight, bias, means, scale, block_amax, out, out_scale,
+        rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
             return
@@ -206,21 +206,21 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
         lane = thread & lanes
         largest = u32(0)
         index = thread
-        while index < n_own:
-            largest = unsigned_max(largest, load_4(own + i64(index) * 4))
+        while index < num_block_amax:
+            largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
             index += THREADS
         amax = from_bits(block_max(largest, dynamic_shared(), thread))
-        factor = current_scale(amax, largest_code, power_2, epsilon)
+        factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
-            registers = cuda.local.array(held, u32)
-            load_row(x + row * pitch * item, columns, lane, registers)
+            registers = cuda.local.array(num_registers, u32)
+            load_row(x + row * stride * item, columns, lane, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
             r = load_f32(rstds_at(means, rows) + row * 4)
-            codes = codes_at(out + row * out_pitch, 0, lane)
-            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, True)
+            codes = codes_at(out + row * out_stride, 0, lane)
+            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, True)
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(

@@ -71,8 +71,8 @@ def normalizer(norm: Norm) -> Any:
 def normalized_source(norm: Norm, aligned: bool) -> Source:
     """The normalized tensor; elements outside it are zeros.
 
-    Arguments: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
-    ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
+    Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.
+    ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
     x = tensor_source(norm.dtype, 4 if aligned else 1)
@@ -81,13 +81,13 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
-    weight = x.registers
+    weight = x.num_registers
     bias = weight + 4
     mean = bias + (4 if has_bias else 0)
     rstd = mean + (1 if has_mean else 0)
     limits = rstd + 1
     n_limits = 1 if aligned else 4
-    held = limits + n_limits
+    num_registers = limits + n_limits
 
     @device
     def load_parameters(address, column, columns, offset, registers, start):
@@ -131,7 +131,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         )
 
     blocks = 2 if norm.dtype == "float32" else 3
-    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, decoded_maxima(), blocks)
+    return Source(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), blocks)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
 
     ``shared``: two times 32 bytes.
     """
-    held = quad_registers(dtype)
+    num_registers = quad_registers(dtype)
     quads = spread.all_quads
     column_of = quad_column(spread)
     decode = quad_decoder(dtype)
@@ -169,11 +169,11 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
         m, squares = _ZERO, _ZERO
         if mean:
             for quad in range(quads):
-                a, b, c, d = decode(registers, quad * held)
+                a, b, c, d = decode(registers, quad * num_registers)
                 m += (a + b) + (c + d)
             m = divide(total(m, shared, thread), f32(columns))
         for quad in range(quads):
-            a, b, c, d = decode(registers, quad * held)
+            a, b, c, d = decode(registers, quad * num_registers)
             a, b, c, d = a - m, b - m, c - m, d - m
             squares += (a * a + b * b) + (c * c + d * d) if inside(column_of(quad, lane), columns) else _ZERO
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
@@ -189,11 +189,11 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
-    held = quad_registers(dtype)
+    num_registers = quad_registers(dtype)
     item = ITEM_BYTES[dtype]
     total = row_sum(threads)
     stride = 4 * threads
-    all_registers = _AT_ONCE * held
+    all_registers = _AT_ONCE * num_registers
     step = _AT_ONCE * stride
 
     @device
@@ -201,8 +201,8 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
         for index in range(_AT_ONCE):
             at = column + index * stride
             loaded = load(row + i64(at) * item, at, columns, inside)
-            for register in range(held):
-                registers[index * held + register] = loaded[register]
+            for register in range(num_registers):
+                registers[index * num_registers + register] = loaded[register]
 
     @device
     def statistics(row, columns, inside, lane, eps, shared, thread):
@@ -211,7 +211,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
         while mean and first < columns:
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
-                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
             first += i32(step)
         if mean:
@@ -221,7 +221,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
                 column = first + 4 * lane + index * stride
-                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = decode(registers, index * num_registers)
                 a, b, c, d = a - m, b - m, c - m, d - m
                 squares += a * a if column < columns else _ZERO
                 squares += b * b if column + 1 < columns else _ZERO
@@ -237,7 +237,7 @@ _AT_ONCE = 8
 """Loads of a thread that are in flight together."""
 
 _STATISTICS = (i64, i64, i64, i32, i32, f32)
-"""x, the pitch of its rows in elements, statistics, rows, columns, eps."""
+"""x, the stride of its rows in elements, statistics, rows, columns, eps."""
 
 
 @cache
@@ -245,20 +245,20 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, spread)
     statistics = row_statistics(dtype, mean, spread)
-    held = registers_of(dtype, spread)
+    num_registers = registers_of(dtype, spread)
     item = ITEM_BYTES[dtype]
     lanes = spread.threads - 1
     shift = spread.shift
     rows_of_block = THREADS >> spread.shift
     rstds_at = rstd_address(mean)
 
-    def statistics_of_rows(x, pitch, means, rows, columns, eps):
+    def statistics_of_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
         lane = thread & lanes
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
-        load_row(x + i64(row if row < rows else rows - 1) * pitch * item, columns, lane, registers)
+        load_row(x + i64(row if row < rows else rows - 1) * stride * item, columns, lane, registers)
         m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:
@@ -271,7 +271,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
         _STATISTICS,
         THREADS,
         shared_bytes=64,
-        blocks_per_multiprocessor=2 if held > 32 else 4,
+        blocks_per_multiprocessor=2 if num_registers > 32 else 4,
     )
 
 
@@ -282,10 +282,10 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
     item = ITEM_BYTES[dtype]
     rstds_at = rstd_address(mean)
 
-    def statistics_of_long_rows(x, pitch, means, rows, columns, eps):
+    def statistics_of_long_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
-        m, r = statistics(x + row * pitch * item, columns, True, thread, eps, dynamic_shared(), thread)
+        m, r = statistics(x + row * stride * item, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
                 store_f32(means + row * 4, m)
