@@ -32,7 +32,7 @@ from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaTile, Product, Scaling, Tile
 from cuda_kernels.host import machine_code
 from cuda_kernels.norm import backward, bands, cast, statistics
-rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_spread("bfloat16", 4096)
+rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_source("bfloat16", 4), [Product("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = Product("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
@@ -50,7 +50,7 @@ kernels = {
     "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),
     "bands": bands.normalize_bands_kernel(rms, True, "e4m3", True, True),
     "norm_backward": backward.norm_backward_kernel(
-        rms, "bfloat16", backward.backward_spread(("bfloat16", "bfloat16"), 4096)),
+        rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False, True),
     **{f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, Tile(2, 1, 128, 4, cluster=2)) for each in products},
     "hopper sums": wgmma.gemm_kernel(sums, Tile(2, 1, 256, 4, cluster=1)),

@@ -10,8 +10,8 @@ load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
 load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 """Coherent: also sees what this kernel wrote."""
 
-# Zeros first: of two complementary predicates the assembler does not see that they define the whole register, and keeps
-# it throughout a loop.
+# The register is zeroed before the predicated load: with a pair of complementary predicates instead, ptxas would extend
+# its live range through a whole loop.
 _GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.L1::no_allocate.%s; }"
 load_2_if = asm(
     "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"

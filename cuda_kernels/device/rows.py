@@ -1,7 +1,4 @@
-"""Rows held in the registers of their threads, for what is summed along them: how they are spread, loaded and summed.
-
-A row's threads hold vectors of four or eight neighbouring elements, every ``threads``-th vector one thread's.
-"""
+"""Rows held in registers, for what is summed along them: how threads share a row, load it and sum over it."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from cuda_kernels.device.sizes import ceil_div
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
 
-# Zeros first: of two complementary predicates the assembler does not see that they define the whole register.
+# As _GUARD in ptx.py, but kept in L1.
 _KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
 _kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
 _kept_16_if = asm(
@@ -50,68 +47,74 @@ _pair = {
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a row lies in registers.
+class RowLayout:
+    """How the registers of a row's threads hold it: thread t has the vectors t, t + threads_per_row, ... of the row.
 
     Attributes:
-        threads: of one row; a power of two, at least 32.
-        vectors: of one thread.
-        quads: of a vector: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
+        threads_per_row: a power of two, at least 32.
+        vecs_per_thread: vectors of the row that one thread holds.
+        quads_per_vec: four elements each: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
         full: whether a row fills the vectors of all its threads.
     """
 
-    threads: int
-    vectors: int
-    quads: int
+    threads_per_row: int
+    vecs_per_thread: int
+    quads_per_vec: int
     full: bool
 
     @property
-    def shift(self) -> int:
-        """``threads`` as a power of two."""
-        return self.threads.bit_length() - 1
+    def log2_threads(self) -> int:
+        """The logarithm of ``threads_per_row``, by which to shift."""
+        return self.threads_per_row.bit_length() - 1
 
     @property
-    def all_quads(self) -> int:
-        """Of one thread."""
-        return self.vectors * self.quads
+    def quads_per_thread(self) -> int:
+        return self.vecs_per_thread * self.quads_per_vec
+
+    def __str__(self) -> str:
+        """As names of kernels have it."""
+        vectors, quads = self.vecs_per_thread, self.quads_per_vec
+        return f"Spread(threads={self.threads_per_row}, {vectors=}, {quads=}, full={self.full})"
 
 
-def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int) -> Spread | None:
-    """The narrowest spread of a row of ``columns`` elements, or None where it does not fit.
+def narrowest_row_layout(
+    dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
+) -> RowLayout | None:
+    """The layout of a row of ``columns`` elements with the fewest threads; None where it does not fit.
 
     Args:
-        dtypes: of the tensors whose rows are held.
-        threads: what a row may have, ascending.
-        elements: how many one thread may hold.
-        most: how many it may with the most threads.
+        dtypes: those of the tensors whose rows are held.
+        threads: candidates for threads per row, ascending.
+        elements: the most elements of one thread.
+        most: the same with the largest of the candidates.
     """
     quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
     # Codes beyond the last column fill a row's last 16 bytes.
-    needed = ceil_div(columns, 16) * 4 // quads
+    vectors_per_row = ceil_div(columns, 16) * 4 // quads
     for count in threads:
-        vectors = ceil_div(needed, count)
+        vectors = ceil_div(vectors_per_row, count)
         if 4 * quads * vectors <= (most if count == threads[-1] else elements):
-            return Spread(count, vectors, quads, columns == 4 * quads * vectors * count)
+            return RowLayout(count, vectors, quads, columns == 4 * quads * vectors * count)
     return None
 
 
-def cast_spread(dtype: str, columns: int) -> Spread | None:
-    """How rows lie in blocks of :data:`THREADS`, with 32 registers of a thread, or 64 for the longest of float32."""
-    return spread((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
+def cast_row_layout(dtype: str, columns: int) -> RowLayout | None:
+    """The layout in blocks of :data:`THREADS`, with 32 registers per thread, or 64 for the longest rows of float32."""
+    return narrowest_row_layout((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
-def row_loader(dtype: str, spread: Spread) -> Any:
+def row_loader(dtype: str, layout: RowLayout) -> Any:
     """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
     """
-    threads = spread.threads
-    vectors = spread.vectors
-    width = 4 * spread.quads
+    threads = layout.threads_per_row
+    vectors = layout.vecs_per_thread
+    width = 4 * layout.quads_per_vec
     item = ITEM_BYTES[dtype]
-    num_registers = ITEM_BYTES[dtype] * spread.quads
+    num_registers = ITEM_BYTES[dtype] * layout.quads_per_vec
     load_vector = load_16_if if num_registers == 4 else load_8_if
-    inside = inside_row(spread)
+    inside = inside_row(layout)
 
     @device
     def load(address, columns, lane, registers):
@@ -125,9 +128,9 @@ def row_loader(dtype: str, spread: Spread) -> Any:
     return load
 
 
-def inside_row(spread: Spread) -> Any:
+def inside_row(layout: RowLayout) -> Any:
     """A device function ``(column, columns) -> whether the column, of a thread's, is inside``."""
-    full = spread.full
+    full = layout.full
 
     @device
     def inside(column, columns):
@@ -136,12 +139,12 @@ def inside_row(spread: Spread) -> Any:
     return inside
 
 
-def quad_column(spread: Spread) -> Any:
+def quad_column(layout: RowLayout) -> Any:
     """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
-    threads = spread.threads
-    width = 4 * spread.quads
-    shift = spread.quads - 1
-    mask = spread.quads - 1
+    threads = layout.threads_per_row
+    width = 4 * layout.quads_per_vec
+    shift = layout.quads_per_vec - 1
+    mask = layout.quads_per_vec - 1
 
     @device
     def column_of(quad, lane):
@@ -150,15 +153,15 @@ def quad_column(spread: Spread) -> Any:
     return column_of
 
 
-def quad_address(item: int, spread: Spread) -> Any:
+def quad_address(item: int, layout: RowLayout) -> Any:
     """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four, of elements of ``item`` bytes.
 
     It is that of the lane and a number known when compiled, which loads and stores add for nothing.
     """
-    threads = spread.threads
-    width = 4 * spread.quads
-    shift = spread.quads - 1
-    mask = spread.quads - 1
+    threads = layout.threads_per_row
+    width = 4 * layout.quads_per_vec
+    shift = layout.quads_per_vec - 1
+    mask = layout.quads_per_vec - 1
 
     @device
     def address_of(row, quad, lane):
@@ -167,9 +170,9 @@ def quad_address(item: int, spread: Spread) -> Any:
     return address_of
 
 
-def registers_of(dtype: str, spread: Spread) -> int:
+def registers_of(dtype: str, layout: RowLayout) -> int:
     """32-bit registers of a thread that hold its share of a row."""
-    return quad_registers(dtype) * spread.quads * spread.vectors
+    return quad_registers(dtype) * layout.quads_per_vec * layout.vecs_per_thread
 
 
 def quad_reader(dtype: str, aligned: bool) -> Any:

@@ -19,8 +19,9 @@ from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
+    narrowest_row_layout,
     parameter_quad,
     quad_address,
     quad_column,
@@ -29,7 +30,6 @@ from cuda_kernels.device.rows import (
     registers_of,
     row_loader,
     row_sum,
-    spread,
 )
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.statistics import Norm, rstd_address
@@ -37,10 +37,10 @@ from cuda_kernels.norm.statistics import Norm, rstd_address
 _ZERO = np.float32(0)
 
 
-def backward_spread(dtypes: tuple[str, ...], columns: int) -> Spread | None:
+def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | None:
     """How rows lie, one in each block; of x, dy and the sums over rows, one thread holds 16 or 8 elements each."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
-    return spread(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
+    return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
 _PARAMETERS = (*[i64] * 9, i32, i32, f32)
@@ -116,33 +116,33 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
+def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel:
     """Rows in registers, one a block at a time: dx ``[rows, columns]`` contiguous, and partial sums, from one read.
 
     The next row is read while this one's sums go from warp to warp. For that g and x^ are kept as float32, which blocks
     of 1024 threads, with 64 registers each, compute twice instead.
     """
-    threads = spread.threads
-    quads = spread.all_quads
-    column_of = quad_column(spread)
-    load_x, load_dy = row_loader(norm.dtype, spread), row_loader(dy_dtype, spread)
+    threads = layout.threads_per_row
+    quads = layout.quads_per_thread
+    column_of = quad_column(layout)
+    load_x, load_dy = row_loader(norm.dtype, layout), row_loader(dy_dtype, layout)
     decode_x = quad_decoder(norm.dtype)
     decode_dy = quad_decoder(dy_dtype)
     weights = parameter_quad(norm.weight_dtype)
-    held_x, held_dy = registers_of(norm.dtype, spread), registers_of(dy_dtype, spread)
+    held_x, held_dy = registers_of(norm.dtype, layout), registers_of(dy_dtype, layout)
     x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], spread), quad_address(item, spread)
+    weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(item, layout)
     has_mean = norm.mean
     has_bias = norm.bias
     elements = 4 * quads
     rstds_at = rstd_address(norm.mean)
     normalize = _normalizer(norm)
-    store = _gradient_storer(norm, True, spread.full)
+    store = _gradient_storer(norm, True, layout.full)
     total = row_sum(threads)
     sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
     both_sums = 2 * sums
-    inside = inside_row(spread)
+    inside = inside_row(layout)
     ahead = threads < 1024
 
     @device
@@ -219,7 +219,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
                     )  # fmt: skip
 
     return Kernel(
-        f"norm_backward({norm}, {dy_dtype}, {spread})",
+        f"norm_backward({norm}, {dy_dtype}, {layout})",
         norm_backward,
         _PARAMETERS,
         threads,

@@ -39,7 +39,7 @@ from cuda_kernels.device.ptx import (
 )
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
     parameter_quad,
     quad_address,
@@ -55,14 +55,14 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
+def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     """A device function that normalizes the row in registers, stores its codes if asked and returns its amax.
 
     ``codes``: where the thread's first go.
     """
-    quads = spread.all_quads
-    last = spread.quads - 1
-    column_of = quad_column(spread)
+    quads = layout.quads_per_thread
+    last = layout.quads_per_vec - 1
+    column_of = quad_column(layout)
     num_registers = quad_registers(norm.dtype)
     item = ITEM_BYTES[norm.weight_dtype]
     has_bias = norm.bias
@@ -70,9 +70,9 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     parameters = parameter_quad(norm.weight_dtype)
     normalize = normalizer(norm)
     pack = float8x4[fp8]
-    inside_of = inside_row(spread)
+    inside_of = inside_row(layout)
     larger = larger_magnitudes["float32"]
-    parameter_at, code_at = quad_address(item, spread), quad_address(1, spread)
+    parameter_at, code_at = quad_address(item, layout), quad_address(1, layout)
 
     @device
     def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
@@ -103,29 +103,29 @@ def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
     return cast
 
 
-def _blocks(norm: Norm, spread: Spread) -> int:
-    return 2 if registers_of(norm.dtype, spread) > 32 or norm.bias else 3
+def _blocks(norm: Norm, layout: RowLayout) -> int:
+    return 2 if registers_of(norm.dtype, layout) > 32 or norm.bias else 3
 
 
 @cache
-def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Kernel:
+def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
 
     Where it is 0 or its address is, ``block_amax [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
     ``observe`` raises ``amax_out [1]``. The rest of out's stride, a multiple of 16, is written with zeros.
     """
-    load_row = row_loader(norm.dtype, spread)
-    statistics = row_statistics(norm.dtype, norm.mean, spread)
-    cast = _row_caster(norm, fp8, spread)
+    load_row = row_loader(norm.dtype, layout)
+    statistics = row_statistics(norm.dtype, norm.mean, layout)
+    cast = _row_caster(norm, fp8, layout)
     has_mean = norm.mean
     rstds_at = rstd_address(norm.mean)
-    num_registers = registers_of(norm.dtype, spread)
+    num_registers = registers_of(norm.dtype, layout)
     item = ITEM_BYTES[norm.dtype]
-    lanes = spread.threads - 1
-    shift = spread.shift
-    rows_of_block = THREADS >> spread.shift
+    lanes = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
     larger = larger_magnitudes["float32"]
-    codes_at = quad_address(1, spread)
+    codes_at = quad_address(1, layout)
 
     def normalize(
         x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
@@ -170,31 +170,31 @@ def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Ker
             store_f32(out_scale, divide(_ONE, factor))
 
     return Kernel(
-        f"normalize({norm}, {fp8}, {spread}, {observe=})",
+        f"normalize({norm}, {fp8}, {layout}, {observe=})",
         normalize,
         (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
-        blocks_per_multiprocessor=_blocks(norm, spread),
+        blocks_per_multiprocessor=_blocks(norm, layout),
     )
 
 
 @cache
-def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
+def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
     """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
-    predicated = replace(spread, full=False)
-    load_row = row_loader(norm.dtype, spread)
+    predicated = replace(layout, full=False)
+    load_row = row_loader(norm.dtype, layout)
     cast = _row_caster(norm, fp8, predicated)
-    num_registers = registers_of(norm.dtype, spread)
+    num_registers = registers_of(norm.dtype, layout)
     item = ITEM_BYTES[norm.dtype]
     has_mean = norm.mean
     fp8_max = FP8_MAX[fp8]
     rstds_at = rstd_address(norm.mean)
-    lanes = spread.threads - 1
-    shift = spread.shift
-    rows_of_block = THREADS >> spread.shift
-    codes_at = quad_address(1, spread)
+    lanes = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
+    codes_at = quad_address(1, layout)
 
     def cast_normalized(
         x, stride, weight, bias, means, scale, block_amax, out, out_scale,
@@ -224,10 +224,10 @@ def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
-        f"cast_normalized({norm}, {fp8}, {spread})",
+        f"cast_normalized({norm}, {fp8}, {layout})",
         cast_normalized,
         (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=_blocks(norm, spread),
+        blocks_per_multiprocessor=_blocks(norm, layout),
     )

@@ -19,7 +19,7 @@ from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
     quad_column,
     quad_reader,
@@ -152,17 +152,17 @@ def _rstd(squares, columns, eps):
     return divide(_ONE, _square_root(divide(squares, f32(columns)) + eps))
 
 
-def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
+def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
     """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
 
     ``shared``: two times 32 bytes.
     """
     num_registers = quad_registers(dtype)
-    quads = spread.all_quads
-    column_of = quad_column(spread)
+    quads = layout.quads_per_thread
+    column_of = quad_column(layout)
     decode = quad_decoder(dtype)
-    total = row_sum(spread.threads)
-    inside = inside_row(spread)
+    total = row_sum(layout.threads_per_row)
+    inside = inside_row(layout)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
@@ -241,15 +241,15 @@ _STATISTICS = (i64, i64, i64, i32, i32, f32)
 
 
 @cache
-def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
+def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
-    load_row = row_loader(dtype, spread)
-    statistics = row_statistics(dtype, mean, spread)
-    num_registers = registers_of(dtype, spread)
+    load_row = row_loader(dtype, layout)
+    statistics = row_statistics(dtype, mean, layout)
+    num_registers = registers_of(dtype, layout)
     item = ITEM_BYTES[dtype]
-    lanes = spread.threads - 1
-    shift = spread.shift
-    rows_of_block = THREADS >> spread.shift
+    lanes = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
     rstds_at = rstd_address(mean)
 
     def statistics_of_rows(x, stride, means, rows, columns, eps):
@@ -266,7 +266,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
             store_f32(rstds_at(means, rows) + i64(row) * 4, r)
 
     return Kernel(
-        f"statistics({dtype}, {mean=}, {spread})",
+        f"statistics({dtype}, {mean=}, {layout})",
         statistics_of_rows,
         _STATISTICS,
         THREADS,
