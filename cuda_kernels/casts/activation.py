@@ -54,7 +54,7 @@ def _silu(x):
 
 
 @device
-def _silu_both(dy, x):
+def _silu_grad_and_value(dy, x):
     s = _sigmoid(x)
     return dy * (s * (_ONE + _bounded(x) * (_ONE - s))), _at_least_minus_far(x) * s
 
@@ -70,7 +70,7 @@ def _gelu(x):
 
 
 @device
-def _gelu_both(dy, x):
+def _gelu_grad_and_value(dy, x):
     s = _sigmoid(_gelu_argument(x))
     near = _bounded(x)
     slope = s * (_ONE + near * (_ONE - s) * (_GELU_1 + _GELU_3_SLOPE * (near * near)))
@@ -83,7 +83,7 @@ def _relu(x):
 
 
 @device
-def _relu_both(dy, x):
+def _relu_grad_and_value(dy, x):
     return _ZERO if x <= _ZERO else dy, _relu(x)
 
 
@@ -94,7 +94,7 @@ def _srelu(x):
 
 
 @device
-def _srelu_both(dy, x):
+def _srelu_grad_and_value(dy, x):
     return _ZERO if x <= _ZERO else dy * (_TWO * x), _srelu(x)
 
 
@@ -109,17 +109,17 @@ class Activation:
     """
 
     value: Any
-    both: Any
+    grad_and_value: Any
     gated: bool
 
 
 ACTIVATIONS = {
-    name: Activation(value, both, gated)
-    for names, value, both in (
-        (("gelu", "geglu"), _gelu, _gelu_both),
-        (("relu", "reglu"), _relu, _relu_both),
-        (("srelu", "sreglu"), _srelu, _srelu_both),
-        (("silu", "swiglu"), _silu, _silu_both),
+    name: Activation(value, grad_and_value, gated)
+    for names, value, grad_and_value in (
+        (("gelu", "geglu"), _gelu, _gelu_grad_and_value),
+        (("relu", "reglu"), _relu, _relu_grad_and_value),
+        (("srelu", "sreglu"), _srelu, _srelu_grad_and_value),
+        (("silu", "swiglu"), _silu, _silu_grad_and_value),
     )
     for name, gated in zip(names, (False, True))
 }
@@ -144,8 +144,8 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
     def load_rows(args, rows, columns, row, column, whole, registers, first):
         read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
-            at = row + first + step
-            load_row(args, columns, at, column, at < rows, read, step * raw)
+            row_idx = row + first + step
+            load_row(args, columns, row_idx, column, row_idx < rows, read, step * raw)
         for step in range(together):
             compute(columns, column, read, step * raw, values)
             for index in range(4):
@@ -164,8 +164,8 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
     def decode(registers, step):
         return decode_quad(registers, 4 * step)
 
-    blocks = 2 if raw <= 4 or (aligned and raw <= 6) else 1
-    return Source(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
+    min_blocks_per_sm = 2 if raw <= 4 or (aligned and raw <= 6) else 1
+    return Source(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 @device
@@ -232,8 +232,8 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
     def load_unaligned(address, column, period, columns, inside):
         loaded = cuda.local.array(4, u32)
         for index in range(4):
-            at = column + index
-            loaded[index] = load_one(address + element(at, period) * item, inside & (at < columns))
+            col = column + index
+            loaded[index] = load_one(address + element(col, period) * item, inside & (col < columns))
         if item == 4:
             return loaded
         return loaded[0] | loaded[1] << u32(16), loaded[2] | loaded[3] << u32(16)
@@ -249,7 +249,7 @@ def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bo
     four elements.
     """
     activation = ACTIVATIONS[name]
-    both, gated = activation.both, activation.gated
+    grad_and_value, gated = activation.grad_and_value, activation.gated
     item = ITEM_BYTES[dtype]
     quad = quad_registers(dtype)
     dy_item = ITEM_BYTES[dy_dtype]
@@ -285,8 +285,8 @@ def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bo
             _unpack(decode_x(read, start + quad + dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
-            of_x, value = both(factor, x[index])
-            values[index] = of_x if not gated or column + index < columns >> 1 else dy[index] * value
+            grad, value = grad_and_value(factor, x[index])
+            values[index] = grad if not gated or column + index < columns >> 1 else dy[index] * value
 
     raw = (2 * quad if gated else quad) + dy_quad
     return _computed(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

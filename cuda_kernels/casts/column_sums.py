@@ -70,25 +70,25 @@ def column_sums_kernel(dtype: str) -> Kernel:
             out = other
         column = block * COLUMNS + lane
         inside = column < columns
-        held = cuda.local.array(_AHEAD, f32)
+        loaded = cuda.local.array(_AHEAD, f32)
         total = _ZERO
         first = i32(warp)
         while first < n:
             for step in range(_AHEAD):
                 row = first + _WARPS * step
-                held[step] = _ZERO
+                loaded[step] = _ZERO
                 if inside and row < n:
-                    held[step] = load_f32(partials + (i64(row) * stride + column) * 4)
+                    loaded[step] = load_f32(partials + (i64(row) * stride + column) * 4)
             for step in range(_AHEAD):
-                total += held[step]
+                total += loaded[step]
             first += _WARPS * _AHEAD
         shared = dynamic_shared()
         shared_store_4(shared + thread * 4, bits(total))
         cuda.syncthreads()
         if warp == 0 and inside:
             total = _ZERO
-            for of_warp in range(_WARPS):
-                total += from_bits(shared_load_4(shared + (of_warp * COLUMNS + lane) * 4))
+            for other_warp in range(_WARPS):
+                total += from_bits(shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
             store(out + i64(column) * item, total)
 
     return Kernel(

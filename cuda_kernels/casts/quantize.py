@@ -33,8 +33,8 @@ from cuda_kernels.device.tile import (
     position,
     row_of_quad,
     row_storer,
-    share,
     store_transposed,
+    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -51,7 +51,7 @@ def quantize_tensor_kernel(
     values flushed to zero to the int64 ``counts [2]``.
     """
     load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
-    share_of = share(source.vector)
+    origin_of = thread_origin(source.vector)
     store_rows = row_storer(source.vector)
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
@@ -65,7 +65,7 @@ def quantize_tensor_kernel(
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = share_of(thread)
+        row, column = origin_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)
@@ -119,7 +119,7 @@ def quantize_tensor_kernel(
 def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
     load, decode, num_registers = source.load, source.decode, source.num_registers
-    share_of = share(source.vector)
+    origin_of = thread_origin(source.vector)
     row_of = row_of_quad(source.vector)
     store_rows = row_storer(source.vector)
     pack = float8x4[fp8]
@@ -134,7 +134,7 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = share_of(thread)
+        row, column = origin_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)

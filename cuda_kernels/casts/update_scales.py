@@ -50,7 +50,7 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
         if inside:
             newest = load_f32(amaxes + byte_offset)
         usable = _ZERO < newest < _INFINITY
-        held = cuda.local.array(ROWS, f32)
+        shifted = cuda.local.array(ROWS, f32)
         largest = newest if usable else _ZERO
         start = i32(0)
         # A warp reads the steps after its own before any warp overwrites them.
@@ -59,16 +59,16 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
             if usable:
                 for step in range(ROWS):
                     row = first + step
-                    held[step] = newest
+                    shifted[step] = newest
                     if row + 1 < length:
-                        held[step] = load_f32(amax_history + i64(row + 1) * n * 4 + byte_offset)
-                        largest = held[step] if held[step] > largest else largest
+                        shifted[step] = load_f32(amax_history + i64(row + 1) * n * 4 + byte_offset)
+                        largest = shifted[step] if shifted[step] > largest else largest
             cuda.syncthreads()
             if usable:
                 for step in range(ROWS):
                     row = first + step
                     if row < length:
-                        store_f32(amax_history + i64(row) * n * 4 + byte_offset, _ZERO if row == 0 else held[step])
+                        store_f32(amax_history + i64(row) * n * 4 + byte_offset, _ZERO if row == 0 else shifted[step])
             elif inside and first == 0:
                 store_f32(amax_history + byte_offset, _ZERO)
             start += WARPS * ROWS
@@ -81,8 +81,8 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
                 amax = newest
                 if use_history_max:
                     highest = u32(0)
-                    for other in range(WARPS):
-                        highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
+                    for other_warp in range(WARPS):
+                        highest = unsigned_max(highest, shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
                     amax = from_bits(highest)
                 new = divide(divide(load_f32(fp8_max + byte_offset), amax), power)
                 store_f32(scale + byte_offset, new if new < _LARGEST else _LARGEST)

@@ -21,7 +21,7 @@ _ZERO = np.float32(0)
 
 def min_blocks_per_sm(source: Source, count: bool, casts: int = 1) -> int:
     """Blocks of a multiprocessor that registers suffice for; a second cast keeps the float32 of the first."""
-    return max(1, source.blocks - int(count) - (casts - 1))
+    return max(1, source.min_blocks_per_sm - int(count) - (casts - 1))
 
 
 @cache

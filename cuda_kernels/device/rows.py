@@ -118,10 +118,10 @@ def row_loader(dtype: str, layout: RowLayout) -> Any:
 
     @device
     def load(address, columns, lane, registers):
-        of_lane = address + i64(lane) * (width * item)
+        lane_address = address + i64(lane) * (width * item)
         for vector in range(vectors):
             column = i32((vector * threads + lane) * width)
-            loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
+            loaded = load_vector(lane_address + vector * threads * width * item, inside(column, columns))
             for register in range(num_registers):
                 registers[vector * num_registers + register] = loaded[register]
 
@@ -170,7 +170,7 @@ def quad_address(item: int, layout: RowLayout) -> Any:
     return address_of
 
 
-def registers_of(dtype: str, layout: RowLayout) -> int:
+def row_registers(dtype: str, layout: RowLayout) -> int:
     """32-bit registers of a thread that hold its share of a row."""
     return quad_registers(dtype) * layout.quads_per_vec * layout.vecs_per_thread
 
@@ -282,17 +282,17 @@ def row_sum(threads: int) -> Any:
                 shared_store_4(shared + warp * 4, bits(value))
             cuda.syncthreads()
             value = f32(0)
-            of_row = i32(shared + i32(warp & first_warp) * 4)
+            sums_address = i32(shared + i32(warp & first_warp) * 4)
             if warps >= 4:  # 16 bytes at a time
                 for four in range(warps // 4):
-                    a, b, c, d = shared_load_16(i32(of_row + 16 * four))
+                    a, b, c, d = shared_load_16(i32(sums_address + 16 * four))
                     value += from_bits(a)
                     value += from_bits(b)
                     value += from_bits(c)
                     value += from_bits(d)
             else:
-                for other in range(warps):
-                    value += from_bits(shared_load_4(i32(of_row + 4 * other)))
+                for other_warp in range(warps):
+                    value += from_bits(shared_load_4(i32(sums_address + 4 * other_warp)))
         return value
 
     return total

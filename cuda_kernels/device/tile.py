@@ -71,7 +71,7 @@ class Source:
             the tile is ``whole``.
         decode: device function ``(registers, step) -> four float32`` of quad ``step``.
         maxima: how the largest magnitudes of quads are kept.
-        blocks: how many blocks shall fit into the registers of a multiprocessor.
+        min_blocks_per_sm: how many blocks of a cast with it registers shall suffice for.
         vector: how many neighbouring columns a lane holds: 4 of each of a warp's rows, or 8 of every other row.
     """
 
@@ -81,7 +81,7 @@ class Source:
     load: Any
     decode: Any
     maxima: Maxima
-    blocks: int
+    min_blocks_per_sm: int
     vector: int = 4
 
     @property
@@ -90,32 +90,32 @@ class Source:
         return UniTuple(i64, self.num_args)
 
 
-def share(vector: int) -> Any:
+def thread_origin(vector: int) -> Any:
     """A device function ``thread -> row, column`` of the first element of a tile that a thread holds."""
 
     @device
-    def of_quads(thread):
+    def quad_origin(thread):
         return i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))
 
     @device
-    def of_octets(thread):
+    def octet_origin(thread):
         return i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))
 
-    return of_quads if vector == 4 else of_octets
+    return quad_origin if vector == 4 else octet_origin
 
 
 def row_of_quad(vector: int) -> Any:
     """A device function ``(lane, step) -> row`` of quad ``step``, among its warp's rows."""
 
     @device
-    def of_quads(lane, step):
+    def quad_row(lane, step):
         return i32(step)
 
     @device
-    def of_octets(lane, step):
+    def octet_row(lane, step):
         return i32(2 * (step >> 1) + (lane >> 4))
 
-    return of_quads if vector == 4 else of_octets
+    return quad_row if vector == 4 else octet_row
 
 
 @cache
@@ -130,7 +130,7 @@ def tensor_source(dtype: str, vector: int) -> Source:
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
     num_registers = quad * lanes_columns // 4
-    every = lanes_columns // 4
+    row_step = lanes_columns // 4
     load_inside = vector_loader(dtype, lanes_columns)
     load_some = edge_loader(dtype, vector)
 
@@ -138,17 +138,17 @@ def tensor_source(dtype: str, vector: int) -> Source:
     def load(args, rows, columns, row, column, whole, registers):
         # From row to row by an addition: a product of 64 bits takes four instructions.
         address = args[0] + (i64(row) * args[1] + i64(column)) * item
-        stride = args[1] * (item * every)
+        stride = args[1] * (item * row_step)
         if whole and vector > 1:
-            for step in range(WARP_ROWS // every):
+            for step in range(WARP_ROWS // row_step):
                 loaded = load_inside(address)
                 for register in range(num_registers):
                     registers[step * num_registers + register] = loaded[register]
                 address += stride
         else:
-            below = i32(rows - row)
-            for step in range(WARP_ROWS // every):
-                loaded = load_some(address, column, columns, i32(step * every) < below)
+            rows_left = i32(rows - row)
+            for step in range(WARP_ROWS // row_step):
+                loaded = load_some(address, column, columns, i32(step * row_step) < rows_left)
                 for register in range(num_registers):
                     registers[step * num_registers + register] = loaded[register]
                 address += stride
@@ -178,11 +178,11 @@ def row_storer(vector: int) -> Any:
 
     ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
-    every = vector // 4
+    row_step = vector // 4
 
     @device
     def store_at(address, packed, step):
-        if every == 2:
+        if row_step == 2:
             store_8(address, packed[2 * step], packed[2 * step + 1])
         else:
             store_4(address, packed[step])
@@ -190,15 +190,15 @@ def row_storer(vector: int) -> Any:
     @device
     def store_rows(packed, out, stride, row, rows, column, whole):
         address = out + i64(row) * stride + i64(column)
-        stride_of_step = stride * every
+        stride_of_step = stride * row_step
         if whole:
-            for step in range(WARP_ROWS // every):
+            for step in range(WARP_ROWS // row_step):
                 store_at(address, packed, step)
                 address += stride_of_step
         elif column < stride:
-            below = i32(rows - row)
-            for step in range(WARP_ROWS // every):
-                if i32(step * every) < below:
+            rows_left = i32(rows - row)
+            for step in range(WARP_ROWS // row_step):
+                if i32(step * row_step) < rows_left:
                     store_at(address, packed, step)
                 address += stride_of_step
 
@@ -229,18 +229,20 @@ def store_transposed(packed, shared, thread, out, stride, first_row, first_colum
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
-    # Column 4 lane + step, rows 16 warp ...; the 16-byte places of a column are permuted against bank conflicts.
-    place = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
+    # Column 4 lane + step, rows 16 warp ...; the 16-byte chunks of a column are swizzled against bank conflicts.
+    store_address = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
-        at = i32(place + step * TILE)
-        shared_store_16(at, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3])
+        column_address = i32(store_address + step * TILE)
+        shared_store_16(
+            column_address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+        )
     cuda.syncthreads()
     column, part = i32(thread >> 3), i32(thread & 7)
-    place = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
+    load_address = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
     address = out + i64(first_column + column) * stride + i64(first_row + 16 * part)
-    right = i32(columns - first_column) - column if first_row + 16 * part < stride else i32(0)
+    cols_left = i32(columns - first_column) - column if first_row + 16 * part < stride else i32(0)
     for step in range(4):
-        codes = shared_load_16(i32(place + step * (TRANSPOSED_BYTES // 4)))
-        if i32(step * (TILE // 4)) < i32(right):
+        codes = shared_load_16(i32(load_address + step * (TRANSPOSED_BYTES // 4)))
+        if i32(step * (TILE // 4)) < i32(cols_left):
             store_16(address, codes[0], codes[1], codes[2], codes[3])
         address += stride * (TILE // 4)

@@ -12,9 +12,9 @@ from cuda_kernels.device.fragments import (
     scale_all,
     scale_columns,
     scale_rows,
-    slice_of,
-    store_all,
-    store_fragment,
+    slice_fragment,
+    store_fragment_global,
+    store_fragment_shared,
 )
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
@@ -116,7 +116,7 @@ def make_epilogue_store(product: Product, tile: Tile) -> Any:
         return _make_smem_store(0, product, tile)
     count = tile.columns // 2
     finish = make_epilogue(product, count, tile.even)
-    store = store_all(count, product.out, tile.even, product.accumulate)
+    store = store_fragment_global(count, product.out, tile.even, product.accumulate)
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
@@ -145,9 +145,9 @@ def _make_smem_store(epi_tile: int, product: Product, tile: Tile) -> Any:
     drain_first = epi_tiles % buffers > 0
     pending_stores = 0 if drain_first and epi_tile == 0 else buffers - 1
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
-    slice_epi_tile = slice_of(tile.columns // 2, start // 2, count)
+    slice_epi_tile = slice_fragment(tile.columns // 2, start // 2, count)
     finish = make_epilogue(product, count, tile.even)
-    copy_r2s = store_fragment(count, product.out)
+    copy_r2s = store_fragment_shared(count, product.out)
     out_offset = smem_offsets(tile, product.scaling)["out"]
     copy = tma_reduce_add if product.accumulate else tma_store
 

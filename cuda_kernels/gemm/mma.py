@@ -18,8 +18,8 @@ from cuda_kernels.device.fragments import (
     add_rows_and_columns,
     ldmatrix_x4,
     mma,
-    slice_of,
-    store_all,
+    slice_fragment,
+    store_fragment_global,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
@@ -189,7 +189,7 @@ def _make_promote_add(product: Product, strips: int, strip: int = 0) -> Any:
     scales of this thread's first row and column. ``scale``: the one scale of all columns with blocks of 128x128.
     """
     count = WARP_COLUMNS // 2
-    slice_strip = slice_of(strips * count, strip * count, count)
+    slice_strip = slice_fragment(strips * count, strip * count, count)
     by_block = product.scaling is Scaling.BLOCK
     plus_rows = add_rows(count)
     plus_both = add_rows_and_columns(count)
@@ -221,9 +221,9 @@ def _make_epilogue_store(product: Product, strips: int, even: bool, strip: int =
     It takes the 16-row strips from ``strip`` on. ``row``, ``column``: of this thread's first register.
     """
     count = WARP_COLUMNS // 2
-    slice_strip = slice_of(strips * count, strip * count, count)
+    slice_strip = slice_fragment(strips * count, strip * count, count)
     finish = make_epilogue(product, count, even)
-    store = store_all(count, product.out, even, product.accumulate)
+    store = store_fragment_global(count, product.out, even, product.accumulate)
 
     @device
     def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):

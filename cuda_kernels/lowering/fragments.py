@@ -1,9 +1,8 @@
-"""Registers of a thread that hold its part of a matrix: tuples, so that they stay registers, and what is done to each.
+"""Matrix fragments: the registers in which a thread holds its part of a matrix, as tuples, and operations on them.
 
 A warpgroup's accumulator ``[64, n]`` is ``n / 2`` float32 in each thread: registers ``4 j`` and ``4 j + 1`` are columns
-``8 j + 2 q`` and the next of one row, ``4 j + 2`` and ``4 j + 3`` the same columns eight rows below, ``q`` being the
-thread's place among the four of a row (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"; those of
-``mma.m16n8k32`` lie alike).
+``8 j + 2 q`` and the next of one row, ``4 j + 2`` and ``4 j + 3`` the same columns eight rows below, where ``q`` is the
+lane modulo 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"; ``mma.m16n8k32`` has the same layout).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _inline(builder: Any, template: str, result: Any, constraints: str, *operand
 
 
 def _multiply(builder: Any, x: Any, y: Any) -> Any:
-    """Rounded by itself: the compiler shall not fuse it with an addition."""
+    """The product, rounded: the compiler shall not fuse it with an addition."""
     return _inline(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
 
 
@@ -71,14 +70,14 @@ def zeros(count: int) -> Any:
 
 
 @cache
-def slice_of(count: int, start: int, size: int) -> Any:
+def slice_fragment(count: int, start: int, size: int) -> Any:
     """``acc -> size`` of its registers."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
 
     return intrinsic_of(
-        "slice_of", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(count)), lower)
+        "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(count)), lower)
     )
 
 
@@ -120,16 +119,16 @@ def add_rows(count: int) -> Any:
 
 @cache
 def add_rows_of_two(count: int) -> Any:
-    """``(acc, part, s, t, v, w, left) -> acc + part``: as :func:`add_rows`, but from column ``left`` on by v and w.
+    """``(acc, part, s, t, v, w, cols_in_first) -> acc + part``: part's rows scaled, by v and w in a second block.
 
-    ``left``: a multiple of 32.
+    ``cols_in_first``: the column, a multiple of 32, from which on v and w are taken in place of s and t.
     """
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, *scales, left = rest
+        part, *scales, cols_in_first = rest
         results = []
         for start in range(0, count, 16):  # of 32 columns
-            first = builder.icmp_signed("<", _I32(2 * start), left)
+            first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
             factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
             for index in range(start, min(start + 16, count)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
@@ -139,7 +138,7 @@ def add_rows_of_two(count: int) -> Any:
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
-    """What shared memory holds for the two columns of registers ``4 j`` and ``4 j + 1``."""
+    """Load the two float32 in shared memory that belong to the columns of registers ``4 j`` and ``4 j + 1``."""
     pair = ir.LiteralStructType([_F32, _F32])
     address = builder.add(shared, _I32(32 * j))
     loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
@@ -148,7 +147,7 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 
 @cache
 def column_pairs(count: int) -> Any:
-    """``shared -> count / 2`` scales: those of a thread's columns, float32, of which ``shared`` is the first."""
+    """``shared -> count / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, [x for j in range(count // 4) for x in _column_pair(builder, values[0], j)])
@@ -158,9 +157,10 @@ def column_pairs(count: int) -> Any:
 
 @cache
 def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
-    """``(acc, part, s, t, columns) -> acc + part``, part's rows scaled by ``s`` and ``t`` and its columns too.
+    """``(acc, part, s, t, columns) -> acc + part`` with part's rows scaled by ``s`` and ``t``, and its columns as well.
 
-    ``columns``: what :func:`column_pairs` gives, if ``loaded``, else what it takes; then a pair is loaded at a time.
+    ``columns``: the scales that :func:`column_pairs` loaded, if ``loaded``; else their address, and each pair is loaded
+    when it is needed.
     """
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -189,27 +189,27 @@ _COLUMNS = {
     ("bfloat16", 2): _HALVES + ".reg .b16 z; mov.b16 z, 0; mov.b32 $0, {z, h}; mov.b32 $1, {z, i};",
     ("float16", 2): _HALVES + "cvt.f32.f16 $0, h; cvt.f32.f16 $1, i;",
 }
-"""One element of a vector, or two neighbours, as float32. Coherent loads, which stay behind a barrier: the assembler
-moves others forward until no register is left."""
+"""Loads of one element of a vector, or of two neighbours, as float32. They are coherent so that they stay behind a
+barrier: the assembler hoists other loads until no register is left."""
 
 
 def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any, columns: Any, j: int) -> Values:
-    """What a vector holds for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
+    """Load a vector's elements for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
 
-    ``start``: address of what it holds for ``column``, the thread's first.
+    ``start``: the address of the element of ``column``, the thread's first.
     """
     size = 4 if dtype == "float32" else 2
     count = 2 if even else 1
     values = []
     for index in range(8 * j, 8 * j + 2, count):
-        # One address for all: one for each would take as many registers.
+        # All elements are loaded from one address with offsets: an address for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
         inside = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
         template = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}"
         kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
         loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
-        values += [builder.extract_value(loaded, place) for place in range(2)] if even else [loaded]
+        values += [builder.extract_value(loaded, swizzled_chunk) for swizzled_chunk in range(2)] if even else [loaded]
     return values
 
 
@@ -248,11 +248,12 @@ _PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f
 
 
 @cache
-def store_fragment(count: int, dtype: str) -> Any:
-    """``(acc, base, first, mask)``: a warp's 16 rows to 128 bytes each of shared memory, which is swizzled.
+def store_fragment_shared(count: int, dtype: str) -> Any:
+    """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
 
-    The ``j``-th pair of 16-byte places goes to ``base + 16 ((2 j + first) ^ mask)``. Of 16-bit values a lane gives the
-    place of one row (``stmatrix``); of float32 it stores its own pairs, those of the row eight below 1024 bytes on.
+    The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``. For 16-bit values ``base`` is the
+    row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is 1024
+    bytes on.
     """
     rounded = dtype != "float32"
 
@@ -260,8 +261,8 @@ def store_fragment(count: int, dtype: str) -> Any:
         fragment, base, first, mask = values
         acc = unpack_tuple(builder, fragment)
         for j in range(count // (8 if rounded else 4)):
-            place = builder.xor(builder.add(first, _I32(2 * j)), mask)
-            address = builder.add(base, builder.shl(place, _I32(4)))
+            swizzled_chunk = builder.xor(builder.add(first, _I32(2 * j)), mask)
+            address = builder.add(base, builder.shl(swizzled_chunk, _I32(4)))
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
                 packed = [_inline(builder, _PAIR[dtype], _I32, "=r,f,f", *pair) for pair in pairs]
@@ -271,7 +272,7 @@ def store_fragment(count: int, dtype: str) -> Any:
         return context.get_dummy_value()
 
     kinds = fragment_type(count), i32, i32, i32
-    return intrinsic_of("store_fragment", 4, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of("store_fragment_shared", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
 _MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
@@ -280,17 +281,17 @@ _TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, 
 
 @cache
 def largest_of_rows(count: int) -> Any:
-    """``(acc, left) -> (bits, bits)``: of the largest magnitude in its first row and in the row eight below.
+    """``(acc, cols_left) -> (bits, bits)`` of the largest magnitudes in its first row and in the row eight below.
 
-    ``left``: how many columns from the thread's first on are inside.
+    ``cols_left``: columns from the thread's first one to the edge of the matrix.
     """
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, left = values
+        packed, cols_left = values
         largest = [_I32(0), _I32(0)]
         for index, value in enumerate(unpack_tuple(builder, packed)):
             bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
-            inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), left)
+            inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), cols_left)
             bits = builder.select(inside, bits, _I32(0))
             half = index >> 1 & 1
             larger = builder.icmp_unsigned(">", bits, largest[half])
@@ -320,11 +321,11 @@ _ADDED = {
 
 
 @cache
-def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
-    """``(acc, out, stride, row, rows, column, columns)``: to ``out [rows, columns]`` of ``dtype``, what is inside.
+def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
+    """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
 
     ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
-    so that two elements are stored at once. ``accumulate``: adds to what is there; float32 only.
+    so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
     """
     size = 4 if dtype == "float32" else 2
     step = 2 if even else 1
@@ -335,18 +336,18 @@ def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
         packed, out, stride, row, rows, column, columns = values
         acc = unpack_tuple(builder, packed)
         for half in range(2):
-            line = builder.add(row, _I32(8 * half))
-            in_rows = builder.icmp_signed("<", line, rows)
-            start = builder.mul(builder.sext(line, _I64), stride)
+            row_of_half = builder.add(row, _I32(8 * half))
+            in_rows = builder.icmp_signed("<", row_of_half, rows)
+            start = builder.mul(builder.sext(row_of_half, _I64), stride)
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
-                    at = builder.add(column, _I32(2 * first + index))
-                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", at, columns)), _I32)
-                    offset = builder.mul(builder.add(start, builder.sext(at, _I64)), _I64(size))
+                    col = builder.add(column, _I32(2 * first + index))
+                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
+                    offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
                     stored = acc[first + 2 * half + index :][:step]
                     address = builder.add(out, offset)
                     _inline(builder, template, ir.VoidType(), constraints, address, *stored, inside, effect=True)
         return context.get_dummy_value()
 
     kinds = fragment_type(count), i64, i64, i32, i32, i32, i32
-    return intrinsic_of("store_all", 7, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of("store_fragment_global", 7, lambda context, *args: (signature(void, *kinds), lower))

@@ -27,8 +27,8 @@ from cuda_kernels.device.rows import (
     quad_column,
     quad_reader,
     quad_storer,
-    registers_of,
     row_loader,
+    row_registers,
     row_sum,
 )
 from cuda_kernels.kernel import Kernel
@@ -129,19 +129,19 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
     decode_x = quad_decoder(norm.dtype)
     decode_dy = quad_decoder(dy_dtype)
     weights = parameter_quad(norm.weight_dtype)
-    held_x, held_dy = registers_of(norm.dtype, layout), registers_of(dy_dtype, layout)
+    num_x_registers, num_dy_registers = row_registers(norm.dtype, layout), row_registers(dy_dtype, layout)
     x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(item, layout)
+    weight_address, dx_address_of = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(item, layout)
     has_mean = norm.mean
     has_bias = norm.bias
     elements = 4 * quads
-    rstds_at = rstd_address(norm.mean)
+    rstd_pointer = rstd_address(norm.mean)
     normalize = _normalizer(norm)
     store = _gradient_storer(norm, True, layout.full)
     total = row_sum(threads)
-    sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
-    both_sums = 2 * sums
+    sum_bytes = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
+    buffer_bytes = 2 * sum_bytes
     inside = inside_row(layout)
     ahead = threads < 1024
 
@@ -150,72 +150,72 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
         """Of a row: x and dy into registers; its mean and rstd."""
         load_x(x + row * stride * item, columns, thread, xs)
         load_dy(dy + row * dy_stride * dy_item, columns, thread, dys)
-        return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstds_at(means, rows) + row * 4)
+        return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(means, rows) + row * 4)
 
     @device
     def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
         column = column_of(quad, thread)
         d = decode_dy(dys, quad * dy_registers)
-        w = weights(weight_at(weight, quad, thread), inside(column, columns))
+        w = weights(weight_address(weight, quad, thread), inside(column, columns))
         return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
     def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
-        phase = i32(0)
-        of_weight, of_bias = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
-        xs, dys = cuda.local.array(held_x, u32), cuda.local.array(held_dy, u32)
+        sum_buffer = i32(0)
+        weight_sums, bias_sums = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
+        xs, dys = cuda.local.array(num_x_registers, u32), cuda.local.array(num_dy_registers, u32)
         normalized_row, g_row = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
-            of_weight[index], of_bias[index] = _ZERO, _ZERO
+            weight_sums[index], bias_sums[index] = _ZERO, _ZERO
         row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
         if ahead and row < rows:
             mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
         while row < rows:
             if not ahead:
                 mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
-            of_g = _ZERO
-            of_product = _ZERO
-            of_row = rstd
+            g_mean = _ZERO
+            product_mean = _ZERO
+            row_rstd = rstd
             for quad in range(quads):
                 normalized, d, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
-                of_g += _sum(g[0], g[1], g[2], g[3])
-                of_product += _product(g, normalized)
+                g_mean += _sum(g[0], g[1], g[2], g[3])
+                product_mean += _product(g, normalized)
                 for index in range(4):
-                    of_weight[4 * quad + index] += d[index] * normalized[index]
-                    of_bias[4 * quad + index] += d[index]
+                    weight_sums[4 * quad + index] += d[index] * normalized[index]
+                    bias_sums[4 * quad + index] += d[index]
                     normalized_row[4 * quad + index], g_row[4 * quad + index] = normalized[index], g[index]
             next_row = row + i64(cuda.gridDim.x)
             if ahead and next_row < rows:
                 mean, rstd = load(x, stride, dy, dy_stride, means, next_row, rows, columns, thread, xs, dys)
             if has_mean:
-                of_g = divide(total(of_g, shared + phase, thread), f32(columns))
-            of_product = divide(total(of_product, shared + phase + sums, thread), f32(columns))
-            phase ^= i32(both_sums)  # a warp may write its sums of the next row before another has read these
+                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+            sum_buffer ^= i32(buffer_bytes)  # a warp may write its sums of the next row before another has read these
             for quad in range(quads):
                 p = 4 * quad
                 normalized = normalized_row[p], normalized_row[p + 1], normalized_row[p + 2], normalized_row[p + 3]
                 g = g_row[p], g_row[p + 1], g_row[p + 2], g_row[p + 3]
                 if not ahead:
                     normalized, _, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
-                at = dx_at(dx + row * columns * item, quad, thread)
-                store(at, column_of(quad, thread), columns, g, normalized, of_g, of_product, of_row)
+                dx_address = dx_address_of(dx + row * columns * item, quad, thread)
+                store(dx_address, column_of(quad, thread), columns, g, normalized, g_mean, product_mean, row_rstd)
             row = next_row
-        first = partials + i64(cuda.blockIdx.x) * partial_stride * 4
-        second = first + i64(cuda.gridDim.x) * partial_stride * 4
+        weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         for quad in range(quads):
             p = 4 * quad
             column = column_of(quad, thread)
-            at = i64(column) * 4
+            byte_offset = i64(column) * 4
             if inside(column, columns):
                 store_16(
-                    first + at,
-                    bits(of_weight[p]), bits(of_weight[p + 1]), bits(of_weight[p + 2]), bits(of_weight[p + 3]),
+                    weight_partials + byte_offset,
+                    bits(weight_sums[p]), bits(weight_sums[p + 1]), bits(weight_sums[p + 2]), bits(weight_sums[p + 3]),
                 )  # fmt: skip
                 if has_bias:
                     store_16(
-                        second + at,
-                        bits(of_bias[p]), bits(of_bias[p + 1]), bits(of_bias[p + 2]), bits(of_bias[p + 3]),
+                        bias_partials + byte_offset,
+                        bits(bias_sums[p]), bits(bias_sums[p + 1]), bits(bias_sums[p + 2]), bits(bias_sums[p + 3]),
                     )  # fmt: skip
 
     return Kernel(
@@ -223,7 +223,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
         norm_backward,
         _PARAMETERS,
         threads,
-        shared_bytes=2 * both_sums,
+        shared_bytes=2 * buffer_bytes,
         # Of 65,536 registers, a thread has 128; with a row on its way, 512 threads keep 32 KiB in flight.
         blocks_per_multiprocessor=max(1, 512 // threads),
     )
@@ -238,7 +238,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     normalize = _normalizer(norm)
     has_mean = norm.mean
     has_bias = norm.bias
-    rstds_at = rstd_address(norm.mean)
+    rstd_pointer = rstd_address(norm.mean)
     store = _gradient_storer(norm, aligned, False)
     total = row_sum(THREADS)
 
@@ -251,43 +251,43 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
-        phase = i32(0)
-        first = partials + i64(cuda.blockIdx.x) * partial_stride * 4
-        second = first + i64(cuda.gridDim.x) * partial_stride * 4
+        sum_buffer = i32(0)
+        weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
             # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
-            of_x = x + row * stride * item
-            of_dy = dy + row * dy_stride * dy_item
-            rstd = load_f32(rstds_at(means, rows) + row * 4)
+            x_row = x + row * stride * item
+            dy_row = dy + row * dy_stride * dy_item
+            rstd = load_f32(rstd_pointer(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
-            of_g, of_product = _ZERO, _ZERO
+            g_mean, product_mean = _ZERO, _ZERO
             column = i64(4 * thread)
             while column < columns:
-                normalized = normalize(quad_x(of_x, column, columns), mean, rstd)
-                d = quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
+                d = quad_dy(dy_row, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
-                of_g += _sum(g[0], g[1], g[2], g[3])
-                of_product += _product(g, normalized)
+                g_mean += _sum(g[0], g[1], g[2], g[3])
+                product_mean += _product(g, normalized)
                 for index in range(4):
                     if column + index < columns:
-                        at = (column + index) * 4
-                        add(first + at, d[index] * normalized[index], begun)
+                        byte_offset = (column + index) * 4
+                        add(weight_partials + byte_offset, d[index] * normalized[index], begun)
                         if has_bias:
-                            add(second + at, d[index], begun)
+                            add(bias_partials + byte_offset, d[index], begun)
                 column += 4 * THREADS
             if has_mean:
-                of_g = divide(total(of_g, shared + phase, thread), f32(columns))
-            of_product = divide(total(of_product, shared + phase + 32, thread), f32(columns))
-            phase ^= i32(64)
+                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, shared + sum_buffer + 32, thread), f32(columns))
+            sum_buffer ^= i32(64)
             column = i64(4 * thread)
             while column < columns:
-                normalized = normalize(quad_x(of_x, column, columns), mean, rstd)
-                d = quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
+                d = quad_dy(dy_row, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
-                at = dx + (row * columns + column) * item
-                store(at, column, columns, g, normalized, of_g, of_product, rstd)
+                dx_address = dx + (row * columns + column) * item
+                store(dx_address, column, columns, g, normalized, g_mean, product_mean, rstd)
                 column += 4 * THREADS
             row += i64(cuda.gridDim.x)
 

@@ -34,7 +34,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(source.vector)
     statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
-    rstds_at = rstd_address(norm.mean)
+    rstd_pointer = rstd_address(norm.mean)
     has_mean = norm.mean
     item = ITEM_BYTES[norm.dtype]
 
@@ -53,7 +53,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
             if lane == 0 and row < rows:
                 if has_mean:
                     store_f32(x[4] + i64(row) * 4, m)
-                store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
+                store_f32(rstd_pointer(x[4], rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
         factor = load_f32(scale)
@@ -92,5 +92,5 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
         (source.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=source.blocks,
+        blocks_per_multiprocessor=source.min_blocks_per_sm,
     )

@@ -44,8 +44,8 @@ from cuda_kernels.device.rows import (
     parameter_quad,
     quad_address,
     quad_column,
-    registers_of,
     row_loader,
+    row_registers,
 )
 from cuda_kernels.device.tile import block_max
 from cuda_kernels.kernel import Kernel
@@ -70,9 +70,9 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     parameters = parameter_quad(norm.weight_dtype)
     normalize = normalizer(norm)
     pack = float8x4[fp8]
-    inside_of = inside_row(layout)
+    is_inside = inside_row(layout)
     larger = larger_magnitudes["float32"]
-    parameter_at, code_at = quad_address(item, layout), quad_address(1, layout)
+    parameter_address, code_address = quad_address(item, layout), quad_address(1, layout)
 
     @device
     def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
@@ -81,30 +81,30 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
         for quad in range(quads):
             column = column_of(quad, lane)
             part = quad & last
-            inside = inside_of(column, columns)
+            inside = is_inside(column, columns)
             kept = _ALL if inside else u32(0)
             a, b, c, d = decode(registers, quad * num_registers)
-            w, x, y, z = parameters(parameter_at(weight, quad, lane), inside)
-            p, q, r, s = parameters(parameter_at(bias, quad, lane), inside and has_bias)
+            w, x, y, z = parameters(parameter_address(weight, quad, lane), inside)
+            p, q, r, s = parameters(parameter_address(bias, quad, lane), inside and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
             b = normalize(b, mean, rstd, x + offset, q)
             c = normalize(c, mean, rstd, y + offset, r)
             d = normalize(d, mean, rstd, z + offset, s)
-            of_quad = larger(larger(a, b), larger(c, d))
-            largest = larger(largest, of_quad if inside else _ZERO)
+            quad_max = larger(larger(a, b), larger(c, d))
+            largest = larger(largest, quad_max if inside else _ZERO)
             packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
-            if part == last and stored and inside_of(column, stride):
+            if part == last and stored and is_inside(column, stride):
                 if last:
-                    store_8(code_at(codes, quad - 1, 0), packed[0], packed[1])
+                    store_8(code_address(codes, quad - 1, 0), packed[0], packed[1])
                 else:
-                    store_4(code_at(codes, quad, 0), packed[0])
+                    store_4(code_address(codes, quad, 0), packed[0])
         return largest
 
     return cast
 
 
-def _blocks(norm: Norm, layout: RowLayout) -> int:
-    return 2 if registers_of(norm.dtype, layout) > 32 or norm.bias else 3
+def _min_blocks_per_sm(norm: Norm, layout: RowLayout) -> int:
+    return 2 if row_registers(norm.dtype, layout) > 32 or norm.bias else 3
 
 
 @cache
@@ -118,14 +118,14 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
     statistics = row_statistics(norm.dtype, norm.mean, layout)
     cast = _row_caster(norm, fp8, layout)
     has_mean = norm.mean
-    rstds_at = rstd_address(norm.mean)
-    num_registers = registers_of(norm.dtype, layout)
+    rstd_pointer = rstd_address(norm.mean)
+    num_registers = row_registers(norm.dtype, layout)
     item = ITEM_BYTES[norm.dtype]
-    lanes = layout.threads_per_row - 1
+    lane_mask = layout.threads_per_row - 1
     shift = layout.log2_threads
     rows_of_block = THREADS >> layout.log2_threads
     larger = larger_magnitudes["float32"]
-    codes_at = quad_address(1, layout)
+    code_address = quad_address(1, layout)
 
     def normalize(
         x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
@@ -133,39 +133,39 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
-        lane = thread & lanes
+        lane = thread & lane_mask
         factor = _ZERO
         if scale != 0:
             factor = load_f32(scale)
         largest = _ZERO
-        phase = i32(0)
+        sum_buffer = i32(0)
         first = i64(cuda.blockIdx.x) * rows_of_block
         # From row to row by an addition: the product would be made again for each of a row's stores.
-        codes = codes_at(out + (first + (thread >> shift)) * out_stride, 0, lane)
+        codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
         while first < rows:
             row = first + (thread >> shift)
             inside = row < rows
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
             load_row(x + (row if inside else i64(rows - 1)) * stride * item, columns, lane, registers)
-            m, r = statistics(registers, columns, lane, eps, shared + phase, thread)
+            m, r = statistics(registers, columns, lane, eps, shared + sum_buffer, thread)
             if lane == 0 and inside:
                 if has_mean:
                     store_f32(means + row * 4, m)
-                store_f32(rstds_at(means, rows) + row * 4, r)
+                store_f32(rstd_pointer(means, rows) + row * 4, r)
             stored = inside and factor != _ZERO
             amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
-            phase ^= i32(64)  # a warp may write its sums of the next rows before another has read these
+            sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
             first += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
-            of_block = block_max(magnitude(largest), shared + 128, thread)
+            block_max_bits = block_max(magnitude(largest), shared + 128, thread)
             if thread == 0:
                 if factor == _ZERO:
-                    store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(of_block))
+                    store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(block_max_bits))
                 if observe:
-                    update_amax(amax_out, of_block)
+                    update_amax(amax_out, block_max_bits)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
@@ -175,7 +175,7 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
         (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
-        blocks_per_multiprocessor=_blocks(norm, layout),
+        blocks_per_multiprocessor=_min_blocks_per_sm(norm, layout),
     )
 
 
@@ -186,15 +186,15 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
     predicated = replace(layout, full=False)
     load_row = row_loader(norm.dtype, layout)
     cast = _row_caster(norm, fp8, predicated)
-    num_registers = registers_of(norm.dtype, layout)
+    num_registers = row_registers(norm.dtype, layout)
     item = ITEM_BYTES[norm.dtype]
     has_mean = norm.mean
     fp8_max = FP8_MAX[fp8]
-    rstds_at = rstd_address(norm.mean)
-    lanes = layout.threads_per_row - 1
+    rstd_pointer = rstd_address(norm.mean)
+    lane_mask = layout.threads_per_row - 1
     shift = layout.log2_threads
     rows_of_block = THREADS >> layout.log2_threads
-    codes_at = quad_address(1, layout)
+    code_address = quad_address(1, layout)
 
     def cast_normalized(
         x, stride, weight, bias, means, scale, block_amax, out, out_scale,
@@ -203,7 +203,7 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        lane = thread & lanes
+        lane = thread & lane_mask
         largest = u32(0)
         index = thread
         while index < num_block_amax:
@@ -218,8 +218,8 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
             registers = cuda.local.array(num_registers, u32)
             load_row(x + row * stride * item, columns, lane, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
-            r = load_f32(rstds_at(means, rows) + row * 4)
-            codes = codes_at(out + row * out_stride, 0, lane)
+            r = load_f32(rstd_pointer(means, rows) + row * 4)
+            codes = code_address(out + row * out_stride, 0, lane)
             cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, True)
             row += i64(cuda.gridDim.x) * rows_of_block
 
@@ -229,5 +229,5 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
         (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=_blocks(norm, layout),
+        blocks_per_multiprocessor=_min_blocks_per_sm(norm, layout),
     )

@@ -23,8 +23,8 @@ from cuda_kernels.device.rows import (
     inside_row,
     quad_column,
     quad_reader,
-    registers_of,
     row_loader,
+    row_registers,
     row_sum,
 )
 from cuda_kernels.device.tile import WARP_ROWS, Source, tensor_source
@@ -77,7 +77,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     """
     x = tensor_source(norm.dtype, 4 if aligned else 1)
     normalize = normalizer(norm)
-    rstds_at = rstd_address(norm.mean)
+    rstd_pointer = rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
@@ -99,11 +99,11 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
     def load(args, rows, columns, row, column, whole, registers):
         load_x(args, rows, columns, row, column, whole, registers)
         lane = cuda.threadIdx.x & 31
-        of_lane = i64(row + lane) * 4
+        lane_offset = i64(row + lane) * 4
         inside = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = bits(load_f32(args[4] + of_lane)) if inside else u32(0)
-        registers[rstd] = bits(load_f32(rstds_at(args[4], rows) + of_lane)) if inside else u32(0)
+            registers[mean] = bits(load_f32(args[4] + lane_offset)) if inside else u32(0)
+        registers[rstd] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if inside else u32(0)
         load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
         if has_bias:
             load_parameters(args[3], column, columns, _ZERO, registers, bias)
@@ -130,8 +130,8 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
             element(registers, step, 3, d, m, r),
         )
 
-    blocks = 2 if norm.dtype == "float32" else 3
-    return Source(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), blocks)
+    min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
+    return Source(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     @device
     def load_some(row, column, columns, inside, registers):
         for index in range(_AT_ONCE):
-            at = column + index * stride
-            loaded = load(row + i64(at) * item, at, columns, inside)
+            col = column + index * stride
+            loaded = load(row + i64(col) * item, col, columns, inside)
             for register in range(num_registers):
                 registers[index * num_registers + register] = loaded[register]
 
@@ -245,16 +245,16 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, layout)
     statistics = row_statistics(dtype, mean, layout)
-    num_registers = registers_of(dtype, layout)
+    num_registers = row_registers(dtype, layout)
     item = ITEM_BYTES[dtype]
-    lanes = layout.threads_per_row - 1
+    lane_mask = layout.threads_per_row - 1
     shift = layout.log2_threads
     rows_of_block = THREADS >> layout.log2_threads
-    rstds_at = rstd_address(mean)
+    rstd_pointer = rstd_address(mean)
 
     def statistics_of_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
-        lane = thread & lanes
+        lane = thread & lane_mask
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
@@ -263,7 +263,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
         if lane == 0 and row < rows:
             if mean:
                 store_f32(means + i64(row) * 4, m)
-            store_f32(rstds_at(means, rows) + i64(row) * 4, r)
+            store_f32(rstd_pointer(means, rows) + i64(row) * 4, r)
 
     return Kernel(
         f"statistics({dtype}, {mean=}, {layout})",
@@ -280,7 +280,7 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
     statistics = long_row_statistics(dtype, mean, aligned, THREADS)
     item = ITEM_BYTES[dtype]
-    rstds_at = rstd_address(mean)
+    rstd_pointer = rstd_address(mean)
 
     def statistics_of_long_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
@@ -289,7 +289,7 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
         if thread == 0:
             if mean:
                 store_f32(means + row * 4, m)
-            store_f32(rstds_at(means, rows) + row * 4, r)
+            store_f32(rstd_pointer(means, rows) + row * 4, r)
 
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",
