@@ -141,7 +141,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         times = timed(candidates(of, recipe, job), clock)
         tqdm.write("\n".join(_lines(of, times)))
         if times:
-            measured.append(Measured(str(job.problem.product), (of.m, of.n, of.k), next(iter(times))))
+            measured.append(Measured(str(job.problem.spec), (of.m, of.n, of.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {keep(card, measured)}")
 

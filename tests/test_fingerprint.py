@@ -29,12 +29,12 @@ sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import rows, tile
 from cuda_kernels.gemm import mma, wgmma
-from cuda_kernels.gemm.spec import MmaTile, Product, Scaling, Tile
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import machine_code
 from cuda_kernels.norm import backward, bands, cast, statistics
 rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
-plain, products = tile.tensor_source("bfloat16", 4), [Product("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
-sums = Product("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
+plain, products = tile.tensor_source("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
+sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
     "amax": amax.amax_kernel(plain, True),
     "row_amax": amax.row_amax_kernel(plain, True, True),
@@ -52,9 +52,12 @@ kernels = {
     "norm_backward": backward.norm_backward_kernel(
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False, True),
-    **{f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, Tile(2, 1, 128, 4, cluster=2)) for each in products},
-    "hopper sums": wgmma.gemm_kernel(sums, Tile(2, 1, 256, 4, cluster=1)),
-    "mma": mma.mma_gemm_kernel(products[0], MmaTile(64, 64, 3)),
+    **{
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        for each in products
+    },
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
 }
 print(json.dumps({name: machine_code.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
 """
@@ -158,11 +161,11 @@ import sys
 from pathlib import Path
 from cuda_kernels.gemm import mma, raster
 from cuda_kernels.host import machine_code
-from cuda_kernels.gemm.spec import MmaTile, Product, Scaling
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling
 path = Path(raster.__file__)
 if "early" in sys.argv:
     path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
-kernel = mma.mma_gemm_kernel(Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaTile(64, 64, 3))
+kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
 print(machine_code.key(kernel, "cubin", "89"))
 """
     found = [

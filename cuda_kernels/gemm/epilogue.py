@@ -26,30 +26,30 @@ from cuda_kernels.device.sm90 import (
     tma_store_commit,
     tma_store_wait,
 )
-from cuda_kernels.gemm.spec import Product, Scaling, Tile, epi_tile_columns, num_epi_tiles, smem_offsets
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, epi_tile_columns, num_epi_tiles, smem_offsets
 
 _EPI_TILE_BYTES = 64 * 128
 """An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
 
 
 @cache
-def make_epilogue(product: Product, count: int, even: bool) -> Any:
+def make_epilogue(spec: GemmSpec, count: int, even: bool) -> Any:
     """A device function ``(acc, epi_args, row, m, column, n) -> acc`` that scales, adds the bias and observes the amax.
 
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax. ``row``,
     ``column``: of the thread's first register in the result.
     """
     steps: list[Any] = []
-    if product.scaling is Scaling.TENSOR:
+    if spec.scaling is Scaling.TENSOR:
         scale_acc = scale_all(count)
         steps.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
-    if product.scaling is Scaling.ROW:
+    if spec.scaling is Scaling.ROW:
         steps.append(_make_row_scaler(count, even))
-    if product.bias:
-        add_bias = add_columns(count, product.bias, even)
+    if spec.bias:
+        add_bias = add_columns(count, spec.bias, even)
         steps.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
-    if product.amax:
-        steps.append(_make_amax_observer(count, product.out))
+    if spec.amax:
+        steps.append(_make_amax_observer(count, spec.out))
     return _composed(steps)
 
 
@@ -107,16 +107,16 @@ _ROUNDED = {
 
 
 @cache
-def make_epilogue_store(product: Product, tile: Tile) -> Any:
+def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
     """A device function ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)``.
 
     It finishes and stores the 64 rows of a warpgroup, of which ``row`` and ``column`` are the first.
     """
-    if tile.staged:
-        return _make_smem_store(0, product, tile)
-    count = tile.columns // 2
-    finish = make_epilogue(product, count, tile.even)
-    store = store_fragment_global(count, product.out, tile.even, product.accumulate)
+    if config.smem_epilogue:
+        return _make_smem_store(0, spec, config)
+    count = config.tile_n // 2
+    finish = make_epilogue(spec, count, config.even)
+    store = store_fragment_global(count, spec.out, config.even, spec.accumulate)
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
@@ -128,28 +128,28 @@ def make_epilogue_store(product: Product, tile: Tile) -> Any:
     return epilogue_store
 
 
-def _make_smem_store(epi_tile: int, product: Product, tile: Tile) -> Any:
+def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another.
 
     The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    wide = product.out == "float32"
-    columns = epi_tile_columns(product.out)
-    epi_tiles = num_epi_tiles(tile, product)
-    start = min(epi_tile * columns, tile.columns - columns)
+    wide = spec.out == "float32"
+    columns = epi_tile_columns(spec.out)
+    epi_tiles = num_epi_tiles(config, spec)
+    start = min(epi_tile * columns, config.tile_n - columns)
     count = columns // 2
-    buffers = tile.buffers
+    buffers = config.epi_stages
     is_last = epi_tile == epi_tiles - 1
     buffer_idx = epi_tile % buffers
     # A tile's first one may take the buffer that the previous tile's last one has filled: then it waits for all stores.
     drain_first = epi_tiles % buffers > 0
     pending_stores = 0 if drain_first and epi_tile == 0 else buffers - 1
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
-    slice_epi_tile = slice_fragment(tile.columns // 2, start // 2, count)
-    finish = make_epilogue(product, count, tile.even)
-    copy_r2s = store_fragment_shared(count, product.out)
-    out_offset = smem_offsets(tile, product.scaling)["out"]
-    copy = tma_reduce_add if product.accumulate else tma_store
+    slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, count)
+    finish = make_epilogue(spec, count, config.even)
+    copy_r2s = store_fragment_shared(count, spec.out)
+    out_offset = smem_offsets(config, spec.scaling)["out"]
+    copy = tma_reduce_add if spec.accumulate else tma_store
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
@@ -177,7 +177,7 @@ def _make_smem_store(epi_tile: int, product: Product, tile: Tile) -> Any:
 
     if is_last:
         return epilogue_store
-    store_rest = _make_smem_store(epi_tile + 1, product, tile)
+    store_rest = _make_smem_store(epi_tile + 1, spec, config)
 
     @device
     def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):

@@ -28,7 +28,7 @@ from cuda_kernels.device.sm80 import cp_async_4, cp_async_16, cp_async_commit, c
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import WARP_COLUMNS, MmaTile, Product, Scaling
+from cuda_kernels.gemm.spec import WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.kernel import Kernel
 
 _K = 128
@@ -36,33 +36,33 @@ _K = 128
 
 
 @cache
-def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
-    """``out [m, n]``, one block for each tile; see :class:`Product` and :class:`MmaTile`.
+def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
+    """``out [m, n]``, one block for each tile; see :class:`GemmSpec` and :class:`MmaConfig`.
 
     Parameters are the address and stride of A, of B, of A's scales and of B's; the addresses of bias and of the amax;
     the address and stride of out; m, n and k. Strides are in elements; addresses and strides of A and B are multiples
     of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. An absent address is 0.
     """
-    scaling, promote = product.scaling, product.promote
-    rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
+    scaling, promote = spec.scaling, spec.promote
+    tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
     by_block = scaling is Scaling.BLOCK
     by_blocks = scaling is Scaling.BLOCKS
-    stage_bytes = tile.stage_bytes(scaling)
+    stage_bytes = config.stage_bytes(scaling)
     prefetch = stages - 1
     pending = stages - 2
-    b_offset = rows * _K
-    scale_a_offset = b_offset + columns * _K
-    scale_b_offset = scale_a_offset + 4 * rows
+    b_offset = tile_m * _K
+    scale_a_offset = b_offset + tile_n * _K
+    scale_b_offset = scale_a_offset + 4 * tile_m
     parts = WARP_COLUMNS // 8
     count = strips * WARP_COLUMNS // 2
     zero_acc = zeros(count)
     promote_add = add(count)
-    mma_k32 = mma(strips, parts, product.a, product.b)
+    mma_k32 = mma(strips, parts, spec.a, spec.b)
     load_a, load_b = ldmatrix_x4(strips, 16 * _K), ldmatrix_x4(parts // 2, 16 * _K)
-    promote_add_scaled = _make_promote_add(product, strips)
-    epilogue_store = _make_epilogue_store(product, strips, tile.even)
+    promote_add_scaled = _make_promote_add(spec, strips)
+    epilogue_store = _make_epilogue_store(spec, strips, config.even)
     load_block_scales, block_scales_at = block_scale_readers(WARP_COLUMNS)
     scale_window = block_scale_window(scaling)
     rows_at_once = threads // 8  # a multiple of 8, so that a thread copies the same chunk of each row
@@ -99,12 +99,12 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         a, a_stride, scale_a, scale_a_stride = a_args
         b, b_stride, scale_b, scale_b_stride = b_args
         start = k_iter * _K
-        copy_operand(stage_addr, a + start, a_stride, rows, row, m, k - start)
-        copy_operand(stage_addr + b_offset, b + start, b_stride, columns, column, n, k - start)
+        copy_operand(stage_addr, a + start, a_stride, tile_m, row, m, k - start)
+        copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, column, n, k - start)
         if along_k:
-            copy_scales(stage_addr + scale_a_offset, scale_a + 4 * i64(k_iter) * scale_a_stride, rows, row, m)
+            copy_scales(stage_addr + scale_a_offset, scale_a + 4 * i64(k_iter) * scale_a_stride, tile_m, row, m)
         if by_blocks:
-            copy_scales(stage_addr + scale_b_offset, scale_b + 4 * i64(k_iter) * scale_b_stride, columns, column, n)
+            copy_scales(stage_addr + scale_b_offset, scale_b + 4 * i64(k_iter) * scale_b_stride, tile_n, column, n)
 
     def mma_gemm(
         a, a_stride, b, b_stride, scale_a, scale_a_stride, scale_b, scale_b_stride,
@@ -114,9 +114,9 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
         tile_row, tile_column = tile_coord(
-            cuda.blockIdx.x, quotient(m + (rows - 1), rows), quotient(n + (columns - 1), columns)
+            cuda.blockIdx.x, quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
         )
-        row, column = tile_row * rows, tile_column * columns
+        row, column = tile_row * tile_m, tile_column * tile_n
         a_args = (a, a_stride, scale_a, scale_a_stride)
         b_args = (b, b_stride, scale_b, scale_b_stride)
         k_iters = (k + (_K - 1)) >> 7
@@ -173,16 +173,16 @@ def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
         )
 
     return Kernel(
-        f"mma_gemm({product}, {tile})",
+        f"mma_gemm({spec}, {config})",
         mma_gemm,
         (*[i64] * 12, i32, i32, i32),
         threads,
-        shared_bytes=tile.shared_bytes(scaling),
+        shared_bytes=config.shared_bytes(scaling),
         architectures=("89", "120"),
     )
 
 
-def _make_promote_add(product: Product, strips: int, strip: int = 0) -> Any:
+def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """A device function ``(acc, partial, row_scale_smem, col_scale_smem, scale) -> acc + partial * scales``.
 
     It takes the 16-row strips from ``strip`` on. ``row_scale_smem``, ``col_scale_smem``: shared-memory addresses of the
@@ -190,7 +190,7 @@ def _make_promote_add(product: Product, strips: int, strip: int = 0) -> Any:
     """
     count = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * count, strip * count, count)
-    by_block = product.scaling is Scaling.BLOCK
+    by_block = spec.scaling is Scaling.BLOCK
     plus_rows = add_rows(count)
     plus_both = add_rows_and_columns(count)
 
@@ -204,7 +204,7 @@ def _make_promote_add(product: Product, strips: int, strip: int = 0) -> Any:
 
     if strip == strips - 1:
         return promote_add
-    next_strips = _make_promote_add(product, strips, strip + 1)
+    next_strips = _make_promote_add(spec, strips, strip + 1)
 
     @device
     def add_strips(acc, partial, row_scale_smem, col_scale_smem, scale):
@@ -215,15 +215,15 @@ def _make_promote_add(product: Product, strips: int, strip: int = 0) -> Any:
     return add_strips
 
 
-def _make_epilogue_store(product: Product, strips: int, even: bool, strip: int = 0) -> Any:
+def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0) -> Any:
     """A device function ``(acc, out, out_stride, epi_args, row, m, column, n)`` that finishes and stores fragments.
 
     It takes the 16-row strips from ``strip`` on. ``row``, ``column``: of this thread's first register.
     """
     count = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * count, strip * count, count)
-    finish = make_epilogue(product, count, even)
-    store = store_fragment_global(count, product.out, even, product.accumulate)
+    finish = make_epilogue(spec, count, even)
+    store = store_fragment_global(count, spec.out, even, spec.accumulate)
 
     @device
     def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):
@@ -232,7 +232,7 @@ def _make_epilogue_store(product: Product, strips: int, even: bool, strip: int =
 
     if strip == strips - 1:
         return epilogue_store
-    next_strips = _make_epilogue_store(product, strips, even, strip + 1)
+    next_strips = _make_epilogue_store(spec, strips, even, strip + 1)
 
     @device
     def store_strips(acc, out, out_stride, epi_args, row, m, column, n):

@@ -13,51 +13,51 @@ from typing import Any
 from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
-from cuda_kernels.gemm.spec import ACCUMULATORS, Product, Scaling, Tile, smem_offsets
+from cuda_kernels.gemm.spec import ACCUMULATORS, GemmConfig, GemmSpec, Scaling, smem_offsets
 
 _BLOCK = 128
 """Rows of B that have one scale."""
 
 
-def reads_scales_early(product: Product, tile: Tile) -> bool:
+def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
-    col_scale_registers = tile.columns // 4 if product.scaling is Scaling.BLOCKS else 0
-    most = ACCUMULATORS if tile.staged or tile.even else ACCUMULATORS - 40
-    return tile.columns // 2 * (tile.waves + 1) + col_scale_registers <= most
+    col_scale_registers = config.tile_n // 4 if spec.scaling is Scaling.BLOCKS else 0
+    most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
+    return config.tile_n // 2 * (config.waves + 1) + col_scale_registers <= most
 
 
 @cache
-def stage_scale_reader(product: Product, tile: Tile) -> Any:
+def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     """A device function ``(smem, stage_idx, row_in_tile) -> scales`` that reads a stage's scales for promote_add.
 
     ``row_in_tile``: the row of this thread's first register.
     """
-    offsets = smem_offsets(tile, product.scaling)
-    rows = tile.rows
-    columns = tile.columns
+    offsets = smem_offsets(config, spec.scaling)
+    tile_m = config.tile_m
+    tile_n = config.tile_n
     scale_a_offset, scale_b_offset = offsets["scale_a"], offsets["scale_b"]
-    if not product.scaling.along_k:
+    if not spec.scaling.along_k:
         return device(lambda smem, stage_idx, row_in_tile: i32(0))
 
     @device
     def row_scales(smem, stage_idx, row_in_tile):
-        scales = smem + scale_a_offset + (stage_idx * rows + row_in_tile) * 4
+        scales = smem + scale_a_offset + (stage_idx * tile_m + row_in_tile) * 4
         return from_bits(shared_load_4(scales)), from_bits(shared_load_4(scales + 32))
 
     @device
     def col_scale_smem(smem, stage_idx):
-        return i32(smem + scale_b_offset + stage_idx * (4 * columns) + 8 * (cuda.threadIdx.x & 3))
+        return i32(smem + scale_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
 
-    if product.scaling is Scaling.BLOCK:
+    if spec.scaling is Scaling.BLOCK:
         return row_scales
-    if not reads_scales_early(product, tile):
+    if not reads_scales_early(spec, config):
         return device(
             lambda smem, stage_idx, row_in_tile: (
                 row_scales(smem, stage_idx, row_in_tile),
                 col_scale_smem(smem, stage_idx),
             )
         )
-    load_col_scales = column_pairs(tile.columns // 2)
+    load_col_scales = column_pairs(config.tile_n // 2)
     return device(
         lambda smem, stage_idx, row_in_tile: (
             row_scales(smem, stage_idx, row_in_tile),
@@ -67,25 +67,25 @@ def stage_scale_reader(product: Product, tile: Tile) -> Any:
 
 
 @cache
-def make_promote_add(product: Product, tile: Tile) -> Any:
+def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
     """A device function ``(acc, partial, scales, block_scales, column) -> acc + partial * scales``.
 
     ``block_scales``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
     """
-    count = tile.columns // 2
+    count = config.tile_n // 2
     add_partial = add(count)
     add_row_scaled = add_rows(count)
     add_row_scaled_by_two = add_rows_of_two(count)
-    if not product.scaling.along_k:
+    if not spec.scaling.along_k:
         return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
-    if product.scaling is Scaling.BLOCKS:
-        add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(product, tile))
+    if spec.scaling is Scaling.BLOCKS:
+        add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(spec, config))
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
                 acc, partial, scales[0][0], scales[0][1], scales[1]
             )
         )
-    if _BLOCK % tile.columns == 0:
+    if _BLOCK % config.tile_n == 0:
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_scaled(
                 acc, partial, scales[0] * block_scales[0], scales[1] * block_scales[0]
@@ -108,8 +108,8 @@ def block_scale_window(scaling: Scaling) -> int:
 
 
 @cache
-def block_scale_readers(columns: int) -> tuple[Any, Any]:
-    """Device functions that read the 128x128 scales of a tile of ``columns`` columns.
+def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
+    """Device functions that read the 128x128 scales of a tile of ``tile_n`` columns.
 
     A tile lies in one block of B, or straddles two: 128 is a multiple of its columns, or of those beyond 128.
 
@@ -117,7 +117,7 @@ def block_scale_readers(columns: int) -> tuple[Any, Any]:
         ``(scale_b, stride, column, n, first_k_iter, k_iters) -> block_scales``, which loads those of 32 iterations, one
         by each lane, for the tile that begins at ``column``; and ``(block_scales, k_iter) -> (first, second)``.
     """
-    straddles = _BLOCK % columns > 0
+    straddles = _BLOCK % tile_n > 0
 
     @device
     def load_block_scales(scale_b, stride, column, n, first_k_iter, k_iters):

@@ -55,7 +55,7 @@ from cuda_kernels.gemm.promotion import (
     stage_scale_reader,
 )
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import Product, Scaling, Tile, smem_offsets
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, smem_offsets
 from cuda_kernels.kernel import Kernel
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
@@ -70,46 +70,45 @@ _REGISTERS = 224
 
 
 @cache
-def gemm_kernel(product: Product, tile: Tile) -> Kernel:
-    """``out [m, n]`` by persistent blocks, each taking every n-th tile; see :class:`Product` and :class:`Tile`.
+def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
+    """``out [m, n]`` by persistent blocks, each taking every n-th tile; see :class:`GemmSpec` and :class:`GemmConfig`.
 
     Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias, the amax and out;
     the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map A's.
     """
-    scaling, promote = product.scaling, product.promote
-    mma_warpgroups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
-    pingpong = tile.alternate
-    sharing = tile.sharing
-    tiles_in_flight = tile.groups // tile.sharing
-    rows = tile.rows
-    count = columns // 2
-    offsets = smem_offsets(tile, scaling)
-    a_bytes, b_bytes = rows * _K, columns * _K
+    scaling, promote = spec.scaling, spec.promote
+    mma_warpgroups, waves, tile_m, tile_n = config.mma_warpgroups, config.waves, config.tile_m, config.tile_n
+    stages, cluster = config.stages, config.cluster
+    pingpong, warpgroups_per_tile = config.pingpong, config.warpgroups_per_tile
+    tiles_in_flight = mma_warpgroups // warpgroups_per_tile
+    count = tile_n // 2
+    offsets = smem_offsets(config, scaling)
+    a_bytes, b_bytes = tile_m * _K, tile_n * _K
     tx_bytes = a_bytes + b_bytes
-    tx_bytes += 4 * rows if scaling.along_k else 0
-    tx_bytes += 4 * columns if scaling is Scaling.BLOCKS else 0
+    tx_bytes += 4 * tile_m if scaling.along_k else 0
+    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCKS else 0
     b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
-    multicast_a, multicast_b = tile.shares_a and cluster > 1, not tile.shares_a and cluster > 1
-    a_slice_rows, b_slice_rows = rows // (cluster if multicast_a else 1), columns // (cluster if multicast_b else 1)
-    work_rows = rows * (cluster if multicast_b else 1)
-    work_columns = columns * (cluster if multicast_a else 1)
+    multicast_a, multicast_b = config.multicast_a and cluster > 1, not config.multicast_a and cluster > 1
+    a_slice_rows, b_slice_rows = tile_m // (cluster if multicast_a else 1), tile_n // (cluster if multicast_b else 1)
+    work_rows = tile_m * (cluster if multicast_b else 1)
+    work_columns = tile_n * (cluster if multicast_a else 1)
     mcast_mask = (1 << cluster) - 1
-    empty_arrivals = sharing * cluster * (4 if scaling.along_k else 1)
+    empty_arrivals = warpgroups_per_tile * cluster * (4 if scaling.along_k else 1)
     zero_acc = zeros(count)
-    wgmma_k32 = wgmma(columns, product.a, product.b)
+    wgmma_k32 = wgmma(tile_n, spec.a, spec.b)
     wgmma_wait_0, wgmma_wait_1 = wgmma_wait(count, 0), wgmma_wait(count, 1)
-    epilogue_store = make_epilogue_store(product, tile)
-    smem_epilogue = tile.staged
+    epilogue_store = make_epilogue_store(spec, config)
+    smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
     by_block = scaling is Scaling.BLOCK
     by_blocks = scaling is Scaling.BLOCKS
-    read_scales = stage_scale_reader(product, tile)
-    promote_add = make_promote_add(product, tile)
-    releases_early = reads_scales_early(product, tile)
-    load_block_scales, block_scales_at = block_scale_readers(columns)
+    read_scales = stage_scale_reader(spec, config)
+    promote_add = make_promote_add(spec, config)
+    releases_early = reads_scales_early(spec, config)
+    load_block_scales, block_scales_at = block_scale_readers(tile_n)
     scale_window = block_scale_window(scaling)
     next_stage, stage_after = stage_counters(stages)
     consumer_release = make_consumer_release(empty_offset, cluster, along_k)
@@ -124,9 +123,9 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
         i, j = tile_coord(work_tile, m_tiles, n_tiles)
         row, column = i * work_rows, j * work_columns
         if multicast_b:
-            row += rank * rows
+            row += rank * tile_m
         if multicast_a:
-            column += rank * columns
+            column += rank * tile_n
         return row, column
 
     @device
@@ -191,9 +190,9 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
                 else:
                     tma_load(b, map_b, full, k_iter * _K, column)
                 if along_k:
-                    tma_load(smem + scale_a_offset + stage_idx * (4 * rows), map_scale_a, full, row, k_iter)
+                    tma_load(smem + scale_a_offset + stage_idx * (4 * tile_m), map_scale_a, full, row, k_iter)
                 if by_blocks:
-                    tma_load(smem + scale_b_offset + stage_idx * (4 * columns), map_scale_b, full, column, k_iter)
+                    tma_load(smem + scale_b_offset + stage_idx * (4 * tile_n), map_scale_b, full, column, k_iter)
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
 
@@ -329,10 +328,10 @@ def gemm_kernel(product: Product, tile: Tile) -> Kernel:
             cluster_sync()  # another block may still write to this one's shared memory
 
     return Kernel(
-        f"gemm({product}, {tile}{' trap' * traps})",
+        f"gemm({spec}, {config}{' trap' * traps})",
         gemm,
         (*[tensor_map] * 5, *[i64] * 7, i32, i32, i32),
-        tile.threads,
+        config.threads,
         shared_bytes=offsets["end"],
         cluster=cluster,
         architectures=("90a",),

@@ -1,7 +1,7 @@
-"""Plans that were measured: read from a file for the card, written to one, and chosen from.
+"""The choice of a GEMM's plan, and the measurements that it rests on.
 
-A file holds, for one card, entries of a product, its sizes, and the plan that took least time. The user's lies beside
-the compiled kernels; one for a card that we measured lies in ``measured`` here, where there is none yet.
+A file holds the measurements of one GPU: a GEMM, its sizes, and the fastest plan. The user's file is in the folder of
+compiled kernels; files that ship with the package are in ``measured`` here, which has none yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host.cache import cache_folder, write_whole
 from cuda_kernels.host.gemm_configs import Library, Plan, Problem, cublaslt_takes, estimated, plans
 
@@ -55,7 +55,7 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     legal = plans(problem)
     if wish == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    product = str(replace(problem.product, amax=False))  # which makes no tile faster than another
+    product = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
     alike = [each for each in measured if each.product == product and each.plan in legal]
     if wish == "numba":
         alike = [each for each in alike if not isinstance(each.plan, Library)]
@@ -81,8 +81,8 @@ def builds_of(problem: Problem) -> list[Build]:
     builds: list[Build] = []
     for plan in plans(problem):
         if not isinstance(plan, Library):
-            function = wgmma.gemm_kernel if isinstance(plan, Tile) else mma.mma_gemm_kernel
-            builds.append((function, (problem.product, plan)))
+            function = wgmma.gemm_kernel if isinstance(plan, GemmConfig) else mma.mma_gemm_kernel
+            builds.append((function, (problem.spec, plan)))
     return builds
 
 
@@ -130,10 +130,30 @@ def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
     return {"card": card, "measured": [to_json(each) for each in measured]}
 
 
+_JSON_KINDS: dict[str, type[GemmConfig | MmaConfig]] = {"Tile": GemmConfig, "MmaTile": MmaConfig}
+_JSON_FIELDS: dict[type, dict[str, str]] = {
+    GemmConfig: {
+        "mma_warpgroups": "groups",
+        "tile_n": "columns",
+        "multicast_a": "shares_a",
+        "epi_stages": "buffers",
+        "smem_epilogue": "staged",
+        "pingpong": "alternate",
+    },
+    MmaConfig: {"tile_m": "rows", "tile_n": "columns"},
+}
+"""How files of measurements name plans, and their fields where that differs."""
+
+
 def to_json(measured: Measured) -> dict[str, Any]:
     """An entry of a file."""
-    plan: Any = measured.plan
-    described = plan.value if isinstance(plan, Library) else {"kind": type(plan).__name__, **asdict(plan)}
+    plan = measured.plan
+    if isinstance(plan, Library):
+        described: Any = plan.value
+    else:
+        kind = next(name for name, cls in _JSON_KINDS.items() if isinstance(plan, cls))
+        names = _JSON_FIELDS[type(plan)]
+        described = {"kind": kind} | {names.get(field, field): value for field, value in asdict(plan).items()}
     return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
 
 
@@ -143,8 +163,13 @@ def from_json(entry: dict[str, Any]) -> Measured:
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    plan = dict(entry["plan"]) if isinstance(entry["plan"], dict) else entry["plan"]
-    kinds = {"Tile": Tile, "MmaTile": MmaTile}
-    described: Plan = Library(plan) if isinstance(plan, str) else kinds[plan.pop("kind")](**plan)
+    described = entry["plan"]
+    if isinstance(described, dict):
+        cls = _JSON_KINDS[described["kind"]]
+        fields = {name: field for field, name in _JSON_FIELDS[cls].items()}
+        values = {fields[name] if name in fields else name: described[name] for name in described if name != "kind"}
+        plan: Plan = cls(**values)
+    else:
+        plan = Library(described)
     m, n, k = (int(size) for size in entry["sizes"])
-    return Measured(str(entry["product"]), (m, n, k), described)
+    return Measured(str(entry["product"]), (m, n, k), plan)
