@@ -1,4 +1,4 @@
-"""PTX of Ampere, which later cards have too: copies by cp.async."""
+"""PTX of Ampere, which later GPUs have too: copies by cp.async."""
 
 from __future__ import annotations
 

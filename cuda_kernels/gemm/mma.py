@@ -32,7 +32,7 @@ from cuda_kernels.gemm.spec import WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.kernel import Kernel
 
 _K = 128
-"""Bytes of a row in shared memory, and the products of one scale."""
+"""Bytes of a row in shared memory; and the K of one 1x128 scale."""
 
 
 @cache

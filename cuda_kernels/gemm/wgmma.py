@@ -59,10 +59,10 @@ from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, smem_offsets
 from cuda_kernels.kernel import Kernel
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
-"""Environment variable: with 1, a barrier that nobody completes is an error of the card, and no hang."""
+"""Environment variable: with 1, a barrier that nobody completes traps in place of a hang."""
 
 _K = 128
-"""Bytes of a row in shared memory: the width of the swizzle, and the products of one scale."""
+"""Bytes of a row in shared memory, which are the swizzle's width; and the K of one 1x128 scale."""
 _WARPS = 4
 """Of a warpgroup."""
 _PRODUCERS_REGISTERS = 56

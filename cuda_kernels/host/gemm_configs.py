@@ -20,7 +20,7 @@ SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 
 
 class Library(Enum):
-    """What else multiplies."""
+    """A plan that is no kernel of ours."""
 
     CUBLASLT = "cublaslt"
     """``torch._scaled_mm``."""
@@ -38,7 +38,7 @@ class Problem:
     Attributes:
         m, n, k: ``[m, k]`` times ``[n, k]`` transposed; at least 1.
         architecture: ``"90a"``, ``"89"``, ...
-        multiprocessors: of the card.
+        multiprocessors: of the GPU.
         aligned: rows of the result begin at multiples of 16 bytes.
         even: its columns come in pairs, and so do those of bias and scales.
     """
@@ -54,7 +54,7 @@ class Problem:
 
 
 def plans(problem: Problem) -> list[Plan]:
-    """All that compute the problem; the last always does."""
+    """All plans that compute the problem; the last one always does."""
     found: list[Plan] = []
     if problem.architecture == "90a":
         found += _hopper_tiles(problem)
@@ -66,7 +66,7 @@ def plans(problem: Problem) -> list[Plan]:
 
 
 def cublaslt_takes(problem: Problem) -> bool:
-    """Whether ``torch._scaled_mm`` computes the problem on every card that knows FP8.
+    """Whether ``torch._scaled_mm`` computes the problem on every GPU with FP8.
 
     It wants n and k in multiples of 16, and scales of rows only for E4M3 and results in bfloat16.
     """

@@ -31,7 +31,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What was fastest."""
+    """The fastest plan of a GEMM: ``str`` of its :class:`GemmSpec`, and its sizes m, n, k."""
 
     product: str
     sizes: tuple[int, int, int]
@@ -42,7 +42,7 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     """The plan to take: one of :func:`plans`.
 
     Args:
-        measured: on this card.
+        measured: measurements on this GPU.
         wish: ``numba``, ``cublaslt`` or None.
 
     Raises:
@@ -60,22 +60,22 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     if wish == "numba":
         alike = [each for each in alike if not isinstance(each.plan, Library)]
     sizes = problem.m, problem.n, problem.k
-    near = [(_apart(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].plan
-    # Nothing measured: what runs everywhere comes before what never ran on this card.
+    # Without a measurement, what runs everywhere comes before what never ran on this GPU.
     if wish is None and cublaslt_takes(problem):
         return Library.CUBLASLT
     return estimated(problem)
 
 
-def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """How far apart sizes are: the largest of the logarithms of their ratios."""
+def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """The distance of two GEMMs: the largest absolute logarithm of the ratios of their sizes."""
     return max(abs(math.log(x / y)) for x, y in zip(a, b))
 
 
 def builds_of(problem: Problem) -> list[Build]:
-    """What makes the kernels of all its plans."""
+    """The builds of the kernels of all its plans."""
     from cuda_kernels.gemm import mma, wgmma
 
     builds: list[Build] = []
@@ -90,12 +90,12 @@ def builds_of(problem: Problem) -> list[Build]:
 
 
 def user_file(card: str) -> Path:
-    """Where measurements on the user's card of that name are kept."""
+    """The file of the user's measurements on the GPU named ``card``."""
     return cache_folder() / f"gemm-{_slug(card)}.json"
 
 
 def shipped_file(card: str) -> Path:
-    """Where ours on cards of that name are."""
+    """The file of measurements on the GPU named ``card`` that ships with the package."""
     return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
 
 
@@ -105,7 +105,7 @@ def _slug(card: str) -> str:
 
 @cache
 def measured_on(card: str) -> tuple[Measured, ...]:
-    """What was measured on cards of that name: by the user, then by us; a damaged file counts as none."""
+    """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
     return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
 
 
@@ -126,7 +126,7 @@ def keep(card: str, measured: Iterable[Measured]) -> Path:
 
 
 def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
-    """What a file of measurements holds."""
+    """The contents of a file of measurements."""
     return {"card": card, "measured": [to_json(each) for each in measured]}
 
 
@@ -146,7 +146,7 @@ _JSON_FIELDS: dict[type, dict[str, str]] = {
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """An entry of a file."""
+    """One entry of a file."""
     plan = measured.plan
     if isinstance(plan, Library):
         described: Any = plan.value
@@ -158,16 +158,16 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 
 def from_json(entry: dict[str, Any]) -> Measured:
-    """What an entry says.
+    """Read an entry of a file.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
     described = entry["plan"]
     if isinstance(described, dict):
-        cls = _JSON_KINDS[described["kind"]]
-        fields = {name: field for field, name in _JSON_FIELDS[cls].items()}
-        values = {fields[name] if name in fields else name: described[name] for name in described if name != "kind"}
+        values = dict(described)
+        cls = _JSON_KINDS[values.pop("kind")]
+        values |= {field: values.pop(name) for field, name in _JSON_FIELDS[cls].items() if name in values}
         plan: Plan = cls(**values)
     else:
         plan = Library(described)

@@ -1,7 +1,7 @@
 """Kernels loaded on a device and started on torch's current stream.
 
-What differs from start to start comes first among a kernel's parameters: tensor maps, and int64. A launch writes those
-into a buffer that holds the others already, and the driver copies them from there.
+Parameters are ordered: those of each launch first, tensor maps and pointers (int64), then the scalars that are fixed
+when a launch is bound. A launch rewrites only the first part of a prefilled parameter buffer, which the driver copies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class NoKernels(KernelError):
 
 
 class Launch:
-    """A kernel made ready for tensors that lie alike: addresses are all that is left to say when it starts.
+    """A kernel bound to a grid and its scalars; :meth:`start` takes only tensor maps and pointers.
 
     Attributes:
-        kernel: what to start.
-        blocks: how many.
-        numbers: its last parameters; those before are tensor maps and int64.
-        device: where, the current one when it starts.
+        kernel: the kernel to start.
+        blocks: blocks of the grid.
+        numbers: the kernel's last parameters; those before are tensor maps and int64.
+        device: the device to start it on, which is the current one then.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
@@ -60,7 +60,7 @@ class Launch:
             raise NoKernels(f"nothing runs kernels on {device.type}")
 
     def start(self, *addresses: Argument) -> None:
-        """Start it on the current stream; ``addresses`` are as :func:`address_on` and ``tensor_maps.map_on`` give them.
+        """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
 
         Raises:
             KernelError: the driver refuses.
@@ -78,7 +78,7 @@ class Launch:
         return None
 
     def _made_ready(self, addresses: int) -> tuple[Any, ...]:
-        """What writes addresses, starts the kernel, gives the stream, and the address of the parameters' addresses.
+        """Functions that write addresses, start the kernel and get the stream, and the parameter pointers' address.
 
         Each thread has its own, since backward runs in threads beside the forward pass.
         """
@@ -117,7 +117,7 @@ class _ParameterBlock:
 
 
 def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
-    """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
+    """A function that zeroes ``elements`` 32-bit words at an address on the current stream, without the dispatcher."""
     if not is_card(device):
         return Tensor.zero_
     index = device.index or 0
@@ -155,7 +155,7 @@ def enter_context(index: int) -> None:
 def architecture(index: int) -> str:
     """The architecture of kernels for CUDA device ``index``: one of ``"89"``, ``"90a"``, ``"100"``, ``"120"``.
 
-    Machine code runs on cards of the same major capability and the same minor one or a later (CUDA Programming Guide,
+    Machine code runs on GPUs of the same major capability and the same minor one or a later (CUDA Programming Guide,
     "Binary compatibility"): that for 10.0 on 10.3 too. That for ``90a`` runs on 9.0 only.
 
     Raises:
@@ -178,7 +178,7 @@ def is_card(device: torch.device) -> bool:
 
 
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
+    """Tensor to launch argument: its address on CUDA; elsewhere the tensor, so that the emulator checks bounds."""
     return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
 
 
@@ -189,13 +189,13 @@ def architecture_of(device: torch.device) -> str:
 
 @cache
 def name_of(device: torch.device) -> str:
-    """The card's name; that of the device's type where there is none."""
+    """The GPU's name; that of the device's type where there is none."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many blocks run side by side, at one per multiprocessor."""
+    """The number of multiprocessors; 4 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -209,7 +209,7 @@ def _driver() -> Any:
 
 
 def _install() -> str:
-    """What brings compilers and bindings of torch's CUDA."""
+    """The command that installs compilers and bindings of torch's CUDA version."""
     extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
     return f'pip install "lightning-fp8[{extra}]"'
 
@@ -256,7 +256,7 @@ def _load(kernel: Kernel, index: int) -> int:
 
 
 def _load_now(handle: Any) -> None:
-    """Else the driver loads machine code at its first start, where it is too late to do without, or in a graph."""
+    """Load machine code now; else the driver does at the first start, too late for a fallback, or inside a graph."""
     driver = _driver()
     function = _checked(driver.cuKernelGetFunction(handle))
     try:
@@ -275,7 +275,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 EXECUTORS: dict[str, Executor] = {}
-"""What starts a kernel for tensors that are not on a card, by the type of their device.
+"""Functions that start a kernel for tensors that are not on a GPU, by the type of their device.
 
-It gets the kernel, the number of blocks, and all parameters, tensors for addresses.
+They get the kernel, the number of blocks, and all parameters, tensors for addresses.
 """

@@ -1,4 +1,4 @@
-"""Tensor maps: what the tensor memory accelerator knows of a matrix, and of the boxes that are copied of it."""
+"""Tensor maps: descriptors of a matrix, and of the boxes of it that TMA copies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OUTSIDE_IS_0 = 0
 
 
 class Box(NamedTuple):
-    """What one copy takes of a matrix.
+    """The box of a matrix that one copy takes.
 
     Attributes:
-        rows, columns: of the copy.
-        swizzle: of rows of 128 bytes, in shared memory.
-        transposed: the matrix is that of the tensor, transposed.
+        rows, columns: of the box.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory.
+        transposed: the matrix is the tensor, transposed.
     """
 
     rows: int
@@ -44,16 +44,16 @@ class Box(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A tensor map as it stands for itself where no card is: of ``tensor``, two-dimensional with rows side by side."""
+    """Stand-in for a ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
 
     tensor: Tensor
     box: Box
 
 
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for the tensor map of matrices that lie alike, rows side by side, copied in boxes.
+    """Tensor to launch argument: the tensor map of a matrix with contiguous rows, copied in boxes ``box``.
 
-    On a card maps are kept by address: memory that is used again has its map already.
+    Maps are cached by address, since torch's allocator gives the same memory again.
     """
     if not is_card(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
@@ -73,8 +73,8 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
 
 @cache
 def _encode() -> Any:
-    """The driver's ``cuTensorMapEncodeTiled``, called directly: a map has to lie at a multiple of 64 bytes, and where
-    NVIDIA's bindings make one they do not see to that."""
+    """The driver's ``cuTensorMapEncodeTiled``, called through ctypes, because NVIDIA's bindings do not align the map
+    that they make to 64 bytes."""
     function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
     uint32_pointer = ctypes.POINTER(ctypes.c_uint32)
     uint64_pointer = ctypes.POINTER(ctypes.c_uint64)
