@@ -35,7 +35,7 @@ class Kernel:
             a tensor map.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        blocks_per_multiprocessor: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.
+        min_blocks_per_sm: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.
         cluster: blocks of a cluster; the kernel's code says it too.
         architectures: those that it can be compiled for.
     """
@@ -45,21 +45,17 @@ class Kernel:
     parameters: tuple[Any, ...]
     threads: int
     shared_bytes: int = 0
-    blocks_per_multiprocessor: int = 1
+    min_blocks_per_sm: int = 1
     cluster: int = 1
     architectures: tuple[str, ...] = ARCHITECTURES
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
 
-    def blocks_side_by_side(self, arch: str) -> int:
+    def min_blocks_on(self, arch: str) -> int:
         """Blocks that must fit into a multiprocessor of ``arch``.
 
         GPUs with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
         """
-        return (
-            self.blocks_per_multiprocessor
-            if arch.startswith(("9", "10"))
-            else max(1, self.blocks_per_multiprocessor - 1)
-        )
+        return self.min_blocks_per_sm if arch.startswith(("9", "10")) else max(1, self.min_blocks_per_sm - 1)
 
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:
@@ -75,7 +71,7 @@ class Kernel:
         return tuple(_FORMATS[kind] for kind in self.parameter_kinds)
 
     @cached_property
-    def layout(self) -> struct.Struct:
+    def param_struct(self) -> struct.Struct:
         """The parameters as a C struct."""
         return struct.Struct("@" + "".join(self.formats))
 

@@ -132,7 +132,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
     card, measured = launch.name_of(device), []
     planned = [job_of(of, recipe, device) for of in gemms]
-    if launch.is_card(device):
+    if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)
         builds = missing([build for job in planned for build in builds_of(job.problem)], architecture)
         for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):

@@ -189,7 +189,7 @@ def test_launch_bounds_and_parameters_count() -> None:
         Kernel("a", kernel, (i32,), 32),
         Kernel("a", kernel, (f32,), 32),
         Kernel("a", kernel, (i32,), 64),
-        Kernel("a", kernel, (i32,), 32, blocks_per_multiprocessor=2),
+        Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
         Kernel("b", kernel, (i32,), 32),
     ]
     found = {machine_code.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}

@@ -128,7 +128,7 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
         end = 0
         for kind in declared:
             end = -(-end // size[kind]) * size[kind] + size[kind]
-        assert end == kernel.layout.size
+        assert end == kernel.param_struct.size
 
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

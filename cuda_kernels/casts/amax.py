@@ -74,7 +74,7 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
         (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=source.min_blocks_per_sm,
+        min_blocks_per_sm=source.min_blocks_per_sm,
     )
 
 
@@ -121,5 +121,5 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
         (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
-        blocks_per_multiprocessor=max(1, source.min_blocks_per_sm - 1),
+        min_blocks_per_sm=max(1, source.min_blocks_per_sm - 1),
     )

@@ -111,7 +111,7 @@ def quantize_tensor_kernel(
         (source.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
-        blocks_per_multiprocessor=min_blocks_per_sm(source, count),
+        min_blocks_per_sm=min_blocks_per_sm(source, count),
     )
 
 
@@ -179,5 +179,5 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
         (source.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
-        blocks_per_multiprocessor=min_blocks_per_sm(source, count, rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(source, count, rowwise + columnwise),
     )

@@ -244,5 +244,5 @@ def quantize_blocks_kernel(
         (source.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        blocks_per_multiprocessor=min_blocks_per_sm(source, count, 1 if block_2d else rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(source, count, 1 if block_2d else rowwise + columnwise),
     )

@@ -38,24 +38,24 @@ class Launch:
     Attributes:
         kernel: the kernel to start.
         blocks: blocks of the grid.
-        numbers: the kernel's last parameters; those before are tensor maps and int64.
+        scalars: the kernel's last parameters; those before are tensor maps and int64.
         device: the device to start it on, which is the current one then.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
+    def __init__(self, kernel: Kernel, blocks: int, scalars: Sequence[int | float], device: torch.device) -> None:
         self.kernel = kernel
         self.blocks = blocks
-        self.numbers = tuple(numbers)
+        self.scalars = tuple(scalars)
         self.device = device
         self._index: int | None = None
         self._handle = 0
-        if is_card(device):
+        if is_cuda_device(device):
             self._index = device.index or 0
             self._handle = _loaded(kernel, self._index)
-            self._kept = threading.local()
+            self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
 
@@ -66,18 +66,18 @@ class Launch:
             KernelError: the driver refuses.
         """
         if self._index is None:
-            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.numbers))
+            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
         try:
-            write, start, stream, parameters = self._kept.ready
+            write, start, stream, parameters = self._local.binding
         except AttributeError:
-            write, start, stream, parameters = self._kept.ready = self._made_ready(len(addresses))
+            write, start, stream, parameters = self._local.binding = self._bind(len(addresses))
         write(*addresses)
         result = start(stream(self._index), parameters, 0)[0]
         if result:
             raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
         return None
 
-    def _made_ready(self, addresses: int) -> tuple[Any, ...]:
+    def _bind(self, addresses: int) -> tuple[Any, ...]:
         """Functions that write addresses, start the kernel and get the stream, and the parameter pointers' address.
 
         Each thread has its own, since backward runs in threads beside the forward pass.
@@ -88,11 +88,11 @@ class Launch:
         block = _ParameterBlock(self.kernel)
         formats = kernel.formats[:addresses]
         nothing = [b"" if each == "128s" else 0 for each in formats]
-        kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
+        kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
         start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
-        self._kept.block = block  # which owns the memory
+        self._local.block = block  # which owns the memory
         return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
@@ -107,7 +107,7 @@ class _ParameterBlock:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.buffer = ctypes.create_string_buffer(kernel.layout.size)
+        self.buffer = ctypes.create_string_buffer(kernel.param_struct.size)
         first = ctypes.addressof(self.buffer)
         formats = kernel.formats
         ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
@@ -118,7 +118,7 @@ class _ParameterBlock:
 
 def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     """A function that zeroes ``elements`` 32-bit words at an address on the current stream, without the dispatcher."""
-    if not is_card(device):
+    if not is_cuda_device(device):
         return Tensor.zero_
     index = device.index or 0
     memset = _driver().cuMemsetD32Async
@@ -172,14 +172,14 @@ def architecture(index: int) -> str:
     )
 
 
-def is_card(device: torch.device) -> bool:
+def is_cuda_device(device: torch.device) -> bool:
     """Whether the CUDA driver starts kernels there."""
     return device.type == "cuda"
 
 
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
     """Tensor to launch argument: its address on CUDA; elsewhere the tensor, so that the emulator checks bounds."""
-    return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
+    return Tensor.data_ptr if is_cuda_device(device) else lambda tensor: tensor
 
 
 def architecture_of(device: torch.device) -> str:

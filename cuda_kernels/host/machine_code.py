@@ -42,7 +42,7 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
     bounds = (
         kernel.parameters,
         kernel.threads,
-        kernel.blocks_side_by_side(arch),
+        kernel.min_blocks_on(arch),
         source_of_module("cuda_kernels.lowering.compiler"),
     )
     return _hashed(f"{what} {arch} {kernel.name} {bounds} {fingerprint(kernel.function)}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.device.sizes import ceil_div
-from cuda_kernels.host.launch import Argument, is_card
+from cuda_kernels.host.launch import Argument, is_cuda_device
 from cuda_kernels.kernel import KernelError
 
 _BYTES = 128
@@ -55,7 +55,7 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
 
     Maps are cached by address, since torch's allocator gives the same memory again.
     """
-    if not is_card(device):
+    if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
     kept: dict[int, bytes] = {}
 

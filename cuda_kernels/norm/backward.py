@@ -225,7 +225,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
         threads,
         shared_bytes=2 * buffer_bytes,
         # Of 65,536 registers, a thread has 128; with a row on its way, 512 threads keep 32 KiB in flight.
-        blocks_per_multiprocessor=max(1, 512 // threads),
+        min_blocks_per_sm=max(1, 512 // threads),
     )
 
 
@@ -297,5 +297,5 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         _PARAMETERS,
         THREADS,
         shared_bytes=128,
-        blocks_per_multiprocessor=2,
+        min_blocks_per_sm=2,
     )

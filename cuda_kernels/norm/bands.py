@@ -92,5 +92,5 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
         (source.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=source.min_blocks_per_sm,
+        min_blocks_per_sm=source.min_blocks_per_sm,
     )

@@ -175,7 +175,7 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
         (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
-        blocks_per_multiprocessor=_min_blocks_per_sm(norm, layout),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
     )
 
 
@@ -229,5 +229,5 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
         (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=_min_blocks_per_sm(norm, layout),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
     )

@@ -271,7 +271,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
         _STATISTICS,
         THREADS,
         shared_bytes=64,
-        blocks_per_multiprocessor=2 if num_registers > 32 else 4,
+        min_blocks_per_sm=2 if num_registers > 32 else 4,
     )
 
 
@@ -297,5 +297,5 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
         _STATISTICS,
         THREADS,
         shared_bytes=64,
-        blocks_per_multiprocessor=4,
+        min_blocks_per_sm=4,
     )

@@ -97,7 +97,7 @@ class _RowsInRegisters(_NormPlan):
         self._operands = Operands(of.device, how, of.rows, of.place.columns)
         kernel = cast.normalize_kernel(of.norm, fp8, spread, task.observes)
         groups = -(-of.rows * spread.threads_per_row // THREADS)
-        blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(of.device))
+        blocks = min(groups, kernel.min_blocks_per_sm * launch.multiprocessors(of.device))
         shape, pitch = (of.rows, of.place.columns, float(self._offset)), self._operands.pitches[0]
         self._normalize = launch.Launch(kernel, blocks, (*shape, of.kind.eps, pitch), of.device).start
         self._again: Callable[..., None] | None = None
@@ -256,7 +256,7 @@ class _NormBackward:
         else:
             aligned = all(each.comes_in(4) for each in inputs)
             kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
-        blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
+        blocks = min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         self._at, self._allocate = launch.address_on(device), allocator(device)
         self._dx = (rows, columns), (columns, 1), x.dtype
         self._dweight = (columns,), (1,), weight.dtype
