@@ -29,7 +29,7 @@ _GELU_1 = np.float32(2 * math.sqrt(2 / math.pi))
 _GELU_3 = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 _GELU_3_SLOPE = np.float32(6 * math.sqrt(2 / math.pi) * 0.044715)
 _FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
-"""Here every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
+"""Beyond these every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
 
 
 @device
@@ -127,14 +127,14 @@ ACTIVATIONS = {
 
 
 def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> Source:
-    """A source that computes its values when it is loaded, so that kernels that look at them twice do it once.
+    """A source that computes its values when it is loaded, so that kernels that read them twice compute them once.
 
     Args:
-        raw: registers of one row of four elements, as they were read.
+        raw: registers of four elements of a row before the computation.
         load_row: device function ``(args, columns, row, column, inside, registers, start)``.
         compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
     """
-    # What is read of some rows and what is computed of the others fit into the registers.
+    # Rows are loaded in parts, so that the raw elements of one part and the values of the others fit into registers.
     parts = 1 if raw <= 4 else 2 if aligned else 4
     together = WARP_ROWS // parts
     in_flight = together * raw

@@ -1,6 +1,6 @@
-"""Sums of columns in two stages, in an order that does not depend on which block is first.
+"""Sums of columns in two stages, in an order that does not depend on the order of blocks.
 
-The first stage is a by-product of kernels that hold the values: partial sums, float32 ``[n, stride]``. The second adds
+In the first stage, kernels that hold the values also store partial sums, float32 ``[n, stride]``. The second stage adds
 them up.
 """
 
@@ -28,10 +28,10 @@ _ZERO = np.float32(0)
 
 @cache
 def summed_source(source: Source) -> Source:
-    """``source``, which also leaves the sums of its columns over every 16 rows when it is loaded.
+    """``source``, which also stores the sums of its columns over every 16 rows when it is loaded.
 
-    Arguments: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), stride]`` with columns
-    rounded up to a multiple of four for the stride.
+    Arguments: those of ``source``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, whose
+    stride is the number of columns rounded up to a multiple of four.
     """
     load_values, decode, partials = source.load, source.decode, source.num_args
 

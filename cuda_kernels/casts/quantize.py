@@ -1,7 +1,7 @@
-"""Tensors to FP8, row by row and transposed, from one read; scaled as a whole, or row by row.
+"""Tensors to FP8, rowwise and transposed, from one read; with one scale for the tensor, or one for each row.
 
-A scale of the whole tensor is that of both copies. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]``
-and ``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is written with zeros.
+Both copies share the scale of a whole tensor. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]`` and
+``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is written with zeros.
 """
 
 from __future__ import annotations

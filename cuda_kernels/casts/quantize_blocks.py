@@ -1,4 +1,4 @@
-"""Tensors to FP8 with a scale for each block, row by row and transposed, from one read; else as ``quantize.py``."""
+"""Tensors to FP8, rowwise and transposed, from one read; with a scale for each block; otherwise as ``quantize.py``."""
 
 from __future__ import annotations
 

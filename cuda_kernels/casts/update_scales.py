@@ -21,7 +21,7 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.kernel import Kernel
 
 COLUMNS = 32
-"""Tensors of a block: their amaxes of one step lie side by side, a warp reads 128 bytes."""
+"""Tensors of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
 WARPS = 32
 ROWS = 8
 """Steps of the history that one warp moves at a time: its loads are in flight together."""

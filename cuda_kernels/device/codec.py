@@ -30,7 +30,7 @@ from cuda_kernels.device.ptx import (
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
-"""Of the kernels, which know no torch."""
+"""The largest finite value of each format, for kernels, which import no torch."""
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -142,7 +142,7 @@ def vector_loader(dtype: str, elements: int) -> Any:
 
 
 def edge_loader(dtype: str, vector: int) -> Any:
-    """As :func:`quad_loader`, of eight elements where rows are multiples of ``vector`` 8; of four with 4 and 1."""
+    """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
     if vector < 8:
         return quad_loader(dtype, vector == 4)
 
@@ -183,15 +183,16 @@ def quad_decoder(dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Maxima:
-    """How the largest magnitudes of quads, each of four columns, are kept while more of them are looked at.
+    """Device functions that keep the largest magnitudes of quads, each of four columns.
 
     Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
 
     Attributes:
-        num_registers: registers that keep four columns' maxima.
-        clear: device function ``kept``: of nothing.
-        take: device function ``(registers, step, quad, kept)``: those of one quad alone; ``quad``: what it decodes to.
-        fold: the same: those of what was kept and of the quad.
+        num_registers: registers that hold the maxima of four columns.
+        clear: device function ``kept`` that resets them.
+        take: device function ``(registers, step, quad, kept)`` that replaces them by those of one quad; ``quad``: its
+            decoded values.
+        fold: the same, but it keeps the larger of each.
         columns: device function ``kept -> bits of four float32``.
         largest: device function ``kept -> bits`` of the largest.
     """
@@ -214,7 +215,7 @@ def _clearer(num_registers: int) -> Any:
 
 
 def packed_maxima(dtype: str) -> Maxima:
-    """Of registers that hold elements of 16 bits as they were loaded."""
+    """Maxima of elements of 16 bits, taken from registers as they were loaded."""
     larger = larger_magnitudes[dtype]
     low = low_half[dtype]
     high = high_half[dtype]
@@ -241,7 +242,7 @@ def packed_maxima(dtype: str) -> Maxima:
 
 
 def decoded_maxima() -> Maxima:
-    """Of quads as they are decoded."""
+    """Maxima of quads as they are decoded."""
     larger = larger_magnitudes["float32"]
 
     @device

@@ -106,7 +106,7 @@ def cast_row_layout(dtype: str, columns: int) -> RowLayout | None:
 def row_loader(dtype: str, layout: RowLayout) -> Any:
     """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
-    ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
+    ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
     """
     threads = layout.threads_per_row
     vectors = layout.vecs_per_thread
@@ -129,7 +129,7 @@ def row_loader(dtype: str, layout: RowLayout) -> Any:
 
 
 def inside_row(layout: RowLayout) -> Any:
-    """A device function ``(column, columns) -> whether the column, of a thread's, is inside``."""
+    """A device function ``(column, columns) -> bool``: whether a thread's column is inside the row."""
     full = layout.full
 
     @device

@@ -1,6 +1,6 @@
-"""What kernels that cast tiles of 128 × 128 share: how threads hold a tile, store it, and store it transposed.
+"""Tiles of 128 × 128 elements: how the threads of a cast hold a tile, store it, and store it transposed.
 
-A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each, so that four rows of four bytes turn
+A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each row, so that four rows of four bytes turn
 into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16 bytes of a
 16-bit tensor.
 """
@@ -60,19 +60,19 @@ def position(tile, rows, columns):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where the values of a tile come from: a tensor as it is, or what is computed from tensors on the way.
+    """A loader of tiles: of a tensor as it is, or of values computed from tensors on the way (prologue fusion).
 
     Attributes:
-        name: tells it from every other source.
-        num_args: how many int64 a kernel takes for it: addresses, strides.
+        name: unique among all sources.
+        num_args: int64 parameters that a kernel takes for it: addresses, strides.
         num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
         load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
             the tile is ``whole``.
         decode: device function ``(registers, step) -> four float32`` of quad ``step``.
         maxima: how the largest magnitudes of quads are kept.
-        min_blocks_per_sm: how many blocks of a cast with it registers shall suffice for.
-        vector: how many neighbouring columns a lane holds: 4 of each of a warp's rows, or 8 of every other row.
+        min_blocks_per_sm: blocks of a cast that registers must suffice for.
+        vector: neighbouring columns that a lane holds: 4 of each of a warp's rows, or 8 of every other row.
     """
 
     name: str
@@ -136,7 +136,7 @@ def tensor_source(dtype: str, vector: int) -> Source:
 
     @device
     def load(args, rows, columns, row, column, whole, registers):
-        # From row to row by an addition: a product of 64 bits takes four instructions.
+        # The address is advanced by additions: a product of 64 bits takes four instructions.
         address = args[0] + (i64(row) * args[1] + i64(column)) * item
         stride = args[1] * (item * row_step)
         if whole and vector > 1:
@@ -207,7 +207,7 @@ def row_storer(vector: int) -> Any:
 
 @device
 def transpose_quads(packed):
-    """16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
+    """Transpose 16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
     turned = cuda.local.array(16, u32)
     for group in range(4):
         a, b, c, d = packed[4 * group], packed[4 * group + 1], packed[4 * group + 2], packed[4 * group + 3]
@@ -223,7 +223,7 @@ def transpose_quads(packed):
 
 @device
 def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
-    """The tile's codes as columns; through shared memory, so that a column's 128 codes leave together.
+    """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
     ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
     """

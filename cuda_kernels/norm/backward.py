@@ -1,9 +1,9 @@
 """The gradients of LayerNorm and RMSNorm.
 
 With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``,
-``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is left out (Ba et al.,
+``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is dropped (Ba et al.,
 arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Each block takes every n-th row and
-leaves its share of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
+stores its part of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
 kernel of ``column_sums.py`` adds them up.
 """
 
@@ -38,7 +38,7 @@ _ZERO = np.float32(0)
 
 
 def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | None:
-    """How rows lie, one in each block; of x, dy and the sums over rows, one thread holds 16 or 8 elements each."""
+    """The layout of rows, one in each block; a thread holds 16 or 8 elements of x, dy and the sums over rows each."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
@@ -117,10 +117,10 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
 @cache
 def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel:
-    """Rows in registers, one a block at a time: dx ``[rows, columns]`` contiguous, and partial sums, from one read.
+    """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
-    The next row is read while this one's sums go from warp to warp. For that g and x^ are kept as float32, which blocks
-    of 1024 threads, with 64 registers each, compute twice instead.
+    The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
+    blocks of 1024 threads, with 64 registers each, compute them twice instead.
     """
     threads = layout.threads_per_row
     quads = layout.quads_per_thread
@@ -140,14 +140,14 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
     normalize = _normalizer(norm)
     store = _gradient_storer(norm, True, layout.full)
     total = row_sum(threads)
-    sum_bytes = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
+    sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
     inside = inside_row(layout)
     ahead = threads < 1024
 
     @device
     def load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys):
-        """Of a row: x and dy into registers; its mean and rstd."""
+        """Load x and dy of a row into registers, and return its mean and rstd."""
         load_x(x + row * stride * item, columns, thread, xs)
         load_dy(dy + row * dy_stride * dy_item, columns, thread, dys)
         return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(means, rows) + row * 4)
@@ -224,14 +224,14 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
         _PARAMETERS,
         threads,
         shared_bytes=2 * buffer_bytes,
-        # Of 65,536 registers, a thread has 128; with a row on its way, 512 threads keep 32 KiB in flight.
+        # A thread has 128 of 65,536 registers; 512 threads, each with a row in flight, keep 32 KiB in flight.
         min_blocks_per_sm=max(1, 512 // threads),
     )
 
 
 @cache
 def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kernel:
-    """The same of rows of any length and address; each is read once more, and partial sums grow in memory."""
+    """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
     weights = quad_reader(norm.weight_dtype, aligned)
@@ -256,7 +256,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
-            # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
+            # If so, there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
             x_row = x + row * stride * item
             dy_row = dy + row * dy_stride * dy_item

@@ -1,7 +1,7 @@
-"""A normalized tensor to FP8 with a given scale, transposed too, from one launch.
+"""A normalized tensor to FP8 with a given scale, rowwise and transposed, in one launch.
 
-A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. A
-column's 16 codes of a band leave as one vector.
+A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. The
+16 codes of a column in a band are stored as one vector.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A normalized tensor to FP8 with one scale, from rows in registers: x is read once.
 
-The scale is given by delayed scaling, or it is 0 and the tensor is scaled from its own amax, which is known when all
-rows were read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with the given scale,
-or, where that is 0, leaves the amax of each of its blocks; ``cast_normalized`` returns at once, or, where the scale is
-0, reads x again and casts with the scale from those amaxes.
+The scale is delayed scaling's, or it is 0 and the tensor is scaled by its own amax, which is known once all rows were
+read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with a nonzero scale and otherwise
+stores the amax of each of its blocks; ``cast_normalized`` returns at once with a nonzero scale, and otherwise reads x
+again and casts with the scale from those amaxes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
-    """A device function that normalizes the row in registers, stores its codes if asked and returns its amax.
+    """A device function that normalizes the row in registers, stores its codes if ``stored``, and returns its amax.
 
-    ``codes``: where the thread's first go.
+    ``codes``: the address of the thread's first code.
     """
     quads = layout.quads_per_thread
     last = layout.quads_per_vec - 1
@@ -109,10 +109,10 @@ def _min_blocks_per_sm(norm: Norm, layout: RowLayout) -> int:
 
 @cache
 def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> Kernel:
-    """``statistics`` as in ``statistics.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
+    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
 
-    Where it is 0 or its address is, ``block_amax [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
-    ``observe`` raises ``amax_out [1]``. The rest of out's stride, a multiple of 16, is written with zeros.
+    Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
+    of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
     """
     load_row = row_loader(norm.dtype, layout)
     statistics = row_statistics(norm.dtype, norm.mean, layout)
@@ -140,7 +140,7 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
         largest = _ZERO
         sum_buffer = i32(0)
         first = i64(cuda.blockIdx.x) * rows_of_block
-        # From row to row by an addition: the product would be made again for each of a row's stores.
+        # The address is advanced by additions: a product would be computed again for each of a row's stores.
         codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
         while first < rows:
             row = first + (thread >> shift)

@@ -36,13 +36,13 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 @dataclass(frozen=True)
 class Norm:
-    """What kernels of one normalization are compiled for.
+    """The options of a normalization's kernels.
 
     Attributes:
-        dtype: of x.
-        weight_dtype: of weight and bias.
-        mean: whether it is subtracted (LayerNorm).
-        bias: whether one is added.
+        dtype: dtype of x.
+        weight_dtype: dtype of weight and bias.
+        mean: whether the mean is subtracted (LayerNorm).
+        bias: whether a bias is added.
     """
 
     dtype: str
@@ -107,7 +107,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
         if has_bias:
             load_parameters(args[3], column, columns, _ZERO, registers, bias)
-        # Of each column, how many rows from this one on are inside the tensor.
+        # The limit of each column is the number of rows, from this one on, inside the tensor.
         below = rows - row if row < rows else 0
         for index in range(n_limits):
             registers[limits + index] = u32(below) if column + index < columns else u32(0)
@@ -138,7 +138,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
 
 
 def rstd_address(mean: bool) -> Any:
-    """A device function ``(statistics, rows) -> address`` of the rows' rstd; behind their means, if there are any."""
+    """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
 
     @device
     def address(statistics, rows):
@@ -184,8 +184,8 @@ def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
 def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
     """A device function ``(row, columns, inside, lane, eps, shared, thread) -> mean, rstd`` of the row at an address.
 
-    Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
-    ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
+    Rows may have any length and address. ``threads`` threads read a row, twice if there is a mean; nothing is read of a
+    row that is not ``inside``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
