@@ -28,7 +28,7 @@ def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
 
 @cache
 def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(smem, stage_idx, row_in_tile) -> scales`` that reads a stage's scales for promote_add.
+    """A device function ``(smem, stage_idx, row_in_tile) -> scales``, of a stage, for :func:`make_promote_add`.
 
     ``row_in_tile``: the row of this thread's first register.
     """

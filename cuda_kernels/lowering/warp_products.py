@@ -1,4 +1,4 @@
-"""Products of a warp by ldmatrix and mma.sync; kernels name them through :mod:`cuda_kernels.device.fragments`."""
+"""A warp's ldmatrix and mma.sync; kernels name them through :mod:`cuda_kernels.device.fragments`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _I32 = ir.IntType(32)
 
 @cache
 def ldmatrix_x4(count: int, stride: int) -> Any:
-    """``shared -> 4 count`` fragment_type: four matrices of 8 rows and 16 bytes, and so on ``stride`` bytes further.
+    """``shared -> 4 count`` registers: four matrices of 8 rows of 16 bytes, and the next four ``stride`` bytes further.
 
     Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
     """
