@@ -103,14 +103,14 @@ def _a_card() -> Iterator[None]:
 
     driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
     replaced: dict[str, Any] = {
-        "is_card": lambda device: True,
+        "is_cuda_device": lambda device: True,
         "_driver": lambda: driver,
         "_load": lambda kernel, index: 0,
         "enter_context": lambda index: None,
     }
     stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
     wish = patch.dict(os.environ, {gemm_selection.CHOICE_VARIABLE: "numba"})
-    maps = patch.multiple(tensor_maps, is_card=lambda device: True, _encoded=lambda tensor, box: bytes(128))
+    maps = patch.multiple(tensor_maps, is_cuda_device=lambda device: True, _encoded=lambda tensor, box: bytes(128))
     with patch.multiple(launch, **replaced), maps, stream, wish:
         yield
 

@@ -199,7 +199,7 @@ def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, 
         sums = "fast" if fast else "full"
         result = Result(work.name, torch_with(sums), shape, "float8_e4m3fn", flops=work.flops)
         if fast == work.fast and cublaslt_takes(problem):  # what training would call
-            result = replace(result, choice=to_json(Measured(str(problem.product), shape, Library.CUBLASLT)))
+            result = replace(result, choice=to_json(Measured(str(problem.spec), shape, Library.CUBLASLT)))
         yield _checked(result, partial(libraries.scaled_mm, left, right, work.out, fast, out), exam)
         result = replace(result, choice=None)
         try:
@@ -249,7 +249,7 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
     for each in sorted(plans(job.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
-            choice = to_json(Measured(str(job.problem.product), shape, each))
+            choice = to_json(Measured(str(job.problem.spec), shape, each))
             target = work.target if by == OURS else {}
             result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
             yield _checked(result, lambda each=each: partial(multiplier(job, each), *operands), exam)  # type: ignore[misc]

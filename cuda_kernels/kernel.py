@@ -1,7 +1,7 @@
-"""A kernel as it is declared: its source, its parameters, its launch bounds.
+"""A kernel's declaration: its function, its parameters and its launch bounds.
 
-Kernels take tensor maps, addresses, integers and floats, never arrays; what differs from start to start comes first:
-maps, and int64.
+Parameters are tensor maps, addresses, integers and floats, never arrays. Those that change with each launch come first:
+tensor maps, and int64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from cuda_kernels.device.language import UniTuple
 
 ARCHITECTURES = ("90a", "89", "100", "120")
-"""Those that kernels are for which say nothing else."""
+"""The architectures of a kernel that names none."""
 
 _FORMATS = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
@@ -29,15 +29,15 @@ class Kernel:
     """One variant of one kernel.
 
     Attributes:
-        name: tells it from every other variant, e.g. ``quantize(bfloat16, e4m3, tensor)``.
+        name: unique among all variants, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: kernel code; see :mod:`cuda_kernels.device.language`.
         parameters: a type for each parameter: int64 for an address, int32, int64 or float32, a tuple of one of them, or
             a tensor map.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        blocks_per_multiprocessor: how many shall fit side by side on Hopper; limits the registers of a thread.
-        cluster: how many run as one cluster; the kernel's code says so too.
-        architectures: which it is for.
+        min_blocks_per_sm: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.
+        cluster: blocks of a cluster; the kernel's code says it too.
+        architectures: those that it can be compiled for.
     """
 
     name: str
@@ -45,21 +45,17 @@ class Kernel:
     parameters: tuple[Any, ...]
     threads: int
     shared_bytes: int = 0
-    blocks_per_multiprocessor: int = 1
+    min_blocks_per_sm: int = 1
     cluster: int = 1
     architectures: tuple[str, ...] = ARCHITECTURES
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
 
-    def blocks_side_by_side(self, arch: str) -> int:
-        """How many blocks shall fit into a multiprocessor of ``arch``.
+    def min_blocks_on(self, arch: str) -> int:
+        """Blocks that must fit into a multiprocessor of ``arch``.
 
-        Cards with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
+        GPUs with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
         """
-        return (
-            self.blocks_per_multiprocessor
-            if arch.startswith(("9", "10"))
-            else max(1, self.blocks_per_multiprocessor - 1)
-        )
+        return self.min_blocks_per_sm if arch.startswith(("9", "10")) else max(1, self.min_blocks_per_sm - 1)
 
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:
@@ -71,11 +67,11 @@ class Kernel:
 
     @cached_property
     def formats(self) -> tuple[str, ...]:
-        """Those of the module ``struct`` for the parameters, in native alignment."""
+        """The ``struct`` formats of the parameters, in native alignment."""
         return tuple(_FORMATS[kind] for kind in self.parameter_kinds)
 
     @cached_property
-    def layout(self) -> struct.Struct:
+    def param_struct(self) -> struct.Struct:
         """The parameters as a C struct."""
         return struct.Struct("@" + "".join(self.formats))
 

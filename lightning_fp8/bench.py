@@ -132,7 +132,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
     card, measured = launch.name_of(device), []
     planned = [job_of(of, recipe, device) for of in gemms]
-    if launch.is_card(device):
+    if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)
         builds = missing([build for job in planned for build in builds_of(job.problem)], architecture)
         for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):
@@ -141,7 +141,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         times = timed(candidates(of, recipe, job), clock)
         tqdm.write("\n".join(_lines(of, times)))
         if times:
-            measured.append(Measured(str(job.problem.product), (of.m, of.n, of.k), next(iter(times))))
+            measured.append(Measured(str(job.problem.spec), (of.m, of.n, of.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {keep(card, measured)}")
 

@@ -101,18 +101,18 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
     forward, of_input, of_weight = (
         job_of(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)
     )
-    gradient = replace(of_weight.product, out="float32")
+    gradient = replace(of_weight.spec, out="float32")
     for problem, asked in (
-        (forward, forward.product),
-        (forward, replace(forward.product, bias="bfloat16")),
-        (forward, replace(forward.product, bias="float32")),
-        (of_input, of_input.product),
-        (of_weight, of_weight.product),
+        (forward, forward.spec),
+        (forward, replace(forward.spec, bias="bfloat16")),
+        (forward, replace(forward.spec, bias="float32")),
+        (of_input, of_input.spec),
+        (of_weight, of_weight.spec),
         (of_weight, gradient),
         (of_weight, replace(gradient, accumulate=True)),
     ):
         # Two multiprocessors are enough to share what they load.
-        builds = builds_of(replace(problem, product=asked, architecture=arch, multiprocessors=2))
+        builds = builds_of(replace(problem, spec=asked, architecture=arch, multiprocessors=2))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 

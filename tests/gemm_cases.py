@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Plan, Problem, plans
 from lightning_fp8.formats import float8_of
@@ -107,11 +107,11 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
 
     def chosen(problem: Problem, *rest: object) -> Plan:
         for plan in plans(problem):
-            if isinstance(plan, Tile):
-                made_of = plan.groups, plan.waves, plan.columns, plan.cluster, int(plan.alternate)
+            if isinstance(plan, GemmConfig):
+                made_of = plan.mma_warpgroups, plan.waves, plan.tile_n, plan.cluster, int(plan.pingpong)
                 if made_of == (*numbers, 0)[:5]:
                     return plan
-            if isinstance(plan, MmaTile) and (plan.rows, plan.columns) == numbers:
+            if isinstance(plan, MmaConfig) and (plan.tile_m, plan.tile_n) == numbers:
                 return plan
         raise AssertionError(f"{numbers} is not legal for {problem}")
 

@@ -10,7 +10,7 @@ import pytest
 from cuda_kernels.casts.column_sums import column_sums_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.gemm import mma, wgmma
-from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import cache as disk
 from cuda_kernels.host import machine_code
 from cuda_kernels.host.gemm_configs import Problem, plans
@@ -48,8 +48,8 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("architecture", ["90a", "89", "100"])
 def test_builds_of_all_plans(architecture: str) -> None:
-    problem = Problem(*(256, 256, 256), LLAMA.product, architecture, 132, True, True)
-    tiles = [plan for plan in plans(problem) if isinstance(plan, (Tile, MmaTile))]
+    problem = Problem(*(256, 256, 256), LLAMA.spec, architecture, 132, True, True)
+    tiles = [plan for plan in plans(problem) if isinstance(plan, (GemmConfig, MmaConfig))]
     builder = wgmma.gemm_kernel if architecture == "90a" else mma.mma_gemm_kernel
-    assert builds_of(problem) == [(builder, (problem.product, tile)) for tile in tiles]
+    assert builds_of(problem) == [(builder, (problem.spec, tile)) for tile in tiles]
     assert bool(tiles) == (architecture != "100")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cuda_kernels.gemm.spec import Tile
+from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import bench, cli
@@ -64,7 +64,7 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
     assert sum(ours) == 3 * 3  # products, rounds
     kept = gemm_selection.measured_on("cpu")
     assert [each.sizes for each in kept] == [(16, 48, 32), (16, 32, 48), (48, 32, 16)]
-    assert all(isinstance(each.plan, Tile) for each in kept)
+    assert all(isinstance(each.plan, GemmConfig) for each in kept)
     assert gemm_selection.plan_for(job.problem, kept) == kept[0].plan
     assert gemm_selection.plan_for(job.problem) is Library.CUBLASLT
 

@@ -22,7 +22,7 @@ from benchmarks.operations import Call, Operation
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
-from cuda_kernels.gemm.spec import Tile
+from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_selection
 from tests.cublaslt_stand_in import CublasLt, stand_in
 from tests.emulated import Emulator, executing, needs_compilers
@@ -576,8 +576,8 @@ def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch:
 
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of right ones; the package takes them on cards of that name, after what the user measured."""
-    product, sizes = str(LLAMA.product), (LLAMA.m, LLAMA.n, LLAMA.k)
-    slow, fast, wrong, *_ = (plan for plan in gemm_configs.plans(LLAMA) if isinstance(plan, Tile))
+    product, sizes = str(LLAMA.spec), (LLAMA.m, LLAMA.n, LLAMA.k)
+    slow, fast, wrong, *_ = (plan for plan in gemm_configs.plans(LLAMA) if isinstance(plan, GemmConfig))
 
     def timed(
         plan: gemm_configs.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes

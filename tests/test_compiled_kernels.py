@@ -63,7 +63,7 @@ def variants() -> Iterator[Any]:
 def test_kernel(kernel: Kernel, arch: str) -> None:
     report, code = compiled(kernel, arch)
     registers = int(re.findall(r"Used (\d+) registers", report)[0])
-    assert registers * kernel.threads * kernel.blocks_side_by_side(arch) <= REGISTERS
+    assert registers * kernel.threads * kernel.min_blocks_on(arch) <= REGISTERS
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report) == [
         ("0",) * 3
     ]

@@ -29,12 +29,12 @@ sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import rows, tile
 from cuda_kernels.gemm import mma, wgmma
-from cuda_kernels.gemm.spec import MmaTile, Product, Scaling, Tile
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import machine_code
 from cuda_kernels.norm import backward, bands, cast, statistics
-rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_spread("bfloat16", 4096)
-plain, products = tile.tensor_source("bfloat16", 4), [Product("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
-sums = Product("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
+rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
+plain, products = tile.tensor_source("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
+sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
     "amax": amax.amax_kernel(plain, True),
     "row_amax": amax.row_amax_kernel(plain, True, True),
@@ -50,11 +50,14 @@ kernels = {
     "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),
     "bands": bands.normalize_bands_kernel(rms, True, "e4m3", True, True),
     "norm_backward": backward.norm_backward_kernel(
-        rms, "bfloat16", backward.backward_spread(("bfloat16", "bfloat16"), 4096)),
+        rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False, True),
-    **{f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, Tile(2, 1, 128, 4, cluster=2)) for each in products},
-    "hopper sums": wgmma.gemm_kernel(sums, Tile(2, 1, 256, 4, cluster=1)),
-    "mma": mma.mma_gemm_kernel(products[0], MmaTile(64, 64, 3)),
+    **{
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        for each in products
+    },
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
 }
 print(json.dumps({name: machine_code.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
 """
@@ -88,7 +91,7 @@ EDITS = [
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
     ("device/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", {"mma", *PRODUCTS}),
-    ("gemm/epilogue.py", "_CHUNK_BYTES = 64 * 128", "_CHUNK_BYTES = 128 * 64 + 0 * 128 + 128", PRODUCTS),
+    ("gemm/epilogue.py", "_EPI_TILE_BYTES = 64 * 128", "_EPI_TILE_BYTES = 128 * 64 + 0 * 128 + 128", PRODUCTS),
     ("gemm/spec.py", '("out", buffers * 8192)', '("out", buffers * 16384)', PRODUCTS),
     ("device/ptx.py", "cvt.rn.satfinite.{name}x2.f32 lo", "cvt.rn.satfinite.{name}x2.f32  lo", CASTS),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
@@ -110,7 +113,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert {each for each in before if before[each] != after[each]} == (set(before) if changed is None else changed)
 
 
-WORDS = ["language", "fragments", "ptx", "sm80", "sm90"]
+WORDS = ["language", "fragments", "ptx", "sizes", "sm80", "sm90"]
 """Of ``device``: instructions and types. What their functions return counts, not their bodies."""
 MODULES = [path.relative_to(ROOT / "cuda_kernels").as_posix() for path in sorted((ROOT / "cuda_kernels").rglob("*.py"))]
 
@@ -158,11 +161,11 @@ import sys
 from pathlib import Path
 from cuda_kernels.gemm import mma, raster
 from cuda_kernels.host import machine_code
-from cuda_kernels.gemm.spec import MmaTile, Product, Scaling
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling
 path = Path(raster.__file__)
 if "early" in sys.argv:
     path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
-kernel = mma.mma_gemm_kernel(Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaTile(64, 64, 3))
+kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
 print(machine_code.key(kernel, "cubin", "89"))
 """
     found = [
@@ -186,7 +189,7 @@ def test_launch_bounds_and_parameters_count() -> None:
         Kernel("a", kernel, (i32,), 32),
         Kernel("a", kernel, (f32,), 32),
         Kernel("a", kernel, (i32,), 64),
-        Kernel("a", kernel, (i32,), 32, blocks_per_multiprocessor=2),
+        Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
         Kernel("b", kernel, (i32,), 32),
     ]
     found = {machine_code.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}

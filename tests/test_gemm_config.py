@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_kernels.gemm.spec import MmaTile, Product, Scaling, Tile
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache, gemm_configs, gemm_selection
 from cuda_kernels.host.gemm_configs import Library, Plan, Problem, estimated, plans
 from cuda_kernels.host.gemm_selection import Measured, keep, measured_on, plan_for
@@ -19,7 +19,7 @@ from lightning_fp8.ops import gemm, planning, reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
-    lambda formats, scaling, out, bias, accumulate, promote: Product(
+    lambda formats, scaling, out, bias, accumulate, promote: GemmSpec(
         *formats, scaling, "float32" if accumulate else out, None if accumulate else bias, accumulate, promote
     ),
     st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]),
@@ -35,56 +35,56 @@ PROBLEMS = st.builds(
 )  # fmt: skip
 
 
-def shared_bytes(tile: Tile, product: Product) -> int:
+def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
     """By the sizes of what lies there: operands, results on their way, scales, and barriers."""
-    operands = tile.stages * 128 * (tile.rows + tile.columns)
-    leaving = tile.buffers * 64 * 128 * tile.groups if tile.staged else 0
+    operands = tile.stages * 128 * (tile.tile_m + tile.tile_n)
+    leaving = tile.epi_stages * 64 * 128 * tile.mma_warpgroups if tile.smem_epilogue else 0
     scales = 4 * tile.stages * (
-        (tile.rows if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
-        + (tile.columns if product.scaling is Scaling.BLOCKS else 0)
+        (tile.tile_m if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
+        + (tile.tile_n if product.scaling is Scaling.BLOCKS else 0)
     )  # fmt: skip
-    return operands + leaving + scales + 16 * tile.stages + 16 * tile.alternate
+    return operands + leaving + scales + 16 * tile.stages + 16 * tile.pingpong
 
 
 @given(problem=PROBLEMS)
 def test_every_plan_is_legal(problem: Problem) -> None:
     """Within what the architectures have: shared memory, registers, instruction shapes and alignment."""
-    found, product = plans(problem), problem.product
+    found, product = plans(problem), problem.spec
     assert found[-1] is Library.BF16
     assert len(set(found)) == len(found)
     for plan in found:
-        if isinstance(plan, Tile):
+        if isinstance(plan, GemmConfig):
             assert problem.architecture == "90a"
             assert shared_bytes(plan, product) <= 227 * 1024
             assert 4 <= plan.stages <= 8
             # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'.
-            assert 128 * (224 * plan.groups + 56) <= 65536
-            part = plan.columns // 2 if product.promote else 0
-            assert plan.waves * plan.columns // 2 + part <= 192
-            assert plan.columns % 8 == 0 and plan.columns <= 256  # noqa: PT018  (wgmma's n)
+            assert 128 * (224 * plan.mma_warpgroups + 56) <= 65536
+            part = plan.tile_n // 2 if product.promote else 0
+            assert plan.waves * plan.tile_n // 2 + part <= 192
+            assert plan.tile_n % 8 == 0 and plan.tile_n <= 256  # noqa: PT018  (wgmma's n)
             # Copies: boxes of at most 256 rows, and what a block of a cluster loads for both is whole groups of 8 rows.
-            assert max(plan.rows, plan.columns) <= 256
+            assert max(plan.tile_m, plan.tile_n) <= 256
             # Swizzled places begin at multiples of 1024 bytes, scales that are copied at multiples of 128.
             assert (
-                plan.rows * 128 % 1024
-                == plan.columns * 128 % 1024
-                == 4 * plan.rows % 128
-                == 4 * plan.columns % 128
+                plan.tile_m * 128 % 1024
+                == plan.tile_n * 128 % 1024
+                == 4 * plan.tile_m % 128
+                == 4 * plan.tile_n % 128
                 == 0
             )
-            assert (plan.rows if plan.shares_a else plan.columns) // plan.cluster % 8 == 0
-            assert problem.aligned or not plan.staged
+            assert (plan.tile_m if plan.multicast_a else plan.tile_n) // plan.cluster % 8 == 0
+            assert problem.aligned or not plan.smem_epilogue
             assert problem.even or not plan.even
             if product.scaling is Scaling.BLOCK:  # no tile has columns of more than two blocks
-                assert all(-(-(j + 1) * plan.columns // 128) - j * plan.columns // 128 <= 2 for j in range(128))
+                assert all(-(-(j + 1) * plan.tile_n // 128) - j * plan.tile_n // 128 <= 2 for j in range(128))
             # Where each step's sums are added, those who take turns would all wait.
-            assert not plan.alternate or not (product.promote or product.scaling.along_k)
+            assert not plan.pingpong or not (product.promote or product.scaling.along_k)
             assert plan.cluster <= problem.multiprocessors
-            assert plan.groups == 2 or not plan.alternate
-        elif isinstance(plan, MmaTile):
+            assert plan.mma_warpgroups == 2 or not plan.pingpong
+        elif isinstance(plan, MmaConfig):
             assert problem.architecture in ("89", "120")
-            scales = plan.rows * product.scaling.along_k + plan.columns * (product.scaling is Scaling.BLOCKS)
-            assert plan.stages * (128 * (plan.rows + plan.columns) + 4 * scales) <= 99 * 1024
+            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (product.scaling is Scaling.BLOCKS)
+            assert plan.stages * (128 * (plan.tile_m + plan.tile_n) + 4 * scales) <= 99 * 1024
             assert problem.even or not plan.even
         elif plan is Library.CUBLASLT:
             assert problem.n % 16 == problem.k % 16 == 0
@@ -102,21 +102,21 @@ def test_every_problem_has_a_plan(problem: Problem, wish: str | None) -> None:
 
 
 LLAMA = Problem(
-    8192, 4096, 4096, Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False), "90a", 132, True, True
+    8192, 4096, 4096, GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False), "90a", 132, True, True
 )
 
 
 def test_estimates() -> None:
     """Large products take the largest tiles, with shared loads; few rows take few."""
     large = estimated(LLAMA)
-    assert isinstance(large, Tile)
-    assert (large.rows * large.columns, large.cluster) == (128 * 256, 2)
-    promoted = estimated(replace(LLAMA, product=replace(LLAMA.product, promote=True)))
-    assert isinstance(promoted, Tile)
-    assert promoted.rows * promoted.columns == 256 * 128
+    assert isinstance(large, GemmConfig)
+    assert (large.tile_m * large.tile_n, large.cluster) == (128 * 256, 2)
+    promoted = estimated(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
+    assert isinstance(promoted, GemmConfig)
+    assert promoted.tile_m * promoted.tile_n == 256 * 128
     few = estimated(replace(LLAMA, m=8))
-    assert isinstance(few, Tile)
-    assert few.rows == 64
+    assert isinstance(few, GemmConfig)
+    assert few.tile_m == 64
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_estimates() -> None:
 def test_what_shared_memory_lets_through(tile: tuple[int, ...], share: float) -> None:
     """Of what tensor cores could multiply, worked out by hand: 4,096 products in a clock, 128 bytes in a clock."""
     groups, waves, columns, *alternate = tile
-    shape = Tile(groups, waves, columns, 4, alternate=bool(alternate))
-    multiplying = shape.rows * columns * 128 / 4096
-    assert multiplying / gemm_configs.shared_clocks(shape, LLAMA.product) == pytest.approx(share, abs=0.01)
+    shape = GemmConfig(groups, waves, columns, 4, pingpong=bool(alternate))
+    multiplying = shape.tile_m * columns * 128 / 4096
+    assert multiplying / gemm_configs.shared_clocks(shape, LLAMA.spec) == pytest.approx(share, abs=0.01)
 
 
 def test_unknown_wish() -> None:
@@ -142,9 +142,9 @@ def test_unknown_wish() -> None:
 def test_what_was_measured_is_taken() -> None:
     """For the same product and sizes that are near; libraries only where nobody wishes otherwise."""
     tile, other, *_ = (
-        plan for plan in plans(LLAMA) if isinstance(plan, Tile) and plan.columns == 128 and plan.waves == 1
+        plan for plan in plans(LLAMA) if isinstance(plan, GemmConfig) and plan.tile_n == 128 and plan.waves == 1
     )
-    name = str(LLAMA.product)
+    name = str(LLAMA.spec)
     near, far = Measured(name, (6000, 4096, 4096), tile), Measured(name, (64, 4096, 4096), other)
     assert plan_for(LLAMA, [far, near]) == tile
     assert plan_for(LLAMA, [far]) is Library.CUBLASLT  # what nobody measured on this card does not replace it
@@ -159,7 +159,8 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     measured_on.cache_clear()
     kept: list[Measured] = [
-        Measured("one", (1, 2, 3), plan) for plan in (Tile(2, 1, 128, 4), MmaTile(128, 128, 3), Library.CUBLASLT)
+        Measured("one", (1, 2, 3), plan)
+        for plan in (GemmConfig(2, 1, 128, 4), MmaConfig(128, 128, 3), Library.CUBLASLT)
     ]
     for each in kept:  # the newest of a problem counts
         path = keep("A Card (80 GB)", [each, Measured("two", (4, 5, 6), Library.BF16)])
@@ -183,7 +184,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gemm_selection, "plan_for", noted)
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
-    for wish, kind in (("numba", Tile), ("cublaslt", Library)):
+    for wish, kind in (("numba", GemmConfig), ("cublaslt", Library)):
         monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
         planning.forget()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")

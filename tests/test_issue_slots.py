@@ -11,10 +11,10 @@ from cuda_kernels.casts.activation import activation_source
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
 from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
-from cuda_kernels.device.rows import cast_spread
+from cuda_kernels.device.rows import cast_row_layout
 from cuda_kernels.device.tile import TILE, tensor_source
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.norm.backward import backward_spread, norm_backward_kernel
+from cuda_kernels.norm.backward import backward_row_layout, norm_backward_kernel
 from cuda_kernels.norm.cast import normalize_kernel
 from cuda_kernels.norm.statistics import Norm
 from tests.issue_slots import NoWalk, issue_clocks, issue_slots, memory_clocks, slots_of_another
@@ -199,14 +199,14 @@ WORK = {
     # Four rows of a block, 64 elements a thread. Arithmetic alone is ten instructions an element, 640 of 780: bfloat16
     # to float32 twice for x and once for the weight, its offset, squares and their sum, three products, amax, cast.
     "RMSNorm, row, amax": Work(
-        normalize_kernel(RMS, "e4m3", cast_spread("bfloat16", 4096), True),
+        normalize_kernel(RMS, "e4m3", cast_row_layout("bfloat16", 4096), True),
         0.59,
         4 * 4096 * 3,
         {**ROW, "SHFL.BFLY": 5, "BAR*": 1},
         again=True,
     ),
     "RMSNorm backward": Work(
-        norm_backward_kernel(RMS, "bfloat16", backward_spread(("bfloat16", "bfloat16"), 4096)),
+        norm_backward_kernel(RMS, "bfloat16", backward_row_layout(("bfloat16", "bfloat16"), 4096)),
         0.42,
         4096 * 6,
         {"LDG.E.NA.128*": 4, "STG.E.64": 4, "SHFL.BFLY": 5, "BAR*": 1},

@@ -25,7 +25,7 @@ from cuda_kernels.casts.quantize import quantize_tensor_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.device.tile import tensor_source
 from cuda_kernels.gemm import wgmma
-from cuda_kernels.gemm.spec import Product, Scaling, Tile
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import cache, launch, machine_code, tensor_maps
 from cuda_kernels.host.launch import Launch, NoKernels
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
@@ -128,7 +128,7 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
         end = 0
         for kind in declared:
             end = -(-end // size[kind]) * size[kind] + size[kind]
-        assert end == kernel.layout.size
+        assert end == kernel.param_struct.size
 
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,15 +378,15 @@ def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch:
 
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The annotation that maps lie in the parameters is lost: what a change of Numba's calling convention would do."""
-    product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
-    kernel = wgmma.gemm_kernel(product, Tile(1, 1, 64, 4))
+    product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
+    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 64, 4))
     monkeypatch.setattr(entry, "_annotate", lambda *args: None)
     compiler._made.cache_clear()
-    entry.maps_by_value.cache_clear()
+    entry.grid_constant_params.cache_clear()
     with pytest.raises(KernelError, match="does not read its tensor maps in place"):
         machine_code.cubin(kernel, "90a")
     compiler._made.cache_clear()
-    entry.maps_by_value.cache_clear()
+    entry.grid_constant_params.cache_clear()
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)

@@ -174,11 +174,11 @@ def test_tensors_of_any_shape_are_observed(shape: tuple[int, ...], dtype: torch.
 
 
 def test_an_address_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_card", lambda device: True)
+    monkeypatch.setattr(launch, "is_cuda_device", lambda device: True)
     checked = Checked(torch.device("cpu"))
     checked.keep(5, 7)
     assert checked.known == {0, 5, 7}
-    monkeypatch.setattr(launch, "is_card", lambda device: False)
+    monkeypatch.setattr(launch, "is_cuda_device", lambda device: False)
     checked = Checked(torch.device("cpu"))
     checked.keep(X)
     assert checked.known == {0}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
 from cuda_kernels.device.tile import WARP_ROWS, Source
@@ -29,7 +29,7 @@ _GELU_1 = np.float32(2 * math.sqrt(2 / math.pi))
 _GELU_3 = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 _GELU_3_SLOPE = np.float32(6 * math.sqrt(2 / math.pi) * 0.044715)
 _FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
-"""Here every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
+"""Beyond these every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
 
 
 @device
@@ -54,7 +54,7 @@ def _silu(x):
 
 
 @device
-def _silu_both(dy, x):
+def _silu_grad_and_value(dy, x):
     s = _sigmoid(x)
     return dy * (s * (_ONE + _bounded(x) * (_ONE - s))), _at_least_minus_far(x) * s
 
@@ -70,8 +70,9 @@ def _gelu(x):
 
 
 @device
-def _gelu_both(dy, x):
-    s, near = _sigmoid(_gelu_argument(x)), _bounded(x)
+def _gelu_grad_and_value(dy, x):
+    s = _sigmoid(_gelu_argument(x))
+    near = _bounded(x)
     slope = s * (_ONE + near * (_ONE - s) * (_GELU_1 + _GELU_3_SLOPE * (near * near)))
     return dy * slope, _at_least_minus_far(x) * s
 
@@ -82,7 +83,7 @@ def _relu(x):
 
 
 @device
-def _relu_both(dy, x):
+def _relu_grad_and_value(dy, x):
     return _ZERO if x <= _ZERO else dy, _relu(x)
 
 
@@ -93,7 +94,7 @@ def _srelu(x):
 
 
 @device
-def _srelu_both(dy, x):
+def _srelu_grad_and_value(dy, x):
     return _ZERO if x <= _ZERO else dy * (_TWO * x), _srelu(x)
 
 
@@ -108,62 +109,63 @@ class Activation:
     """
 
     value: Any
-    both: Any
+    grad_and_value: Any
     gated: bool
 
 
 ACTIVATIONS = {
-    name: Activation(value, both, gated)
-    for names, value, both in (
-        (("gelu", "geglu"), _gelu, _gelu_both),
-        (("relu", "reglu"), _relu, _relu_both),
-        (("srelu", "sreglu"), _srelu, _srelu_both),
-        (("silu", "swiglu"), _silu, _silu_both),
+    name: Activation(value, grad_and_value, gated)
+    for names, value, grad_and_value in (
+        (("gelu", "geglu"), _gelu, _gelu_grad_and_value),
+        (("relu", "reglu"), _relu, _relu_grad_and_value),
+        (("srelu", "sreglu"), _srelu, _srelu_grad_and_value),
+        (("silu", "swiglu"), _silu, _silu_grad_and_value),
     )
     for name, gated in zip(names, (False, True))
 }
 """By Transformer Engine's names; ``gelu`` is the tanh form."""
 
 
-def _computed(name: str, aligned: bool, words: int, raw: int, load_row: Any, compute: Any) -> Source:
-    """A source that computes its values when it is loaded, so that kernels that look at them twice do it once.
+def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> Source:
+    """A source that computes its values when it is loaded, so that kernels that read them twice compute them once.
 
     Args:
-        raw: registers of one row of four elements, as they were read.
-        load_row: device function ``(words, columns, row, column, inside, registers, start)``.
+        raw: registers of four elements of a row before the computation.
+        load_row: device function ``(args, columns, row, column, inside, registers, start)``.
         compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
     """
-    # What is read of some rows and what is computed of the others fit into the registers.
+    # Rows are loaded in parts, so that the raw elements of one part and the values of the others fit into registers.
     parts = 1 if raw <= 4 else 2 if aligned else 4
     together = WARP_ROWS // parts
-    in_flight, decode_quad = together * raw, quad_decoder("float32")
+    in_flight = together * raw
+    decode_quad = quad_decoder("float32")
 
     @device
-    def load_rows(words, rows, columns, row, column, whole, registers, first):
+    def load_rows(args, rows, columns, row, column, whole, registers, first):
         read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
-            at = row + first + step
-            load_row(words, columns, at, column, at < rows, read, step * raw)
+            row_idx = row + first + step
+            load_row(args, columns, row_idx, column, row_idx < rows, read, step * raw)
         for step in range(together):
             compute(columns, column, read, step * raw, values)
             for index in range(4):
                 registers[4 * (first + step) + index] = bits(values[index])
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_rows(words, rows, columns, row, column, whole, registers, 0)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_rows(args, rows, columns, row, column, whole, registers, 0)
         if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(words, rows, columns, row, column, whole, registers, together)
+            load_rows(args, rows, columns, row, column, whole, registers, together)
         if parts > 2:
-            load_rows(words, rows, columns, row, column, whole, registers, 2 * together)
-            load_rows(words, rows, columns, row, column, whole, registers, 3 * together)
+            load_rows(args, rows, columns, row, column, whole, registers, 2 * together)
+            load_rows(args, rows, columns, row, column, whole, registers, 3 * together)
 
     @device
     def decode(registers, step):
         return decode_quad(registers, 4 * step)
 
-    blocks = 2 if raw <= 4 or (aligned and raw <= 6) else 1
-    return Source(f"{name}, {aligned=}", words, 4 * WARP_ROWS, load, decode, decoded_maxima(), blocks)
+    min_blocks_per_sm = 2 if raw <= 4 or (aligned and raw <= 6) else 1
+    return Source(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 @device
@@ -175,24 +177,26 @@ def _unpack(quad, values):
 def activation_source(name: str, dtype: str, aligned: bool) -> Source:
     """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
 
-    Words: x's address, the pitch of its rows in elements. ``aligned``: address, pitch and F are multiples of four
+    Arguments: x's address, the stride of its rows in elements. ``aligned``: address, stride and F are multiples of four
     elements.
     """
     activation = ACTIVATIONS[name]
     value, gated = activation.value, activation.gated
-    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
-    load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
+    load_quad = quad_loader(dtype, aligned)
+    decode_quad = quad_decoder(dtype)
 
     @device
-    def load_row(words, columns, row, column, inside, registers, start):
-        address = words[0] + (row * words[1] + i64(column)) * item
+    def load_row(args, columns, row, column, inside, registers, start):
+        address = args[0] + (row * args[1] + i64(column)) * item
         loaded = load_quad(address, column, columns, inside)
-        for word in range(quad):
-            registers[start + word] = loaded[word]
+        for register in range(quad):
+            registers[start + register] = loaded[register]
         if gated:
             loaded = load_quad(address + i64(columns) * item, column, columns, inside)
-            for word in range(quad):
-                registers[start + quad + word] = loaded[word]
+            for register in range(quad):
+                registers[start + quad + register] = loaded[register]
 
     @device
     def compute(columns, column, read, start, values):
@@ -208,11 +212,12 @@ def activation_source(name: str, dtype: str, aligned: bool) -> Source:
 
 
 def _wrapped_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, period, columns, inside) -> words`` of four elements of a row.
+    """A device function ``(address, column, period, columns, inside) -> registers`` of four elements of a row.
 
     Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
     """
-    item, load_quad = ITEM_BYTES[dtype], quad_loader(dtype, True)
+    item = ITEM_BYTES[dtype]
+    load_quad = quad_loader(dtype, True)
     load_one = load_2_if if item == 2 else load_4_if
 
     @device
@@ -227,8 +232,8 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
     def load_unaligned(address, column, period, columns, inside):
         loaded = cuda.local.array(4, u32)
         for index in range(4):
-            at = column + index
-            loaded[index] = load_one(address + element(at, period) * item, inside & (at < columns))
+            col = column + index
+            loaded[index] = load_one(address + element(col, period) * item, inside & (col < columns))
         if item == 4:
             return loaded
         return loaded[0] | loaded[1] << u32(16), loaded[2] | loaded[3] << u32(16)
@@ -240,42 +245,48 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bool) -> Source:
     """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
 
-    Words: x's address and pitch, dy's address and pitch. ``aligned``: addresses, pitches and F are multiples of four
-    elements.
+    Arguments: x's address and stride, dy's address and stride. ``aligned``: addresses, strides and F are multiples of
+    four elements.
     """
     activation = ACTIVATIONS[name]
-    both, gated = activation.both, activation.gated
-    item, quad, dy_item, dy_quad = ITEM_BYTES[dtype], quad_words(dtype), ITEM_BYTES[dy_dtype], quad_words(dy_dtype)
+    grad_and_value, gated = activation.grad_and_value, activation.gated
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
+    dy_item = ITEM_BYTES[dy_dtype]
+    dy_quad = quad_registers(dy_dtype)
     decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
     load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
     load_gate = quad_loader(dtype, aligned)
 
     @device
-    def load_row(words, columns, row, column, inside, registers, start):
+    def load_row(args, columns, row, column, inside, registers, start):
         period = columns >> 1 if gated else columns
-        x, dy = words[0] + row * words[1] * item, words[2] + row * words[3] * dy_item
+        x = args[0] + row * args[1] * item
+        dy = args[2] + row * args[3] * dy_item
         loaded = load_x(x, column, period, columns, inside)
-        for word in range(quad):
-            registers[start + word] = loaded[word]
+        for register in range(quad):
+            registers[start + register] = loaded[register]
         loaded_dy = load_dy(dy, column, period, columns, inside)
-        for word in range(dy_quad):
-            registers[start + quad + word] = loaded_dy[word]
+        for register in range(dy_quad):
+            registers[start + quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
             loaded_gate = load_gate(x + i64(period + column) * item, column, period, inside)
-            for word in range(quad):
-                registers[start + quad + dy_quad + word] = loaded_gate[word]
+            for register in range(quad):
+                registers[start + quad + dy_quad + register] = loaded_gate[register]
 
     @device
     def compute(columns, column, read, start, values):
-        x, dy, gate = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
+        x = cuda.local.array(4, f32)
+        dy = cuda.local.array(4, f32)
+        gate = cuda.local.array(4, f32)
         _unpack(decode_x(read, start), x)
         _unpack(decode_dy(read, start + quad), dy)
         if gated:
             _unpack(decode_x(read, start + quad + dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
-            of_x, value = both(factor, x[index])
-            values[index] = of_x if not gated or column + index < columns >> 1 else dy[index] * value
+            grad, value = grad_and_value(factor, x[index])
+            values[index] = grad if not gated or column + index < columns >> 1 else dy[index] * value
 
     raw = (2 * quad if gated else quad) + dy_quad
     return _computed(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

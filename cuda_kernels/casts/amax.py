@@ -26,7 +26,7 @@ from cuda_kernels.device.tile import (
     Source,
     block_max,
     position,
-    share,
+    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -40,20 +40,20 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    share_of = share(source.vector)
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    origin_of = thread_origin(source.vector)
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        registers, kept = cuda.local.array(held, u32), cuda.local.array(n_kept, u32)
+        registers, kept = cuda.local.array(num_registers, u32), cuda.local.array(n_kept, u32)
         clear(kept)
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
         tile = i32(cuda.blockIdx.x)
-        row_of_thread, column_of_thread = share_of(thread)
+        row_of_thread, column_of_thread = origin_of(thread)
         while tile < end:
             first_row, first_column, whole = position(tile, rows, columns)
             row, column = i32(first_row + row_of_thread), i32(first_column + column_of_thread)
@@ -71,18 +71,18 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
     return Kernel(
         f"amax({source.name}, {accumulate=})",
         amax,
-        (source.words_type, i64, i64, i32, i32),
+        (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=source.blocks,
+        min_blocks_per_sm=source.min_blocks_per_sm,
     )
 
 
 @cache
 def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
@@ -90,36 +90,36 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
         lane, warp = thread & 31, thread >> 5
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
         row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
-        registers = cuda.local.array(held, u32)
-        of_quad, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        registers = cuda.local.array(num_registers, u32)
+        quad_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
         load(x, rows, columns, row, column, whole, registers)
-        of_row = u32(0)
-        clear(of_columns)
+        row_max = u32(0)
+        clear(column_maxima)
         for step in range(WARP_ROWS):
             quad = decode(registers, step)
-            take(registers, step, quad, of_quad)
+            take(registers, step, quad, quad_maxima)
             if by_row:
-                largest = warp_max(largest_of(of_quad))
-                of_row = largest if lane == step else of_row
-            fold(registers, step, quad, of_columns)
+                largest = warp_max(largest_of(quad_maxima))
+                row_max = largest if lane == step else row_max
+            fold(registers, step, quad, column_maxima)
         if by_row and lane < WARP_ROWS and row + lane < rows:
-            atomic_max(rows_amax + i64(row + lane) * 4, of_row)
+            atomic_max(rows_amax + i64(row + lane) * 4, row_max)
         if by_column:
             shared = dynamic_shared()
-            a, b, c, d = columns_of(of_columns)
+            a, b, c, d = columns_of(column_maxima)
             shared_store_16(shared + warp * (4 * TILE) + lane * 16, a, b, c, d)
             cuda.syncthreads()
             if thread < TILE and first_column + thread < columns:
                 largest = u32(0)
-                for other in range(WARPS):
-                    largest = unsigned_max(largest, shared_load_4(shared + other * (4 * TILE) + thread * 4))
+                for other_warp in range(WARPS):
+                    largest = unsigned_max(largest, shared_load_4(shared + other_warp * (4 * TILE) + thread * 4))
                 atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
 
     return Kernel(
         f"row_amax({source.name}, {by_row=}, {by_column=})",
         row_amax,
-        (source.words_type, i64, i64, i32, i32),
+        (source.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
-        blocks_per_multiprocessor=max(1, source.blocks - 1),
+        min_blocks_per_sm=max(1, source.min_blocks_per_sm - 1),
     )

@@ -1,6 +1,6 @@
-"""Sums of columns in two stages, in an order that does not depend on which block is first.
+"""Sums of columns in two stages, in an order that does not depend on the order of blocks.
 
-The first stage is a by-product of kernels that hold the values: partial sums, float32 ``[n, pitch]``. The second adds
+In the first stage, kernels that hold the values also store partial sums, float32 ``[n, stride]``. The second stage adds
 them up.
 """
 
@@ -28,64 +28,67 @@ _ZERO = np.float32(0)
 
 @cache
 def summed_source(source: Source) -> Source:
-    """``source``, which also leaves the sums of its columns over every 16 rows when it is loaded.
+    """``source``, which also stores the sums of its columns over every 16 rows when it is loaded.
 
-    Words: those of ``source``, the address of the partial sums, float32 ``[ceil(rows / 16), pitch]`` with columns
-    rounded up to a multiple of four for the pitch.
+    Arguments: those of ``source``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, whose
+    stride is the number of columns rounded up to a multiple of four.
     """
-    load_values, decode, partials = source.load, source.decode, source.words
+    load_values, decode, partials = source.load, source.decode, source.num_args
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_values(words, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_values(args, rows, columns, row, column, whole, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
             p, q, r, s = p + a, q + b, r + c, s + d
         if row < rows and column < columns:
-            pitch = i64(columns + 3) & i64(-4)
-            address = words[partials] + ((i64(row) >> 4) * pitch + i64(column)) * 4
+            stride = i64(columns + 3) & i64(-4)
+            address = args[partials] + ((i64(row) >> 4) * stride + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
-    return replace(source, name=f"{source.name}, summed", words=source.words + 1, load=load)
+    return replace(source, name=f"{source.name}, summed", num_args=source.num_args + 1, load=load)
 
 
 @cache
 def column_sums_kernel(dtype: str) -> Kernel:
-    """``out [columns]`` of ``dtype`` from partial sums ``[n, pitch]``, and ``other`` from a second ``[n, pitch]``.
+    """``out [columns]`` of ``dtype`` from partial sums ``[n, stride]``, and ``other`` from a second ``[n, stride]``.
 
     A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
     """
-    item, store = ITEM_BYTES[dtype], element_storer(dtype)
+    item = ITEM_BYTES[dtype]
+    store = element_storer(dtype)
 
-    def column_sums(partials, out, other, pitch, n, columns):
+    def column_sums(partials, out, other, stride, n, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         across = (columns + i32(COLUMNS - 1)) >> i32(5)
         block = cuda.blockIdx.x
         if block >= across:
-            block, partials, out = block - across, partials + i64(n) * pitch * 4, other
+            block = block - across
+            partials = partials + i64(n) * stride * 4
+            out = other
         column = block * COLUMNS + lane
         inside = column < columns
-        held = cuda.local.array(_AHEAD, f32)
+        loaded = cuda.local.array(_AHEAD, f32)
         total = _ZERO
         first = i32(warp)
         while first < n:
             for step in range(_AHEAD):
                 row = first + _WARPS * step
-                held[step] = _ZERO
+                loaded[step] = _ZERO
                 if inside and row < n:
-                    held[step] = load_f32(partials + (i64(row) * pitch + column) * 4)
+                    loaded[step] = load_f32(partials + (i64(row) * stride + column) * 4)
             for step in range(_AHEAD):
-                total += held[step]
+                total += loaded[step]
             first += _WARPS * _AHEAD
         shared = dynamic_shared()
         shared_store_4(shared + thread * 4, bits(total))
         cuda.syncthreads()
         if warp == 0 and inside:
             total = _ZERO
-            for of_warp in range(_WARPS):
-                total += from_bits(shared_load_4(shared + (of_warp * COLUMNS + lane) * 4))
+            for other_warp in range(_WARPS):
+                total += from_bits(shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
             store(out + i64(column) * item, total)
 
     return Kernel(

@@ -1,7 +1,7 @@
-"""Tensors to FP8, row by row and transposed, from one read; scaled as a whole, or row by row.
+"""Tensors to FP8, rowwise and transposed, from one read; with one scale for the tensor, or one for each row.
 
-A scale of the whole tensor is that of both copies. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]``
-and ``out_t [columns, rows]`` have pitches that are multiples of 16 bytes; the padding is written with zeros.
+Both copies share the scale of a whole tensor. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]`` and
+``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is written with zeros.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.device.codec import FP8_MAX, current_scale, magnitude, raise_to
+from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
-from cuda_kernels.device.overflow import PITCHES, add_losses, fitting, losses_of
+from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
@@ -33,8 +33,8 @@ from cuda_kernels.device.tile import (
     position,
     row_of_quad,
     row_storer,
-    share,
     store_transposed,
+    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -45,26 +45,29 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 def quantize_tensor_kernel(
     source: Source, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Kernel:
-    """One scale for the tensor: ``scale [1]`` if it is given and not 0, else from the maximum of ``own [n_own]``.
+    """One scale for the tensor: ``scale [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
-    ``observe`` raises ``seen [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of those
-    flushed to zero to the int64 ``counts [2]``.
+    ``observe`` raises ``amax_out [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of
+    values flushed to zero to the int64 ``counts [2]``.
     """
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    share_of, store_rows = share(source.vector), row_storer(source.vector)
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    origin_of = thread_origin(source.vector)
+    store_rows = row_storer(source.vector)
+    pack = float8x4[fp8]
+    fp8_max = FP8_MAX[fp8]
+    count_overflows = overflow_counter(fp8)
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
-        x, scale, own, seen, counts, out, out_scale, out_t,
-        rows, columns, n_own, power_2, epsilon, out_pitch, out_t_pitch,
+        x, scale, block_amax, amax_out, counts, out, out_scale, out_t,
+        rows, columns, num_block_amax, power_2, epsilon, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = share_of(thread)
+        row, column = origin_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)
 
         factor = _ZERO
@@ -73,104 +76,108 @@ def quantize_tensor_kernel(
         if factor == _ZERO:
             largest = u32(0)
             index = thread
-            while own != 0 and index < n_own:
-                largest = unsigned_max(largest, load_4(own + i64(index) * 4))
+            while block_amax != 0 and index < num_block_amax:
+                largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
                 index += THREADS
             amax = from_bits(block_max(largest, shared + TRANSPOSED_BYTES, thread))
-            factor = current_scale(amax, largest_code, power_2, epsilon)
+            factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
-        words, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
-        losses = u32(0)
+        packed, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
+        overflows = u32(0)
         clear(kept)
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
-            words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+            packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
                 fold(registers, step, (a, b, c, d), kept)
             if count:
-                losses += lost(a, b, c, d, factor, factor, factor, factor)
+                overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
         if rowwise:
-            store_rows(words, out, out_pitch, row, rows, column, whole)
+            store_rows(packed, out, out_stride, row, rows, column, whole)
         if count:
-            add_losses(counts, losses, thread & 31)
+            add_overflow_counts(counts, overflows, thread & 31)
         if observe:
             largest = block_max(largest_kept(kept), shared + TRANSPOSED_BYTES + 32, thread)
             if thread == 0:
-                raise_to(seen, largest)
+                update_amax(amax_out, largest)
         if columnwise:
-            store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
 
     return Kernel(
         f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (source.words_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
+        (source.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
-        blocks_per_multiprocessor=fitting(source, count),
+        min_blocks_per_sm=min_blocks_per_sm(source, count),
     )
 
 
 @cache
 def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
-    load, decode, held = source.load, source.decode, source.registers
-    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
+    load, decode, num_registers = source.load, source.decode, source.num_registers
+    origin_of = thread_origin(source.vector)
+    row_of = row_of_quad(source.vector)
+    store_rows = row_storer(source.vector)
+    pack = float8x4[fp8]
+    fp8_max = FP8_MAX[fp8]
+    count_overflows = overflow_counter(fp8)
     quads_of_row = source.vector // 4
 
     def quantize_rows(
         x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
+        rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = share_of(thread)
+        row, column = origin_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)
-        words = cuda.local.array(WARP_ROWS, u32)
-        losses = u32(0)
+        packed = cuda.local.array(WARP_ROWS, u32)
+        overflows = u32(0)
         if rowwise:
             scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
             row_of_lane = i32(first_row + WARP_ROWS * warp + lane)
             if lane < WARP_ROWS and row_of_lane < rows:
-                scale = current_scale(load_f32(rows_amax + i64(row_of_lane) * 4), largest_code, power_2, epsilon)
+                scale = amax_to_scale(load_f32(rows_amax + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
                 if first_column == 0:
                     store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
                 if step & (quads_of_row - 1) == 0:
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
-                    losses += lost(a, b, c, d, factor, factor, factor, factor)
-            store_rows(words, out, out_pitch, row, rows, column, whole)
+                    overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+            store_rows(packed, out, out_stride, row, rows, column, whole)
         if columnwise:
             scales = cuda.local.array(4, f32)
             for index in range(4):
                 scales[index] = _ONE
                 if column + index < columns:
                     amax = load_f32(columns_amax + i64(column + index) * 4)
-                    scales[index] = current_scale(amax, largest_code, power_2, epsilon)
+                    scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
+                packed[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
                 if count and not rowwise:
-                    losses += lost(a, b, c, d, scales[0], scales[1], scales[2], scales[3])
-            store_transposed(words, dynamic_shared(), thread, out_t, out_t_pitch, first_row, first_column, columns)
+                    overflows += count_overflows(a, b, c, d, scales[0], scales[1], scales[2], scales[3])
+            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
-            add_losses(counts, losses, lane)
+            add_overflow_counts(counts, overflows, lane)
 
     return Kernel(
         f"quantize_rows({source.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
         quantize_rows,
-        (source.words_type, *[i64] * 7, i32, i32, i32, f32, *PITCHES),
+        (source.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
-        blocks_per_multiprocessor=fitting(source, count, rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(source, count, rowwise + columnwise),
     )

@@ -1,4 +1,4 @@
-"""Tensors to FP8 with a scale for each block, row by row and transposed, from one read; else as ``quantize.py``."""
+"""Tensors to FP8, rowwise and transposed, from one read; with a scale for each block; otherwise as ``quantize.py``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import FP8_MAX, current_scale, e8m0_code, e8m0_scale, magnitude
+from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
-from cuda_kernels.device.overflow import PITCHES, add_losses, fitting, losses_of
+from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
@@ -37,8 +37,8 @@ from cuda_kernels.device.tile import (
     position,
     row_of_quad,
     row_storer,
-    share,
     store_transposed,
+    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -46,9 +46,9 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
 def _exchange(values: int, distance: int) -> Any:
-    """A device function ``(maxima, lane)`` between lanes that are ``distance`` apart: each keeps half of ``values``.
+    """A device function ``(maxima, lane)``: two lanes ``distance`` apart reduce ``values`` maxima.
 
-    Those of the upper lane are the upper half.
+    Each keeps half of the results, the upper lane the upper half.
     """
     half = values // 2
 
@@ -57,32 +57,33 @@ def _exchange(values: int, distance: int) -> Any:
         upper = lane & distance != 0
         for index in range(half):
             low, high = maxima[index], maxima[half + index]
-            kept, sent = high if upper else low, low if upper else high
+            kept = high if upper else low
+            sent = low if upper else high
             maxima[index] = unsigned_max(kept, shuffle_xor(sent, distance))
 
     return exchange
 
 
-def _spread_maxima(lanes: int) -> Any:
-    """A device function ``(maxima, lane)`` of ``2 * lanes`` maxima that ``lanes`` neighbouring lanes have of their own.
+def _reduce_scatter_max(lanes: int) -> Any:
+    """A device function ``(maxima, lane)`` that reduces ``2 * lanes`` maxima over ``lanes`` neighbouring lanes.
 
-    Then lane n of them has the common maxima number 2 n and 2 n + 1, as its first two.
+    Lane n of them then has the maxima number 2 n and 2 n + 1, as its first two.
     """
     first = _exchange(2 * lanes, lanes // 2)
     second, third = _exchange(lanes, lanes // 4), _exchange(4, 1)
 
     @device
-    def of_4(maxima, lane):
+    def reduce_scatter_4(maxima, lane):
         first(maxima, lane)
         second(maxima, lane)
 
     @device
-    def of_8(maxima, lane):
+    def reduce_scatter_8(maxima, lane):
         first(maxima, lane)
         second(maxima, lane)
         third(maxima, lane)
 
-    return of_4 if lanes == 4 else of_8
+    return reduce_scatter_4 if lanes == 4 else reduce_scatter_8
 
 
 @cache
@@ -91,144 +92,157 @@ def quantize_blocks_kernel(
 ) -> Kernel:
     """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
 
-    Scales of ``out`` lie with the rows side by side, ``[blocks of a row, out_scale_pitch]``, those of ``out_t``
-    likewise with the columns: neighbouring threads write neighbours, and a GEMM reads them so. Those of ``"128x128"``
-    lie as the blocks do, in ``out_t_scale`` transposed.
+    The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
+    neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
+    are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
     """
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    share_of, row_of, store_rows = share(source.vector), row_of_quad(source.vector), row_storer(source.vector)
-    n_kept, clear, take, fold = maxima.words, maxima.clear, maxima.take, maxima.fold
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    origin_of = thread_origin(source.vector)
+    row_of = row_of_quad(source.vector)
+    store_rows = row_storer(source.vector)
+    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
-    pack, largest_code, lost = float8x4[fp8], FP8_MAX[fp8], losses_of(fp8)
-    reciprocal_max = _ONE / largest_code
-    square, microscaled = layout == "128x128", layout == "1x32"
-    rows_share = rowwise and layout == "1x128"
-    quads_of_row, lanes_of_32 = source.vector // 4, 32 // source.vector
-    n_vectors, spread_maxima = WARP_ROWS // quads_of_row, _spread_maxima(lanes_of_32)
-    exchange, column_scales = TRANSPOSED_BYTES, TRANSPOSED_BYTES + WARPS * TILE * 4
+    pack = float8x4[fp8]
+    fp8_max = FP8_MAX[fp8]
+    count_overflows = overflow_counter(fp8)
+    reciprocal_max = _ONE / fp8_max
+    block_2d = layout == "128x128"
+    microscaled = layout == "1x32"
+    row_scales_from_warp = rowwise and layout == "1x128"
+    quads_of_row = source.vector // 4
+    lanes_of_32 = 32 // source.vector
+    n_vectors = WARP_ROWS // quads_of_row
+    reduce_scatter = _reduce_scatter_max(lanes_of_32)
+    amax_smem = TRANSPOSED_BYTES
+    scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
         x, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, power_2, epsilon, out_pitch, out_scale_pitch, out_t_pitch, out_t_scale_pitch,
+        rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         shared = dynamic_shared()
         first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
-        row, column = share_of(thread)
+        row, column = origin_of(thread)
         row, column = i32(first_row + row), i32(first_column + column)
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         load(x, rows, columns, row, column, whole, registers)
 
         # Quads are decoded once for what they are needed for before they are cast.
-        of_vector, of_columns = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
-        of_vectors = cuda.local.array(n_vectors, u32)
-        of_row = u32(0)  # of row `lane` of the warp's 16
-        clear(of_columns)
+        vector_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        vector_amax = cuda.local.array(n_vectors, u32)
+        row_amax = u32(0)  # of row `lane` of the warp's 16
+        clear(column_maxima)
         for step in range(WARP_ROWS):
             quad = decode(registers, step)
-            if square or columnwise:
-                fold(registers, step, quad, of_columns)
+            if block_2d or columnwise:
+                fold(registers, step, quad, column_maxima)
             if step & (quads_of_row - 1) == 0:
-                take(registers, step, quad, of_vector)
+                take(registers, step, quad, vector_maxima)
             else:
-                fold(registers, step, quad, of_vector)
-            if rows_share:
-                largest = warp_max(largest_of(of_vector))
-                of_row = largest if lane == step else of_row
-            of_vectors[step // quads_of_row] = largest_of(of_vector)
+                fold(registers, step, quad, vector_maxima)
+            if row_scales_from_warp:
+                largest = warp_max(largest_of(vector_maxima))
+                row_amax = largest if lane == step else row_amax
+            vector_amax[step // quads_of_row] = largest_of(vector_maxima)
 
-        words = cuda.local.array(WARP_ROWS, u32)
-        losses = u32(0)
-        if square:
-            amax = from_bits(block_max(largest_of(of_columns), shared + exchange, thread))
-            factor = current_scale(amax, largest_code, power_2, epsilon)
+        packed = cuda.local.array(WARP_ROWS, u32)
+        overflows = u32(0)
+        if block_2d:
+            amax = from_bits(block_max(largest_of(column_maxima), shared + amax_smem, thread))
+            factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
             if thread == 0:
                 if rowwise:
-                    store_f32(out_scale + (block_row * out_scale_pitch + block_column) * 4, divide(_ONE, factor))
+                    store_f32(out_scale + (block_row * out_scale_stride + block_column) * 4, divide(_ONE, factor))
                 if columnwise:
-                    store_f32(out_t_scale + (block_column * out_t_scale_pitch + block_row) * 4, divide(_ONE, factor))
+                    store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
-                    losses += lost(a, b, c, d, factor, factor, factor, factor)
+                    overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
             if rowwise:
-                store_rows(words, out, out_pitch, row, rows, column, whole)
+                store_rows(packed, out, out_stride, row, rows, column, whole)
         else:
             if rowwise:
                 scale, factor = _ONE, _ONE
-                if rows_share:
-                    scale = current_scale(from_bits(of_row), largest_code, power_2, epsilon)
+                if row_scales_from_warp:
+                    scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
                     if lane < WARP_ROWS and row + lane < rows:
-                        place = block_column * out_scale_pitch + i64(row + lane)
-                        store_f32(out_scale + place * 4, divide(_ONE, scale))
+                        scale_offset = block_column * out_scale_stride + i64(row + lane)
+                        store_f32(out_scale + scale_offset * 4, divide(_ONE, scale))
                 if microscaled:
-                    # Of the rows of a thread each lane of a block's makes the scales of two.
-                    spread_maxima(of_vectors, lane)
-                    of_lane = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
-                    place = out_scale + i64(column >> 5) * out_scale_pitch + i64(row + of_lane)
+                    # The lanes that share a block of 32 columns compute the scales of their rows, two each.
+                    reduce_scatter(vector_amax, lane)
+                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
+                    scale_address = out_scale + i64(column >> 5) * out_scale_stride + i64(row + scale_row)
                     for index in range(2):
-                        code = e8m0_code(from_bits(of_vectors[index]), reciprocal_max)
-                        of_vectors[index] = magnitude(e8m0_scale(code))
-                        if i32(row + of_lane + quads_of_row * index) < rows and i32(column & -32) < columns:
-                            store_1(place + i64(quads_of_row * index), code)
+                        code = e8m0_code(from_bits(vector_amax[index]), reciprocal_max)
+                        vector_amax[index] = magnitude(e8m0_scale(code))
+                        if i32(row + scale_row + quads_of_row * index) < rows and i32(column & -32) < columns:
+                            store_1(scale_address + i64(quads_of_row * index), code)
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
                     if microscaled and step & (quads_of_row - 1) == 0:
                         vector = step // quads_of_row
                         owner = i32((lane & (32 - lanes_of_32)) + (vector >> 1))
-                        factor = from_bits(shuffle(of_vectors[vector & 1], owner))
-                    elif rows_share:
+                        factor = from_bits(shuffle(vector_amax[vector & 1], owner))
+                    elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                    packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                     if count:
-                        losses += lost(a, b, c, d, factor, factor, factor, factor)
-                store_rows(words, out, out_pitch, row, rows, column, whole)
+                        overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                store_rows(packed, out, out_stride, row, rows, column, whole)
             if columnwise:
-                p, q, r, s = columns_of(of_columns)
-                shared_store_16(shared + exchange + (warp * TILE + 4 * lane) * 4, p, q, r, s)
+                p, q, r, s = columns_of(column_maxima)
+                shared_store_16(shared + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
                 cuda.syncthreads()
                 if microscaled:
                     for half in range(2):
                         index = thread + THREADS * half
-                        group, of_tile = index >> 7, index & 127
-                        at = shared + exchange + (2 * group * TILE + of_tile) * 4
-                        largest = unsigned_max(shared_load_4(at), shared_load_4(at + 4 * TILE))
+                        group = index >> 7
+                        col_in_tile = index & 127
+                        amax_address = shared + amax_smem + (2 * group * TILE + col_in_tile) * 4
+                        largest = unsigned_max(shared_load_4(amax_address), shared_load_4(amax_address + 4 * TILE))
                         code = e8m0_code(from_bits(largest), reciprocal_max)
-                        shared_store_4(shared + column_scales + index * 4, magnitude(e8m0_scale(code)))
-                        if first_column + of_tile < columns and first_row + 32 * group < rows:
-                            place = (block_row * 4 + i64(group)) * out_t_scale_pitch + i64(first_column + of_tile)
-                            store_1(out_t_scale + place, code)
+                        shared_store_4(shared + scale_smem + index * 4, magnitude(e8m0_scale(code)))
+                        if first_column + col_in_tile < columns and first_row + 32 * group < rows:
+                            scale_offset = (block_row * 4 + i64(group)) * out_t_scale_stride + i64(
+                                first_column + col_in_tile
+                            )
+                            store_1(out_t_scale + scale_offset, code)
                 elif thread < TILE:
                     largest = u32(0)
-                    for other in range(WARPS):
-                        largest = unsigned_max(largest, shared_load_4(shared + exchange + (other * TILE + thread) * 4))
-                    scale = current_scale(from_bits(largest), largest_code, power_2, epsilon)
-                    shared_store_4(shared + column_scales + thread * 4, magnitude(scale))
+                    for other_warp in range(WARPS):
+                        largest = unsigned_max(
+                            largest, shared_load_4(shared + amax_smem + (other_warp * TILE + thread) * 4)
+                        )
+                    scale = amax_to_scale(from_bits(largest), fp8_max, power_2, epsilon)
+                    shared_store_4(shared + scale_smem + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
-                        place = block_row * out_t_scale_pitch + i64(first_column + thread)
-                        store_f32(out_t_scale + place * 4, divide(_ONE, scale))
+                        scale_offset = block_row * out_t_scale_stride + i64(first_column + thread)
+                        store_f32(out_t_scale + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 group = warp >> 1 if microscaled else 0
-                scales = shared_load_16(shared + column_scales + (group * TILE + 4 * lane) * 4)
+                scales = shared_load_16(shared + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
                     a, b, c, d = decode(registers, step)
-                    words[step] = pack(a * e, b * f, c * g, d * h)
+                    packed[step] = pack(a * e, b * f, c * g, d * h)
                     if count and not rowwise:
-                        losses += lost(a, b, c, d, e, f, g, h)
+                        overflows += count_overflows(a, b, c, d, e, f, g, h)
         if columnwise:
-            store_transposed(words, shared, thread, out_t, out_t_pitch, first_row, first_column, columns)
+            store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
-            add_losses(counts, losses, lane)
+            add_overflow_counts(counts, overflows, lane)
 
     return Kernel(
         f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (source.words_type, *[i64] * 5, i32, i32, i32, f32, *PITCHES),
+        (source.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        blocks_per_multiprocessor=fitting(source, count, 1 if square else rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(source, count, 1 if block_2d else rowwise + columnwise),
     )

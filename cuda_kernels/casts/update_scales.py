@@ -21,35 +21,37 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.kernel import Kernel
 
 COLUMNS = 32
-"""Tensors of a block: their amaxes of one step lie side by side, a warp reads 128 bytes."""
+"""Tensors of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
 WARPS = 32
 ROWS = 8
-"""Steps of the window that one warp moves at a time: its loads are in flight together."""
+"""Steps of the history that one warp moves at a time: its loads are in flight together."""
 
-_ZERO, _INFINITY, _LARGEST = np.float32(0), np.float32(np.inf), np.finfo(np.float32).max
+_ZERO = np.float32(0)
+_INFINITY = np.float32(np.inf)
+_LARGEST = np.finfo(np.float32).max
 
 
 @cache
 def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
-    """Push ``seen [n]`` into ``window [length, n]``, oldest first, compute ``scale [n]``, zero ``seen``.
+    """Push ``amaxes [n]`` into ``amax_history [length, n]``, oldest first, compute ``scale [n]``, zero ``amaxes``.
 
-    A tensor whose amax is 0, inf or NaN keeps window and scale. The window's first row is 0 afterwards. ``power``:
-    2**-margin.
+    A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first row is 0 afterwards.
+    ``power``: 2**-margin.
     """
 
-    of_window = recompute and not most_recent
+    use_history_max = recompute and not most_recent
 
-    def update_scales(seen, window, scale, fp8_max, power, length, n):
+    def update_scales(amaxes, amax_history, scale, fp8_max, power, length, n):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         column = cuda.blockIdx.x * COLUMNS + lane
         inside = column < n
-        at = i64(column) * 4
+        byte_offset = i64(column) * 4
         newest = _ZERO
         if inside:
-            newest = load_f32(seen + at)
+            newest = load_f32(amaxes + byte_offset)
         usable = _ZERO < newest < _INFINITY
-        held = cuda.local.array(ROWS, f32)
+        shifted = cuda.local.array(ROWS, f32)
         largest = newest if usable else _ZERO
         start = i32(0)
         # A warp reads the steps after its own before any warp overwrites them.
@@ -58,34 +60,34 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
             if usable:
                 for step in range(ROWS):
                     row = first + step
-                    held[step] = newest
+                    shifted[step] = newest
                     if row + 1 < length:
-                        held[step] = load_f32(window + i64(row + 1) * n * 4 + at)
-                        largest = held[step] if held[step] > largest else largest
+                        shifted[step] = load_f32(amax_history + i64(row + 1) * n * 4 + byte_offset)
+                        largest = shifted[step] if shifted[step] > largest else largest
             cuda.syncthreads()
             if usable:
                 for step in range(ROWS):
                     row = first + step
                     if row < length:
-                        store_f32(window + i64(row) * n * 4 + at, _ZERO if row == 0 else held[step])
+                        store_f32(amax_history + i64(row) * n * 4 + byte_offset, _ZERO if row == 0 else shifted[step])
             elif inside and first == 0:
-                store_f32(window + at, _ZERO)
+                store_f32(amax_history + byte_offset, _ZERO)
             start += WARPS * ROWS
         shared = dynamic_shared()
-        if of_window:
+        if use_history_max:
             shared_store_4(shared + thread * 4, bits(largest))
             cuda.syncthreads()
         if warp == 0 and inside:
             if usable and recompute:
                 amax = newest
-                if of_window:
+                if use_history_max:
                     highest = u32(0)
-                    for other in range(WARPS):
-                        highest = unsigned_max(highest, shared_load_4(shared + (other * COLUMNS + lane) * 4))
+                    for other_warp in range(WARPS):
+                        highest = unsigned_max(highest, shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
                     amax = from_bits(highest)
-                new = divide(load_f32(fp8_max + at) * power, amax)
-                store_f32(scale + at, new if new < _LARGEST else _LARGEST)
-            store_f32(seen + at, _ZERO)
+                new = divide(load_f32(fp8_max + byte_offset) * power, amax)
+                store_f32(scale + byte_offset, new if new < _LARGEST else _LARGEST)
+            store_f32(amaxes + byte_offset, _ZERO)
 
     return Kernel(
         f"update_scales({most_recent=}, {recompute=})",

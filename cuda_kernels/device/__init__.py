@@ -1,1 +1,1 @@
-"""What runs inside kernels: words, instructions, and device functions that several kernels call. Pure Python."""
+"""Code that runs inside kernels: types, instructions, and device functions that several kernels call. Pure Python."""

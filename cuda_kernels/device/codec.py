@@ -30,19 +30,22 @@ from cuda_kernels.device.ptx import (
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
-"""Of the kernels, which know no torch."""
+"""The largest finite value of each format, for kernels, which import no torch."""
 
-_ZERO, _ONE, _INFINITY, _LARGEST = np.float32(0), np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_INFINITY = np.float32(np.inf)
+_LARGEST = np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
 _EXPONENT = np.uint32(0x7F800000)
 _MANTISSA = np.uint32(0x7FFFFF)
 
 
 @device
-def raise_to(seen, largest):
-    """Raise the number at ``seen`` to one of these bits. Most raise nothing: a read is cheaper than an atomic."""
-    if largest > load_relaxed(seen):
-        atomic_max(seen, largest)
+def update_amax(amax_out, largest):
+    """``*amax_out = max(*amax_out, largest)``, as bits. Reads first: most blocks do not exceed the current maximum."""
+    if largest > load_relaxed(amax_out):
+        atomic_max(amax_out, largest)
 
 
 @device
@@ -57,13 +60,7 @@ def largest_of(a, b, c, d):
 
 
 @device
-def quad_magnitude(a, b, c, d):
-    """The bits of the largest magnitude of four values."""
-    return largest_of(magnitude(a), magnitude(b), magnitude(c), magnitude(d))
-
-
-@device
-def current_scale(amax, fp8_max, power_2, epsilon):
+def amax_to_scale(amax, fp8_max, power_2, epsilon):
     """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below."""
     amax = epsilon if epsilon > amax else amax
     scale = divide(fp8_max, amax)
@@ -92,7 +89,7 @@ def e8m0_scale(code):
 
 
 def quad_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, columns, inside) -> words`` that loads four elements of a row.
+    """A device function ``(address, column, columns, inside) -> registers`` that loads four elements of a row.
 
     Elements beyond ``columns`` are zeros, all four where ``inside`` is false. ``aligned``: the address is a multiple
     of four elements' bytes, and so is the row's length, so that four elements are inside or outside together.
@@ -131,7 +128,7 @@ def quad_loader(dtype: str, aligned: bool) -> Any:
 
 
 def vector_loader(dtype: str, elements: int) -> Any:
-    """A device function ``address -> words`` that loads neighbouring elements, none of them outside the tensor.
+    """A device function ``address -> registers`` that loads neighbouring elements, none of them outside the tensor.
 
     The address is a multiple of their bytes, which are 8 or 16.
     """
@@ -145,7 +142,7 @@ def vector_loader(dtype: str, elements: int) -> Any:
 
 
 def edge_loader(dtype: str, vector: int) -> Any:
-    """As :func:`quad_loader`, of eight elements where rows are multiples of ``vector`` 8; of four with 4 and 1."""
+    """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
     if vector < 8:
         return quad_loader(dtype, vector == 4)
 
@@ -156,7 +153,7 @@ def edge_loader(dtype: str, vector: int) -> Any:
     return load
 
 
-def quad_words(dtype: str) -> int:
+def quad_registers(dtype: str) -> int:
     """Registers that hold four elements."""
     return ITEM_BYTES[dtype]
 
@@ -186,20 +183,21 @@ def quad_decoder(dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Maxima:
-    """How the largest magnitudes of quads, each of four columns, are kept while more of them are looked at.
+    """Device functions that keep the largest magnitudes of quads, each of four columns.
 
     Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
 
     Attributes:
-        words: registers that keep four columns' maxima.
-        clear: device function ``kept``: of nothing.
-        take: device function ``(registers, step, quad, kept)``: those of one quad alone; ``quad``: what it decodes to.
-        fold: the same: those of what was kept and of the quad.
+        num_registers: registers that hold the maxima of four columns.
+        clear: device function ``kept`` that resets them.
+        take: device function ``(registers, step, quad, kept)`` that replaces them by those of one quad; ``quad``: its
+            decoded values.
+        fold: the same, but it keeps the larger of each.
         columns: device function ``kept -> bits of four float32``.
         largest: device function ``kept -> bits`` of the largest.
     """
 
-    words: int
+    num_registers: int
     clear: Any
     take: Any
     fold: Any
@@ -207,18 +205,20 @@ class Maxima:
     largest: Any
 
 
-def _clearer(words: int) -> Any:
+def _clearer(num_registers: int) -> Any:
     @device
     def clear(kept):
-        for index in range(words):
+        for index in range(num_registers):
             kept[index] = np.uint32(0)
 
     return clear
 
 
 def packed_maxima(dtype: str) -> Maxima:
-    """Of registers that hold elements of 16 bits as they were loaded."""
-    larger, low, high = larger_magnitudes[dtype], low_half[dtype], high_half[dtype]
+    """Maxima of elements of 16 bits, taken from registers as they were loaded."""
+    larger = larger_magnitudes[dtype]
+    low = low_half[dtype]
+    high = high_half[dtype]
 
     @device
     def take(registers, step, quad, kept):
@@ -235,14 +235,14 @@ def packed_maxima(dtype: str) -> Maxima:
 
     @device
     def largest(kept):
-        word = larger(kept[0], kept[1])
-        return unsigned_max(magnitude(low(word)), magnitude(high(word)))
+        pair = larger(kept[0], kept[1])
+        return unsigned_max(magnitude(low(pair)), magnitude(high(pair)))
 
     return Maxima(2, _clearer(2), take, fold, columns, largest)
 
 
 def decoded_maxima() -> Maxima:
-    """Of quads as they are decoded."""
+    """Maxima of quads as they are decoded."""
     larger = larger_magnitudes["float32"]
 
     @device

@@ -29,14 +29,14 @@ class UniTuple:
 
 # Any, since kernels call them.
 i16, i32, i64 = (Type(f"int{bits}") for bits in (16, 32, 64))  # type: Any, Any, Any
-u16, u32 = (Type(f"uint{bits}") for bits in (16, 32))  # type: Any, Any
+u32: Any = Type("uint32")
 f32: Any = Type("float32")
 void: Any = Type("void")
 tensor_map: Any = Type("tensor_map")
 """A ``CUtensorMap`` that is passed to a kernel by value."""
 
 
-def words(count: int) -> UniTuple:
+def u32x(count: int) -> UniTuple:
     """The type of ``count`` 32-bit registers."""
     return UniTuple(u32, count)
 

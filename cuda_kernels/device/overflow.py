@@ -1,4 +1,4 @@
-"""What casts to FP8 share: the counts of values that a format cannot hold, and the pitches of their results."""
+"""Overflow and underflow counts of casts to FP8; and what else their kernels are declared with."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from cuda_kernels.device.language import device, i64, u32
 from cuda_kernels.device.ptx import atomic_add, warp_sum
 from cuda_kernels.device.tile import Source
 
-PITCHES = (i64, i64, i64, i64)
-"""A kernel's last parameters: the pitches of codes and scales, of the rowwise and of the transposed copy."""
+STRIDES = (i64, i64, i64, i64)
+"""The types of a kernel's last parameters: the strides of codes and scales, of the rowwise and the transposed copy."""
 
 _SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
 _ZERO = np.float32(0)
 
 
-def fitting(source: Source, count: bool, casts: int = 1) -> int:
-    """How many blocks fit into a multiprocessor: a second cast keeps the float32 of the first in registers."""
-    return max(1, source.blocks - int(count) - (casts - 1))
+def min_blocks_per_sm(source: Source, count: bool, casts: int = 1) -> int:
+    """Blocks of a multiprocessor that registers suffice for; a second cast keeps the float32 of the first."""
+    return max(1, source.min_blocks_per_sm - int(count) - (casts - 1))
 
 
 @cache
-def losses_of(fp8: str) -> Any:
-    """A device function ``(a, b, c, d, p, q, r, s) -> losses`` of four values, each before the cast with its scale.
+def overflow_counter(fp8: str) -> Any:
+    """A device function ``(a, b, c, d, p, q, r, s) -> overflows`` of the values a to d, cast with the scales p to s.
 
-    Losses count the saturated in their low half and those flushed to zero in their high half.
+    The result packs two counts: saturated values (overflow) in the low half, values flushed to zero (underflow) in the
+    high half.
     """
-    largest, half_smallest = FP8_MAX[fp8], _SMALLEST[fp8] / np.float32(2)
+    largest = FP8_MAX[fp8]
+    half_smallest = _SMALLEST[fp8] / np.float32(2)
 
     @device
-    def lost(value, scale):
+    def count_one(value, scale):
         product = abs(value * scale)
         saturated = u32(1) if product > largest else u32(0)
         # Half of the smallest is a tie, which rounds to zero.
@@ -41,16 +43,16 @@ def losses_of(fp8: str) -> Any:
         return saturated + flushed
 
     @device
-    def losses(a, b, c, d, p, q, r, s):
-        return lost(a, p) + lost(b, q) + lost(c, r) + lost(d, s)
+    def count_overflows(a, b, c, d, p, q, r, s):
+        return count_one(a, p) + count_one(b, q) + count_one(c, r) + count_one(d, s)
 
-    return losses
+    return count_overflows
 
 
 @device
-def add_losses(counts, losses, lane):
-    """Add a warp's losses to the int64 ``counts [2]``: saturated, flushed to zero."""
-    saturated, flushed = warp_sum(losses & u32(0xFFFF)), warp_sum(losses >> u32(16))
+def add_overflow_counts(counts, overflows, lane):
+    """Add a warp's packed counts to the int64 ``counts [2]``: saturated, flushed to zero."""
+    saturated, flushed = warp_sum(overflows & u32(0xFFFF)), warp_sum(overflows >> u32(16))
     if lane == 0:
         atomic_add(counts, i64(saturated))
         atomic_add(counts + 8, i64(flushed))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u16, u32, void, words
+from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u32, u32x, void
 
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
 
-load_2 = asm("ld.global.nc.b16 $0, [$1];", u16, i64)
 load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
 load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 """Coherent: also sees what this kernel wrote."""
 
-# Zeros first: of two complementary predicates the assembler does not see that they define the whole register, and keeps
-# it throughout a loop.
+# The register is zeroed before the predicated load: with a pair of complementary predicates instead, ptxas would extend
+# its live range through a whole loop.
 _GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.L1::no_allocate.%s; }"
 load_2_if = asm(
     "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"
@@ -20,7 +19,7 @@ load_2_if = asm(
     u32, i64, i32,
 )  # fmt: skip
 load_4_if = asm(_GUARD % ("$2", "mov.b32 $0, 0;", "b32 $0, [$1]"), u32, i64, i32)
-load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
 load_16_if = asm(
     _GUARD
     % (
@@ -28,7 +27,7 @@ load_16_if = asm(
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
     ),
-    words(4), i64, i32,
+    u32x(4), i64, i32,
 )  # fmt: skip
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
@@ -47,9 +46,8 @@ load_relaxed = asm("ld.relaxed.gpu.global.b32 $0, [$1];", u32, i64)
 dynamic_shared = lowered("entry", "dynamic_shared")()
 """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
-shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", words(4), i32)
+shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", u32x(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)
-shared_store_8 = asm("st.shared.v2.b32 [$0], {$1, $2};", void, i32, u32, u32)
 shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32, u32, u32, u32)
 
 # --- Warps ------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
-"""Rows held in the registers of their threads, for what is summed along them: how they are spread, loaded and summed.
-
-A row's threads hold vectors of four or eight neighbouring elements, every ``threads``-th vector one thread's.
-"""
+"""Rows held in registers, for what is summed along them: how threads share a row, load it and sum over it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_words
-from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, words
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, u32x
 from cuda_kernels.device.ptx import (
     bits,
     from_bits,
@@ -24,13 +21,14 @@ from cuda_kernels.device.ptx import (
     store_16,
     store_f32,
 )
+from cuda_kernels.device.sizes import ceil_div
 
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
 
-# Zeros first: of two complementary predicates the assembler does not see that they define the whole register.
+# As _GUARD in ptx.py, but kept in L1.
 _KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
-_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), words(2), i64, i32)
+_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
 _kept_16_if = asm(
     _KEPT
     % (
@@ -38,7 +36,7 @@ _kept_16_if = asm(
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "v4.b32 {$0, $1, $2, $3}, [$4]",
     ),
-    words(4), i64, i32,
+    u32x(4), i64, i32,
 )  # fmt: skip
 
 _pair = {
@@ -49,80 +47,90 @@ _pair = {
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a row lies in registers.
+class RowLayout:
+    """How the registers of a row's threads hold it: thread t has the vectors t, t + threads_per_row, ... of the row.
 
     Attributes:
-        threads: of one row; a power of two, at least 32.
-        vectors: of one thread.
-        quads: of a vector: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
+        threads_per_row: a power of two, at least 32.
+        vecs_per_thread: vectors of the row that one thread holds.
+        quads_per_vec: four elements each: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
         full: whether a row fills the vectors of all its threads.
     """
 
-    threads: int
-    vectors: int
-    quads: int
+    threads_per_row: int
+    vecs_per_thread: int
+    quads_per_vec: int
     full: bool
 
     @property
-    def shift(self) -> int:
-        """``threads`` as a power of two."""
-        return self.threads.bit_length() - 1
+    def log2_threads(self) -> int:
+        """The logarithm of ``threads_per_row``, by which to shift."""
+        return self.threads_per_row.bit_length() - 1
 
     @property
-    def all_quads(self) -> int:
-        """Of one thread."""
-        return self.vectors * self.quads
+    def quads_per_thread(self) -> int:
+        return self.vecs_per_thread * self.quads_per_vec
+
+    def __str__(self) -> str:
+        """As names of kernels have it."""
+        vectors, quads = self.vecs_per_thread, self.quads_per_vec
+        return f"Spread(threads={self.threads_per_row}, {vectors=}, {quads=}, full={self.full})"
 
 
-def spread(dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int) -> Spread | None:
-    """The narrowest spread of a row of ``columns`` elements, or None where it does not fit.
+def narrowest_row_layout(
+    dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
+) -> RowLayout | None:
+    """The layout of a row of ``columns`` elements with the fewest threads; None where it does not fit.
 
     Args:
-        dtypes: of the tensors whose rows are held.
-        threads: what a row may have, ascending.
-        elements: how many one thread may hold.
-        most: how many it may with the most threads.
+        dtypes: those of the tensors whose rows are held.
+        threads: candidates for threads per row, ascending.
+        elements: the most elements of one thread.
+        most: the same with the largest of the candidates.
     """
     quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
     # Codes beyond the last column fill a row's last 16 bytes.
-    needed = -(-columns // 16) * 4 // quads
+    vectors_per_row = ceil_div(columns, 16) * 4 // quads
     for count in threads:
-        vectors = -(-needed // count)
+        vectors = ceil_div(vectors_per_row, count)
         if 4 * quads * vectors <= (most if count == threads[-1] else elements):
-            return Spread(count, vectors, quads, columns == 4 * quads * vectors * count)
+            return RowLayout(count, vectors, quads, columns == 4 * quads * vectors * count)
     return None
 
 
-def cast_spread(dtype: str, columns: int) -> Spread | None:
-    """How rows lie in blocks of :data:`THREADS`, with 32 registers of a thread, or 64 for the longest of float32."""
-    return spread((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
+def cast_row_layout(dtype: str, columns: int) -> RowLayout | None:
+    """The layout in blocks of :data:`THREADS`, with 32 registers per thread, or 64 for the longest rows of float32."""
+    return narrowest_row_layout((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
-def row_loader(dtype: str, spread: Spread) -> Any:
+def row_loader(dtype: str, layout: RowLayout) -> Any:
     """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
-    ``address`` is a multiple of 16 bytes, ``columns`` of a vector. What lies outside becomes zeros.
+    ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
     """
-    threads, vectors, width = spread.threads, spread.vectors, 4 * spread.quads
-    item, held = ITEM_BYTES[dtype], ITEM_BYTES[dtype] * spread.quads
-    load_vector, inside = load_16_if if held == 4 else load_8_if, inside_row(spread)
+    threads = layout.threads_per_row
+    vectors = layout.vecs_per_thread
+    width = 4 * layout.quads_per_vec
+    item = ITEM_BYTES[dtype]
+    num_registers = ITEM_BYTES[dtype] * layout.quads_per_vec
+    load_vector = load_16_if if num_registers == 4 else load_8_if
+    inside = inside_row(layout)
 
     @device
     def load(address, columns, lane, registers):
-        of_lane = address + i64(lane) * (width * item)
+        lane_address = address + i64(lane) * (width * item)
         for vector in range(vectors):
             column = i32((vector * threads + lane) * width)
-            loaded = load_vector(of_lane + vector * threads * width * item, inside(column, columns))
-            for word in range(held):
-                registers[vector * held + word] = loaded[word]
+            loaded = load_vector(lane_address + vector * threads * width * item, inside(column, columns))
+            for register in range(num_registers):
+                registers[vector * num_registers + register] = loaded[register]
 
     return load
 
 
-def inside_row(spread: Spread) -> Any:
-    """A device function ``(column, columns) -> whether the column, of a thread's, is inside``."""
-    full = spread.full
+def inside_row(layout: RowLayout) -> Any:
+    """A device function ``(column, columns) -> bool``: whether a thread's column is inside the row."""
+    full = layout.full
 
     @device
     def inside(column, columns):
@@ -131,9 +139,12 @@ def inside_row(spread: Spread) -> Any:
     return inside
 
 
-def quad_column(spread: Spread) -> Any:
+def quad_column(layout: RowLayout) -> Any:
     """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
-    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+    threads = layout.threads_per_row
+    width = 4 * layout.quads_per_vec
+    shift = layout.quads_per_vec - 1
+    mask = layout.quads_per_vec - 1
 
     @device
     def column_of(quad, lane):
@@ -142,12 +153,15 @@ def quad_column(spread: Spread) -> Any:
     return column_of
 
 
-def quad_address(item: int, spread: Spread) -> Any:
+def quad_address(item: int, layout: RowLayout) -> Any:
     """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four, of elements of ``item`` bytes.
 
     It is that of the lane and a number known when compiled, which loads and stores add for nothing.
     """
-    threads, width, shift, mask = spread.threads, 4 * spread.quads, spread.quads - 1, spread.quads - 1
+    threads = layout.threads_per_row
+    width = 4 * layout.quads_per_vec
+    shift = layout.quads_per_vec - 1
+    mask = layout.quads_per_vec - 1
 
     @device
     def address_of(row, quad, lane):
@@ -156,21 +170,24 @@ def quad_address(item: int, spread: Spread) -> Any:
     return address_of
 
 
-def registers_of(dtype: str, spread: Spread) -> int:
+def row_registers(dtype: str, layout: RowLayout) -> int:
     """32-bit registers of a thread that hold its share of a row."""
-    return quad_words(dtype) * spread.quads * spread.vectors
+    return quad_registers(dtype) * layout.quads_per_vec * layout.vecs_per_thread
 
 
 def quad_reader(dtype: str, aligned: bool) -> Any:
     """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
-    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
+    load = quad_loader(dtype, aligned)
+    decode = quad_decoder(dtype)
+    num_registers = quad_registers(dtype)
+    item = ITEM_BYTES[dtype]
 
     @device
     def quad(row, column, columns):
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         loaded = load(row + i64(column) * item, column, columns, True)
-        for word in range(held):
-            registers[word] = loaded[word]
+        for register in range(num_registers):
+            registers[register] = loaded[register]
         return decode(registers, 0)
 
     return quad
@@ -181,15 +198,16 @@ def parameter_quad(dtype: str) -> Any:
 
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
-    held = quad_words(dtype)
-    load, decode = _kept_16_if if held == 4 else _kept_8_if, quad_decoder(dtype)
+    num_registers = quad_registers(dtype)
+    load = _kept_16_if if num_registers == 4 else _kept_8_if
+    decode = quad_decoder(dtype)
 
     @device
     def quad(address, inside):
-        registers = cuda.local.array(held, u32)
+        registers = cuda.local.array(num_registers, u32)
         loaded = load(address, inside)
-        for word in range(held):
-            registers[word] = loaded[word]
+        for register in range(num_registers):
+            registers[register] = loaded[register]
         return decode(registers, 0)
 
     return quad
@@ -215,7 +233,9 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
 
     ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
     """
-    pair, item, store_one = _pair.get(dtype), ITEM_BYTES[dtype], element_storer(dtype)
+    pair = _pair.get(dtype)
+    item = ITEM_BYTES[dtype]
+    store_one = element_storer(dtype)
 
     @device
     def store_halves(address, column, columns, a, b, c, d):
@@ -262,17 +282,17 @@ def row_sum(threads: int) -> Any:
                 shared_store_4(shared + warp * 4, bits(value))
             cuda.syncthreads()
             value = f32(0)
-            of_row = i32(shared + i32(warp & first_warp) * 4)
+            sums_address = i32(shared + i32(warp & first_warp) * 4)
             if warps >= 4:  # 16 bytes at a time
                 for four in range(warps // 4):
-                    a, b, c, d = shared_load_16(i32(of_row + 16 * four))
+                    a, b, c, d = shared_load_16(i32(sums_address + 16 * four))
                     value += from_bits(a)
                     value += from_bits(b)
                     value += from_bits(c)
                     value += from_bits(d)
             else:
-                for other in range(warps):
-                    value += from_bits(shared_load_4(i32(of_row + 4 * other)))
+                for other_warp in range(warps):
+                    value += from_bits(shared_load_4(i32(sums_address + 4 * other_warp)))
         return value
 
     return total

@@ -1,89 +1,89 @@
-"""PTX of Hopper: barriers that count bytes, the tensor memory accelerator, clusters, and warpgroup products."""
+"""PTX of Hopper: mbarriers, the tensor memory accelerator (TMA), clusters, and wgmma."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.fragments import registers
+from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, void
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 
-barrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
-barrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
-barrier_arrive_at = asm(
+mbarrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
+mbarrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
+mbarrier_arrive_remote = asm(
     "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
     void, i32, i32,
 )  # fmt: skip
-"""At the barrier in the same place of the cluster's block of that rank.
+"""Arrive at the barrier at the same shared-memory address in the cluster's block of that rank.
 
-With ``.release.cluster`` each would wait until the whole card sees what was written; nothing was.
+It needs no ``.release.cluster``, with which each arrival would wait until the whole GPU sees what the thread wrote:
+nothing was written.
 """
-barrier_expect = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
-barrier_wait = asm(
+mbarrier_arrive_expect_tx = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
+mbarrier_wait = asm(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }", void, i32, i32
 )
-barrier_wait_or_trap = asm(
+mbarrier_wait_or_trap = asm(
     "{ .reg .pred p; .reg .u32 n; mov.u32 n, 0;"
     " again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 1000000; @p bra done;"
     " add.u32 n, n, 1; setp.gt.u32 p, n, 10000; @p trap; bra again; done: }",
     void, i32, i32,
 )  # fmt: skip
-"""The same, but an error after 10,000 times a millisecond, which is as long as the hardware likes."""
-barrier_init_fence = asm("fence.mbarrier_init.release.cluster;")
+"""``mbarrier_wait`` that traps after 10,000 waits of a millisecond; the hardware may cut each short."""
+fence_mbarrier_init = asm("fence.mbarrier_init.release.cluster;")
 named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
 
 # --- Warps and clusters -----------------------------------------------------------------------------------------------
 
-elect = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
-broadcast = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
-"""The first lane's value: the compiler then knows that a branch on it is the whole warp's."""
-warp_sync = asm("bar.warp.sync 0xffffffff;")
-more_registers = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
-fewer_registers = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
+elect_sync = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
+shfl_sync_0 = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
+"""Lane 0's value, which tells the compiler that a branch on it is uniform in the warp."""
+syncwarp = asm("bar.warp.sync 0xffffffff;")
+warpgroup_reg_alloc = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
+warpgroup_reg_dealloc = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
 cluster_start = asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;")
-"""After ``barrier_init_fence``, which makes barriers known to the cluster; it makes nothing else known."""
+"""A cluster's barrier after ``fence_mbarrier_init``; it makes only the initialized mbarriers visible to the cluster."""
 cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
 
 in_clusters_of = lowered("entry", "in_clusters_of")
-"""Of so many blocks: a function whose call in a kernel makes it run in such clusters."""
+"""``in_clusters_of(blocks)``: a function that, called in a kernel, makes it run in clusters of so many blocks."""
 
 # --- Tensor maps and copies -------------------------------------------------------------------------------------------
 
-maps_by_value = lowered("entry", "maps_by_value")()
-"""Called in a kernel that has tensor maps: they lie in its parameters."""
+grid_constant_params = lowered("entry", "grid_constant_params")()
+"""Call it in a kernel with tensor maps: they become ``__grid_constant__`` parameters, which TMA reads in place."""
 address_of = lowered("entry", "address_of")()
-"""``map -> int64``: for the copies."""
+"""``map -> int64``: its address, which TMA instructions take."""
 
-prefetch_map = asm("prefetch.tensormap [$0];", void, i64)
+prefetch_tensormap = asm("prefetch.tensormap [$0];", void, i64)
 _LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-tensor_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
+tma_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
 """``(shared, map, barrier, column, row)``."""
-tensor_load_to_all = asm(
+tma_load_multicast = asm(
     f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, i16
 )
-"""The same to those blocks of the cluster whose bits are set in the last operand."""
-tensor_store = asm(
-    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32
-)
+"""The same to the blocks of the cluster whose bits are set in the last operand."""
+tma_store = asm("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32)
 """``(map, shared, column, row)``."""
-tensor_add = asm(
+tma_reduce_add = asm(
     "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$2, $3}], [$1];",
     void, i64, i32, i32, i32,
 )  # fmt: skip
-"""The same, added to what is there."""
-store_commit = asm("cp.async.bulk.commit_group;")
-store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
-"""Until all but so many groups of stores have read shared memory."""
-shared_fence = asm("fence.proxy.async.shared::cta;")
-"""Before a copy of what this thread wrote to shared memory."""
+"""The same, but added to the matrix."""
+tma_store_commit = asm("cp.async.bulk.commit_group;")
+tma_store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
+"""Wait until all but so many groups of this thread's stores have read shared memory."""
+fence_proxy_async_shared = asm("fence.proxy.async.shared::cta;")
+"""Make what this thread wrote to shared memory visible to a TMA store."""
 
 # --- Products ---------------------------------------------------------------------------------------------------------
 
-K_MAJOR_128 = (1 << 62) | (64 << 32)
-"""A matrix descriptor without address: rows of 128 bytes, swizzled over 8 rows, 1024 bytes from 8 rows to the next."""
+SMEM_DESC_K_MAJOR_SW128 = (1 << 62) | (64 << 32)
+"""A K-major wgmma descriptor without its address: rows of 128 bytes, 128-byte swizzle, 1024 bytes from 8 rows to the
+next 8."""
 
 
 @cache
@@ -97,7 +97,7 @@ def wgmma(n: int, a: str, b: str) -> Any:
     return asm(
         f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 2}, 0;"
         f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}",
-        registers(count), registers(count), i64, i64, i32,
+        fragment_type(count), fragment_type(count), i64, i64, i32,
     )  # fmt: skip
 
 
@@ -107,5 +107,5 @@ wgmma_commit = asm("wgmma.commit_group.sync.aligned;")
 
 @cache
 def wgmma_wait(count: int, pending: int) -> Any:
-    """``acc -> acc`` once all but so many groups of products are done."""
-    return asm(f"wgmma.wait_group.sync.aligned {pending};", registers(count), registers(count))
+    """``acc -> acc`` after all but ``pending`` groups of wgmmas are complete."""
+    return asm(f"wgmma.wait_group.sync.aligned {pending};", fragment_type(count), fragment_type(count))

@@ -1,6 +1,6 @@
-"""What kernels that cast tiles of 128 × 128 share: how threads hold a tile, store it, and store it transposed.
+"""Tiles of 128 × 128 elements: how the threads of a cast hold a tile, store it, and store it transposed.
 
-A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each, so that four rows of four bytes turn
+A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each row, so that four rows of four bytes turn
 into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16 bytes of a
 16-bit tensor.
 """
@@ -19,7 +19,7 @@ from cuda_kernels.device.codec import (
     largest_of,
     packed_maxima,
     quad_decoder,
-    quad_words,
+    quad_registers,
     vector_loader,
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
@@ -35,6 +35,7 @@ from cuda_kernels.device.ptx import (
     unsigned_max,
     warp_max,
 )
+from cuda_kernels.device.sizes import ceil_div
 
 TILE = 128
 THREADS = 256
@@ -45,7 +46,7 @@ TRANSPOSED_BYTES = TILE * TILE
 
 
 def tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE) * -(-columns // TILE)
+    return ceil_div(rows, TILE) * ceil_div(columns, TILE)
 
 
 @device
@@ -59,94 +60,98 @@ def position(tile, rows, columns):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where the values of a tile come from: a tensor as it is, or what is computed from tensors on the way.
+    """A loader of tiles: of a tensor as it is, or of values computed from tensors on the way (prologue fusion).
 
     Attributes:
-        name: tells it from every other source.
-        words: how many int64 a kernel takes for it: addresses, pitches.
-        registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
-        load: device function ``(words, rows, columns, row, column, whole, registers)`` that fills them; the thread's
+        name: unique among all sources.
+        num_args: int64 parameters that a kernel takes for it: addresses, strides.
+        num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
+        load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
             the tile is ``whole``.
         decode: device function ``(registers, step) -> four float32`` of quad ``step``.
         maxima: how the largest magnitudes of quads are kept.
-        blocks: how many blocks shall fit into the registers of a multiprocessor.
-        vector: how many neighbouring columns a lane holds: 4 of each of a warp's rows, or 8 of every other row.
+        min_blocks_per_sm: blocks of a cast that registers must suffice for.
+        vector: neighbouring columns that a lane holds: 4 of each of a warp's rows, or 8 of every other row.
     """
 
     name: str
-    words: int
-    registers: int
+    num_args: int
+    num_registers: int
     load: Any
     decode: Any
     maxima: Maxima
-    blocks: int
+    min_blocks_per_sm: int
     vector: int = 4
 
     @property
-    def words_type(self) -> Any:
+    def args_type(self) -> Any:
         """The type of a kernel's first parameter."""
-        return UniTuple(i64, self.words)
+        return UniTuple(i64, self.num_args)
 
 
-def share(vector: int) -> Any:
+def thread_origin(vector: int) -> Any:
     """A device function ``thread -> row, column`` of the first element of a tile that a thread holds."""
 
     @device
-    def of_quads(thread):
+    def quad_origin(thread):
         return i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))
 
     @device
-    def of_octets(thread):
+    def octet_origin(thread):
         return i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))
 
-    return of_quads if vector == 4 else of_octets
+    return quad_origin if vector == 4 else octet_origin
 
 
 def row_of_quad(vector: int) -> Any:
     """A device function ``(lane, step) -> row`` of quad ``step``, among its warp's rows."""
 
     @device
-    def of_quads(lane, step):
+    def quad_row(lane, step):
         return i32(step)
 
     @device
-    def of_octets(lane, step):
+    def octet_row(lane, step):
         return i32(2 * (step >> 1) + (lane >> 4))
 
-    return of_quads if vector == 4 else of_octets
+    return quad_row if vector == 4 else octet_row
 
 
 @cache
 def tensor_source(dtype: str, vector: int) -> Source:
-    """A tensor of ``dtype``: its address and the pitch of its rows in elements.
+    """A tensor of ``dtype``: its address and the stride of its rows in elements.
 
-    ``vector``: address, pitch and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
+    ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
     16 bytes of them, which is not for copies that are transposed.
     """
-    item, quad = ITEM_BYTES[dtype], quad_words(dtype)
+    item = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
-    held, every = quad * lanes_columns // 4, lanes_columns // 4
-    load_inside, load_some = vector_loader(dtype, lanes_columns), edge_loader(dtype, vector)
+    num_registers = quad * lanes_columns // 4
+    row_step = lanes_columns // 4
+    load_inside = vector_loader(dtype, lanes_columns)
+    load_some = edge_loader(dtype, vector)
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        # From row to row by an addition: a product of 64 bits takes four instructions.
-        address, pitch = words[0] + (i64(row) * words[1] + i64(column)) * item, words[1] * (item * every)
+    def load(args, rows, columns, row, column, whole, registers):
+        # The address is advanced by additions: a product of 64 bits takes four instructions.
+        address = args[0] + (i64(row) * args[1] + i64(column)) * item
+        stride = args[1] * (item * row_step)
         if whole and vector > 1:
-            for step in range(WARP_ROWS // every):
+            for step in range(WARP_ROWS // row_step):
                 loaded = load_inside(address)
-                for word in range(held):
-                    registers[step * held + word] = loaded[word]
-                address += pitch
+                for register in range(num_registers):
+                    registers[step * num_registers + register] = loaded[register]
+                address += stride
         else:
-            below = i32(rows - row)
-            for step in range(WARP_ROWS // every):
-                loaded = load_some(address, column, columns, i32(step * every) < below)
-                for word in range(held):
-                    registers[step * held + word] = loaded[word]
-                address += pitch
+            rows_left = i32(rows - row)
+            for step in range(WARP_ROWS // row_step):
+                loaded = load_some(address, column, columns, i32(step * row_step) < rows_left)
+                for register in range(num_registers):
+                    registers[step * num_registers + register] = loaded[register]
+                address += stride
 
     @device
     def decode(registers, step):
@@ -169,42 +174,43 @@ def block_max(value, shared, thread):
 
 
 def row_storer(vector: int) -> Any:
-    """A device function ``(words, out, pitch, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
+    """A device function ``(packed, out, stride, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
 
-    ``pitch`` is a multiple of 16: codes beyond the last column fill it, with zeros.
+    ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
-    every = vector // 4
+    row_step = vector // 4
 
     @device
-    def store_at(address, words, step):
-        if every == 2:
-            store_8(address, words[2 * step], words[2 * step + 1])
+    def store_at(address, packed, step):
+        if row_step == 2:
+            store_8(address, packed[2 * step], packed[2 * step + 1])
         else:
-            store_4(address, words[step])
+            store_4(address, packed[step])
 
     @device
-    def store_rows(words, out, pitch, row, rows, column, whole):
-        address, pitch_of_step = out + i64(row) * pitch + i64(column), pitch * every
+    def store_rows(packed, out, stride, row, rows, column, whole):
+        address = out + i64(row) * stride + i64(column)
+        stride_of_step = stride * row_step
         if whole:
-            for step in range(WARP_ROWS // every):
-                store_at(address, words, step)
-                address += pitch_of_step
-        elif column < pitch:
-            below = i32(rows - row)
-            for step in range(WARP_ROWS // every):
-                if i32(step * every) < below:
-                    store_at(address, words, step)
-                address += pitch_of_step
+            for step in range(WARP_ROWS // row_step):
+                store_at(address, packed, step)
+                address += stride_of_step
+        elif column < stride:
+            rows_left = i32(rows - row)
+            for step in range(WARP_ROWS // row_step):
+                if i32(step * row_step) < rows_left:
+                    store_at(address, packed, step)
+                address += stride_of_step
 
     return store_rows
 
 
 @device
-def transpose_quads(words):
-    """16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
+def transpose_quads(packed):
+    """Transpose 16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
     turned = cuda.local.array(16, u32)
     for group in range(4):
-        a, b, c, d = words[4 * group], words[4 * group + 1], words[4 * group + 2], words[4 * group + 3]
+        a, b, c, d = packed[4 * group], packed[4 * group + 1], packed[4 * group + 2], packed[4 * group + 3]
         ab, cd = permute_bytes(a, b, 0x5140), permute_bytes(c, d, 0x5140)
         turned[group] = permute_bytes(ab, cd, 0x5410)
         turned[4 + group] = permute_bytes(ab, cd, 0x7632)
@@ -212,29 +218,31 @@ def transpose_quads(words):
         turned[8 + group] = permute_bytes(ab, cd, 0x5410)
         turned[12 + group] = permute_bytes(ab, cd, 0x7632)
     for index in range(16):
-        words[index] = turned[index]
+        packed[index] = turned[index]
 
 
 @device
-def store_transposed(words, shared, thread, out, pitch, first_row, first_column, columns):
-    """The tile's codes as columns; through shared memory, so that a column's 128 codes leave together.
+def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
+    """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
-    ``pitch`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
+    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
     """
-    transpose_quads(words)
+    transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
-    # Column 4 lane + step, rows 16 warp ...; the 16-byte places of a column are permuted against bank conflicts.
-    place = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
+    # Column 4 lane + step, rows 16 warp ...; the 16-byte chunks of a column are swizzled against bank conflicts.
+    store_address = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
-        at = i32(place + step * TILE)
-        shared_store_16(at, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+        column_address = i32(store_address + step * TILE)
+        shared_store_16(
+            column_address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+        )
     cuda.syncthreads()
     column, part = i32(thread >> 3), i32(thread & 7)
-    place = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
-    address = out + i64(first_column + column) * pitch + i64(first_row + 16 * part)
-    right = i32(columns - first_column) - column if first_row + 16 * part < pitch else i32(0)
+    load_address = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
+    address = out + i64(first_column + column) * stride + i64(first_row + 16 * part)
+    cols_left = i32(columns - first_column) - column if first_row + 16 * part < stride else i32(0)
     for step in range(4):
-        codes = shared_load_16(i32(place + step * (TRANSPOSED_BYTES // 4)))
-        if i32(step * (TILE // 4)) < i32(right):
+        codes = shared_load_16(i32(load_address + step * (TRANSPOSED_BYTES // 4)))
+        if i32(step * (TILE // 4)) < i32(cols_left):
             store_16(address, codes[0], codes[1], codes[2], codes[3])
-        address += pitch * (TILE // 4)
+        address += stride * (TILE // 4)

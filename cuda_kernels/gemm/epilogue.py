@@ -1,91 +1,101 @@
-"""What happens to a tile when its products are summed up: scaled, biased, observed, rounded, and stored."""
+"""The epilogue of both GEMMs: scales, bias and amax of the accumulator, rounded and stored."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import raise_to
+from cuda_kernels.device.codec import update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
     scale_all,
     scale_columns,
     scale_rows,
-    slice_of,
-    stage,
-    store_all,
+    slice_fragment,
+    store_fragment_global,
+    store_fragment_shared,
 )
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
-from cuda_kernels.device.sm90 import named_barrier, shared_fence, store_commit, store_wait, tensor_add, tensor_store
-from cuda_kernels.gemm.spec import Product, Scaling, Tile, chunk_columns, chunks_of, places
+from cuda_kernels.device.sm90 import (
+    fence_proxy_async_shared,
+    named_barrier,
+    tma_reduce_add,
+    tma_store,
+    tma_store_commit,
+    tma_store_wait,
+)
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, epi_tile_columns, num_epi_tiles, smem_offsets
 
-_CHUNK_BYTES = 64 * 128
-"""64 rows of what a copy takes at a time."""
+_EPI_TILE_BYTES = 64 * 128
+"""An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
 
 
 @cache
-def finisher(product: Product, count: int, even: bool) -> Any:
-    """A device function ``(acc, factors, row, m, column, n) -> acc``: scaled, with its bias, and observed.
+def make_epilogue(spec: GemmSpec, count: int, even: bool) -> Any:
+    """A device function ``(acc, epi_args, row, m, column, n) -> acc`` that scales, adds the bias and observes the amax.
 
-    ``factors``: the product of two scales of tensors, and the addresses of both scales, bias and the largest magnitude
-    seen. ``row``, ``column``: of the thread's first register in the result.
+    ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax. ``row``,
+    ``column``: of the thread's first register in the result.
     """
     steps: list[Any] = []
-    if product.scaling is Scaling.TENSOR:
-        times = scale_all(count)
-        steps.append(device(lambda acc, factors, row, m, column, n: times(acc, factors[0])))
-    if product.scaling is Scaling.ROW:
-        steps.append(_row_scaler(count, even))
-    if product.bias:
-        plus_bias = add_columns(count, product.bias, even)
-        steps.append(device(lambda acc, factors, row, m, column, n: plus_bias(acc, factors[3], column, n)))
-    if product.amax:
-        steps.append(_observer(count, product.out))
-    return _in_order(steps)
+    if spec.scaling is Scaling.TENSOR:
+        scale_acc = scale_all(count)
+        steps.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
+    if spec.scaling is Scaling.ROW:
+        steps.append(_make_row_scaler(count, even))
+    if spec.bias:
+        add_bias = add_columns(count, spec.bias, even)
+        steps.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
+    if spec.amax:
+        steps.append(_make_amax_observer(count, spec.out))
+    return _composed(steps)
 
 
-def _in_order(steps: list[Any]) -> Any:
-    """What the compiler does not see costs it no time."""
+def _composed(steps: list[Any]) -> Any:
+    """One device function that applies ``steps`` in order; absent steps are skipped in Python and cost nothing."""
     if not steps:
-        return device(lambda acc, factors, row, m, column, n: acc)
+        return device(lambda acc, epi_args, row, m, column, n: acc)
     if len(steps) == 1:
         return steps[0]
-    first, rest = steps[0], _in_order(steps[1:])
+    first = steps[0]
+    remaining = _composed(steps[1:])
 
     @device
-    def both(acc, factors, row, m, column, n):
-        return rest(first(acc, factors, row, m, column, n), factors, row, m, column, n)
+    def composed(acc, epi_args, row, m, column, n):
+        return remaining(first(acc, epi_args, row, m, column, n), epi_args, row, m, column, n)
 
-    return both
-
-
-def _row_scaler(count: int, even: bool) -> Any:
-    times_rows, times_columns = scale_rows(count), scale_columns(count, even)
-
-    @device
-    def scaled(acc, factors, row, m, column, n):
-        s = from_bits(load_4_if(factors[1] + i64(row) * 4, row < m))
-        u = from_bits(load_4_if(factors[1] + i64(row + 8) * 4, row + 8 < m))
-        return times_columns(times_rows(acc, s, u), factors[2], column, n)
-
-    return scaled
+    return composed
 
 
-def _observer(count: int, out: str) -> Any:
-    largest, rounded = largest_of_rows(count), _ROUNDED[out]
+def _make_row_scaler(count: int, even: bool) -> Any:
+    scale_by_rows = scale_rows(count)
+    scale_by_columns = scale_columns(count, even)
 
     @device
-    def observed(acc, factors, row, m, column, n):
+    def scale_rows_and_columns(acc, epi_args, row, m, column, n):
+        s = from_bits(load_4_if(epi_args[1] + i64(row) * 4, row < m))
+        u = from_bits(load_4_if(epi_args[1] + i64(row + 8) * 4, row + 8 < m))
+        return scale_by_columns(scale_by_rows(acc, s, u), epi_args[2], column, n)
+
+    return scale_rows_and_columns
+
+
+def _make_amax_observer(count: int, out: str) -> Any:
+    largest = largest_of_rows(count)
+    rounded = _ROUNDED[out]
+
+    @device
+    def observe_amax(acc, epi_args, row, m, column, n):
         above, below = largest(acc, n - column)
         value = warp_max(unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
         if cuda.threadIdx.x & 31 == 0:
             # Rounding keeps the order: the largest of rounded values is the largest, rounded.
-            raise_to(factors[4], bits(rounded(from_bits(value))))
+            update_amax(epi_args[4], bits(rounded(from_bits(value))))
         return acc
 
-    return observed
+    return observe_amax
 
 
 _ROUNDED = {
@@ -97,73 +107,81 @@ _ROUNDED = {
 
 
 @cache
-def leaver(product: Product, tile: Tile) -> Any:
-    """A device function ``(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)``.
+def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
+    """A device function ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)``.
 
-    It stores the 64 rows of a warpgroup; ``row``, ``column``: the first of them.
+    It finishes and stores the 64 rows of a warpgroup, of which ``row`` and ``column`` are the first.
     """
-    if tile.staged:
-        return _chunks_from(0, product, tile)
-    count = tile.columns // 2
-    finish, store = finisher(product, count, tile.even), store_all(count, product.out, tile.even, product.accumulate)
+    if config.smem_epilogue:
+        return _make_smem_store(0, spec, config)
+    count = config.tile_n // 2
+    finish = make_epilogue(spec, count, config.even)
+    store = store_fragment_global(count, spec.out, config.even, spec.accumulate)
 
     @device
-    def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
         lane = thread & 31
-        first, pair = row + (thread >> 5) * 16 + (lane >> 2), column + 2 * (lane & 3)
-        store(finish(acc, factors, first, m, pair, n), out, out_pitch, first, m, pair, n)
+        frag_row = row + (thread >> 5) * 16 + (lane >> 2)
+        frag_col = column + 2 * (lane & 3)
+        store(finish(acc, epi_args, frag_row, m, frag_col, n), out, out_stride, frag_row, m, frag_col, n)
 
-    return leave
+    return epilogue_store
 
 
-def _chunks_from(chunk: int, product: Product, tile: Tile) -> Any:
-    """:func:`leaver` through shared memory: rows of 128 bytes, so many columns at a time, from ``chunk`` on.
+def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
+    """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another.
 
-    Where they do not divide the tile's, the last copy begins earlier and takes some columns again.
+    The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    wide = product.out == "float32"
-    columns, chunks = chunk_columns(product.out), chunks_of(tile, product)
-    start = min(chunk * columns, tile.columns - columns)
-    count, buffers, is_last = columns // 2, tile.buffers, chunk == chunks - 1
-    mine = chunk % buffers
-    # The first of a tile may take the buffer that the last one before has filled: then it waits for all.
-    all_at_first = chunks % buffers > 0
-    free = 0 if all_at_first and chunk == 0 else buffers - 1
-    waits = not all_at_first or chunk == 0 or chunk >= buffers
-    part = slice_of(tile.columns // 2, start // 2, count)
-    finish, to_shared = finisher(product, count, tile.even), stage(count, product.out)
-    at = places(tile, product.scaling)["out"]
-    copy = tensor_add if product.accumulate else tensor_store
+    wide = spec.out == "float32"
+    columns = epi_tile_columns(spec.out)
+    epi_tiles = num_epi_tiles(config, spec)
+    start = min(epi_tile * columns, config.tile_n - columns)
+    count = columns // 2
+    buffers = config.epi_stages
+    is_last = epi_tile == epi_tiles - 1
+    buffer_idx = epi_tile % buffers
+    # A tile's first one may take the buffer that the previous tile's last one has filled: then it waits for all stores.
+    drain_first = epi_tiles % buffers > 0
+    pending_stores = 0 if drain_first and epi_tile == 0 else buffers - 1
+    waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
+    slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, count)
+    finish = make_epilogue(spec, count, config.even)
+    copy_r2s = store_fragment_shared(count, spec.out)
+    out_offset = smem_offsets(config, spec.scaling)["out"]
+    copy = tma_reduce_add if spec.accumulate else tma_store
 
     @device
-    def leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
         lane, warp = thread & 31, thread >> 5
-        buffer = smem + at + (group * buffers + mine) * _CHUNK_BYTES
+        buffer = smem + out_offset + (wg_idx * buffers + buffer_idx) * _EPI_TILE_BYTES
         if waits:
             if thread == 0:
-                store_wait(free)
-            named_barrier(1 + group, 128)
-        # Not before: what is loaded for all chunks together would not fit into registers.
-        rest = finish(part(acc), factors, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n)
+                tma_store_wait(pending_stores)
+            named_barrier(1 + wg_idx, 128)
+        # Scales and bias are loaded for each epilogue tile: those of all together would not fit into registers.
+        finished = finish(
+            slice_epi_tile(acc), epi_args, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n
+        )
         if wide:
-            line = warp * 16 + (lane >> 2)
-            to_shared(rest, buffer + line * 128 + (lane & 1) * 8, lane >> 1 & 1, line & 7)
+            row_in_wg = warp * 16 + (lane >> 2)
+            copy_r2s(finished, buffer + row_in_wg * 128 + (lane & 1) * 8, lane >> 1 & 1, row_in_wg & 7)
         else:
-            line = warp * 16 + (lane & 15)
-            to_shared(rest, buffer + line * 128, lane >> 4, line & 7)
-        shared_fence()
-        named_barrier(1 + group, 128)
+            row_in_wg = warp * 16 + (lane & 15)
+            copy_r2s(finished, buffer + row_in_wg * 128, lane >> 4, row_in_wg & 7)
+        fence_proxy_async_shared()
+        named_barrier(1 + wg_idx, 128)
         if thread == 0:
             copy(map_out, buffer, column + start, row)
-            store_commit()
+            tma_store_commit()
 
     if is_last:
-        return leave
-    others = _chunks_from(chunk + 1, product, tile)
+        return epilogue_store
+    store_rest = _make_smem_store(epi_tile + 1, spec, config)
 
     @device
-    def leave_all(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n):
-        leave(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)
-        others(acc, smem, map_out, out, out_pitch, factors, group, thread, row, m, column, n)
+    def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
+        epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
+        store_rest(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
 
-    return leave_all
+    return store_epi_tiles

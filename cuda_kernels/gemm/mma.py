@@ -1,8 +1,8 @@
-"""The product on cards without warpgroup products: warps multiply what cp.async copied, a block for each tile.
+"""The GEMM on GPUs without wgmma: warps run mma.sync on what cp.async copied, one block for each tile.
 
-All threads of a block copy 128 bytes of each row of A and B at a time to a ring of places in shared memory, all but
-one of which are on their way while one is multiplied; scales along K come with them. Chunk ``c`` of 16 bytes of row
-``r`` lies at ``c ^ (r mod 8)``, so that the same chunk of eight rows is in different banks.
+All threads of a block copy 128 bytes of each row of A and B, and their scales along K, into the next stage of a ring in
+shared memory; all stages but one are in flight while one is multiplied. Chunk ``c`` of 16 bytes of row ``r`` lies at
+``c ^ (r mod 8)`` (the 128-byte swizzle), so that the same chunk of eight rows is in different banks.
 """
 
 from __future__ import annotations
@@ -16,195 +16,227 @@ from cuda_kernels.device.fragments import (
     add,
     add_rows,
     add_rows_and_columns,
-    load_matrices,
+    ldmatrix_x4,
     mma,
-    slice_of,
-    store_all,
+    slice_fragment,
+    store_fragment_global,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
-from cuda_kernels.device.sm80 import copy_4, copy_16, copy_commit, copy_wait
-from cuda_kernels.gemm.epilogue import finisher
-from cuda_kernels.gemm.promotion import scales_of_blocks, steps_at_once
-from cuda_kernels.gemm.raster import corner
-from cuda_kernels.gemm.spec import WARP_COLUMNS, MmaTile, Product, Scaling
+from cuda_kernels.device.sm80 import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
+from cuda_kernels.gemm.epilogue import make_epilogue
+from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
+from cuda_kernels.gemm.raster import tile_coord
+from cuda_kernels.gemm.spec import WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.kernel import Kernel
 
 _K = 128
-"""Bytes of a row in shared memory, and the products of one scale."""
+"""Bytes of a row in shared memory; and the K of one 1x128 scale."""
 
 
 @cache
-def mma_gemm_kernel(product: Product, tile: MmaTile) -> Kernel:
-    """``out [m, n]``, a block for each tile; see :class:`Product` and :class:`MmaTile`.
+def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
+    """``out [m, n]``, one block for each tile; see :class:`GemmSpec` and :class:`MmaConfig`.
 
-    Parameters are address and pitch of A, B, A's scales and B's, the addresses of bias and of the largest magnitude
-    seen, address and pitch of out; then m, n and k. Pitches are in elements. Addresses and pitches of A and B are
-    multiples of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. What there is none of
-    is 0.
+    Parameters are the address and stride of A, of B, of A's scales and of B's; the addresses of bias and of the amax;
+    the address and stride of out; m, n and k. Strides are in elements; addresses and strides of A and B are multiples
+    of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. An absent address is 0.
     """
-    scaling, promote = product.scaling, product.promote
-    rows, columns, threads, strips, stages = tile.rows, tile.columns, tile.threads, tile.strips, tile.stages
-    along_k, by_row = scaling.along_k, scaling is Scaling.ROW
-    by_block, by_blocks = scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS
-    stage_bytes, ahead, pending = tile.stage_bytes(scaling), stages - 1, stages - 2
-    at_b = rows * _K
-    at_scale_a = at_b + columns * _K
-    at_scale_b = at_scale_a + 4 * rows
-    parts, count = WARP_COLUMNS // 8, strips * WARP_COLUMNS // 2
-    zero, plus, multiply = zeros(count), add(count), mma(strips, parts, product.a, product.b)
-    load_a, load_b = load_matrices(strips, 16 * _K), load_matrices(parts // 2, 16 * _K)
-    plus_scaled, leave = _adder(product, strips), _leaver(product, strips, tile.even)
-    (load_blocks, block_of), window = scales_of_blocks(WARP_COLUMNS), steps_at_once(scaling)
-    lines = threads // 8  # that are copied at once: a multiple of 8, so that a thread's chunk stays where it is
+    scaling, promote = spec.scaling, spec.promote
+    tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
+    along_k = scaling.along_k
+    by_row = scaling is Scaling.ROW
+    by_block = scaling is Scaling.BLOCK
+    by_blocks = scaling is Scaling.BLOCKS
+    stage_bytes = config.stage_bytes(scaling)
+    prefetch = stages - 1
+    pending = stages - 2
+    b_offset = tile_m * _K
+    scale_a_offset = b_offset + tile_n * _K
+    scale_b_offset = scale_a_offset + 4 * tile_m
+    parts = WARP_COLUMNS // 8
+    count = strips * WARP_COLUMNS // 2
+    zero_acc = zeros(count)
+    promote_add = add(count)
+    mma_k32 = mma(strips, parts, spec.a, spec.b)
+    load_a, load_b = ldmatrix_x4(strips, 16 * _K), ldmatrix_x4(parts // 2, 16 * _K)
+    promote_add_scaled = _make_promote_add(spec, strips)
+    epilogue_store = _make_epilogue_store(spec, strips, config.even)
+    load_block_scales, block_scales_at = block_scale_readers(WARP_COLUMNS)
+    scale_window = block_scale_window(scaling)
+    rows_at_once = threads // 8  # a multiple of 8, so that a thread copies the same chunk of each row
 
     @device
-    def following(place, smem):
-        """The next place in the ring."""
-        return place + stage_bytes if place < smem + ahead * stage_bytes else smem
+    def next_stage(stage_addr, smem):
+        """The address of the next stage in the ring."""
+        return stage_addr + stage_bytes if stage_addr < smem + prefetch * stage_bytes else smem
 
     @device
-    def copy_operand(shared, address, pitch, count, row, limit, k):
-        """128 bytes of each of ``count`` rows from ``row`` on; zeros below row ``limit`` and from byte ``k`` on."""
-        line, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
-        shared += line * _K + ((chunk ^ (line & 7)) << 4)
-        address += i64(row + line) * pitch + 16 * chunk
+    def copy_operand(shared, address, stride, count, row, limit, k):
+        """Copy 128 bytes of ``count`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
+        row_in_tile, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
+        shared += row_in_tile * _K + ((chunk ^ (row_in_tile & 7)) << 4)
+        address += i64(row + row_in_tile) * stride + 16 * chunk
         inside = min(max(k - 16 * chunk, 0), 16)
-        for first in range(0, count, lines):
-            size = inside if row + line + first < limit else 0
-            copy_16(shared + first * _K, address + first * pitch, size)
+        for first in range(0, count, rows_at_once):
+            size = inside if row + row_in_tile + first < limit else 0
+            cp_async_16(shared + first * _K, address + first * stride, size)
 
     @device
     def copy_scales(shared, address, count, row, limit):
         for first in range(0, count, threads):
-            line = cuda.threadIdx.x + first
-            if line < count:
-                copy_4(shared + 4 * line, address + 4 * i64(row + line), 4 if row + line < limit else 0)
+            row_in_tile = cuda.threadIdx.x + first
+            if row_in_tile < count:
+                cp_async_4(
+                    shared + 4 * row_in_tile,
+                    address + 4 * i64(row + row_in_tile),
+                    4 if row + row_in_tile < limit else 0,
+                )
 
     @device
-    def copy(place, step, of_a, of_b, row, column, m, n, k):
-        a, a_pitch, scale_a, scale_a_pitch = of_a
-        b, b_pitch, scale_b, scale_b_pitch = of_b
-        start = step * _K
-        copy_operand(place, a + start, a_pitch, rows, row, m, k - start)
-        copy_operand(place + at_b, b + start, b_pitch, columns, column, n, k - start)
+    def copy(stage_addr, k_iter, a_args, b_args, row, column, m, n, k):
+        a, a_stride, scale_a, scale_a_stride = a_args
+        b, b_stride, scale_b, scale_b_stride = b_args
+        start = k_iter * _K
+        copy_operand(stage_addr, a + start, a_stride, tile_m, row, m, k - start)
+        copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, column, n, k - start)
         if along_k:
-            copy_scales(place + at_scale_a, scale_a + 4 * i64(step) * scale_a_pitch, rows, row, m)
+            copy_scales(stage_addr + scale_a_offset, scale_a + 4 * i64(k_iter) * scale_a_stride, tile_m, row, m)
         if by_blocks:
-            copy_scales(place + at_scale_b, scale_b + 4 * i64(step) * scale_b_pitch, columns, column, n)
+            copy_scales(stage_addr + scale_b_offset, scale_b + 4 * i64(k_iter) * scale_b_stride, tile_n, column, n)
 
     def mma_gemm(
-        a, a_pitch, b, b_pitch, scale_a, scale_a_pitch, scale_b, scale_b_pitch, bias, seen, out, out_pitch, m, n, k
+        a, a_stride, b, b_stride, scale_a, scale_a_stride, scale_b, scale_b_stride,
+        bias, amax_out, out, out_stride, m, n, k,
     ):  # fmt: skip
-        smem, lane, warp = dynamic_shared(), cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        tile_row, tile_column = corner(
-            cuda.blockIdx.x, quotient(m + (rows - 1), rows), quotient(n + (columns - 1), columns)
+        smem = dynamic_shared()
+        lane = cuda.threadIdx.x & 31
+        warp = cuda.threadIdx.x >> 5
+        tile_row, tile_column = tile_coord(
+            cuda.blockIdx.x, quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
         )
-        row, column = tile_row * rows, tile_column * columns
-        of_a, of_b = (a, a_pitch, scale_a, scale_a_pitch), (b, b_pitch, scale_b, scale_b_pitch)
-        steps = (k + (_K - 1)) >> 7
-        for step in range(ahead):
-            if step < steps:
-                copy(smem + step * stage_bytes, step, of_a, of_b, row, column, m, n, k)
-            copy_commit()
+        row, column = tile_row * tile_m, tile_column * tile_n
+        a_args = (a, a_stride, scale_a, scale_a_stride)
+        b_args = (b, b_stride, scale_b, scale_b_stride)
+        k_iters = (k + (_K - 1)) >> 7
+        for k_iter in range(prefetch):
+            if k_iter < k_iters:
+                copy(smem + k_iter * stage_bytes, k_iter, a_args, b_args, row, column, m, n, k)
+            cp_async_commit()
 
-        down, across = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's corner in the tile
-        line_a, chunk_a = down + (lane & 15), lane >> 4
-        line_b, chunk_b = across + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
-        at_x = line_a * _K + ((chunk_a ^ (line_a & 7)) << 4)
-        at_y = at_b + line_b * _K + ((chunk_b ^ (line_b & 7)) << 4)
-        first, pair = down + (lane >> 2), across + 2 * (lane & 3)  # of this thread's first register
-        acc, place, free = zero(), smem, smem + ahead * stage_bytes
-        for begin in range(i32(0), steps, i32(window)):
-            held = (u32(0), u32(0))
+        warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
+        a_row, a_chunk = warp_row + (lane & 15), lane >> 4
+        b_row, b_chunk = warp_col + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
+        a_fragment_offset = a_row * _K + ((a_chunk ^ (a_row & 7)) << 4)
+        b_fragment_offset = b_offset + b_row * _K + ((b_chunk ^ (b_row & 7)) << 4)
+        frag_row = warp_row + (lane >> 2)  # of this thread's first register
+        frag_col = warp_col + 2 * (lane & 3)
+        acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
+        for window_start in range(i32(0), k_iters, i32(scale_window)):
+            block_scales = (u32(0), u32(0))
             if by_block:
-                held = load_blocks(scale_b, scale_b_pitch, column + across, n, begin, steps)
-            for step in range(begin, min(i32(begin + window), steps)):
-                copy_wait(pending)
+                block_scales = load_block_scales(scale_b, scale_b_stride, column + warp_col, n, window_start, k_iters)
+            for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
+                cp_async_wait(pending)
                 cuda.syncthreads()
-                x, y, scale = place + at_x, place + at_y, np.float32(1)
-                part = multiply(zero() if promote else acc, load_a(x), load_b(y))
-                # Not before: now the tensor cores are busy meanwhile.
-                if step + ahead < steps:
-                    copy(free, step + ahead, of_a, of_b, row, column, m, n, k)
-                copy_commit()
-                part = multiply(part, load_a(x ^ 32), load_b(y ^ 32))
-                part = multiply(part, load_a(x ^ 64), load_b(y ^ 64))
-                part = multiply(part, load_a(x ^ 96), load_b(y ^ 96))
+                a_addr = stage_addr + a_fragment_offset
+                b_addr = stage_addr + b_fragment_offset
+                scale = np.float32(1)
+                partial = mma_k32(zero_acc() if promote else acc, load_a(a_addr), load_b(b_addr))
+                # The copy is issued here, while the tensor cores are busy.
+                if k_iter + prefetch < k_iters:
+                    copy(free_stage_addr, k_iter + prefetch, a_args, b_args, row, column, m, n, k)
+                cp_async_commit()
+                partial = mma_k32(partial, load_a(a_addr ^ 32), load_b(b_addr ^ 32))
+                partial = mma_k32(partial, load_a(a_addr ^ 64), load_b(b_addr ^ 64))
+                partial = mma_k32(partial, load_a(a_addr ^ 96), load_b(b_addr ^ 96))
                 if by_block:
-                    scale = block_of(held, step)[0]
+                    scale = block_scales_at(block_scales, k_iter)[0]
                 if along_k:
-                    acc = plus_scaled(acc, part, place + at_scale_a + 4 * first, place + at_scale_b + 4 * pair, scale)
+                    acc = promote_add_scaled(
+                        acc,
+                        partial,
+                        stage_addr + scale_a_offset + 4 * frag_row,
+                        stage_addr + scale_b_offset + 4 * frag_col,
+                        scale,
+                    )
                 else:
-                    acc = plus(acc, part) if promote else part
-                place, free = following(place, smem), place
+                    acc = promote_add(acc, partial) if promote else partial
+                stage_addr, free_stage_addr = next_stage(stage_addr, smem), stage_addr
 
-        both = np.float32(1)
+        scale_ab = np.float32(1)
         if not along_k and not by_row:
-            both = load_f32(scale_a) * load_f32(scale_b)
-        leave(acc, out, out_pitch, (both, scale_a, scale_b, bias, seen), row + first, m, column + pair, n)
+            scale_ab = load_f32(scale_a) * load_f32(scale_b)
+        epilogue_store(
+            acc, out, out_stride, (scale_ab, scale_a, scale_b, bias, amax_out), row + frag_row, m, column + frag_col, n
+        )
 
     return Kernel(
-        f"mma_gemm({product}, {tile})",
+        f"mma_gemm({spec}, {config})",
         mma_gemm,
         (*[i64] * 12, i32, i32, i32),
         threads,
-        shared_bytes=tile.shared_bytes(scaling),
+        shared_bytes=config.shared_bytes(scaling),
         architectures=("89", "120"),
     )
 
 
-def _adder(product: Product, strips: int, strip: int = 0) -> Any:
-    """A device function ``(acc, part, of_rows, of_columns, scale) -> acc + part``, part scaled; from ``strip`` on.
+def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
+    """A device function ``(acc, partial, row_scale_smem, col_scale_smem, scale) -> acc + partial * scales``.
 
-    ``of_rows``, ``of_columns``: where in shared memory the scales are, from this thread's first row and column on.
-    ``scale``: what the columns have where they have but one.
+    It takes the 16-row strips from ``strip`` on. ``row_scale_smem``, ``col_scale_smem``: shared-memory addresses of the
+    scales of this thread's first row and column. ``scale``: the one scale of all columns with blocks of 128x128.
     """
     count = WARP_COLUMNS // 2
-    own, by_block = slice_of(strips * count, strip * count, count), product.scaling is Scaling.BLOCK
-    plus_rows, plus_both = add_rows(count), add_rows_and_columns(count)
+    slice_strip = slice_fragment(strips * count, strip * count, count)
+    by_block = spec.scaling is Scaling.BLOCK
+    plus_rows = add_rows(count)
+    plus_both = add_rows_and_columns(count)
 
     @device
-    def plus(acc, part, of_rows, of_columns, scale):
-        address = of_rows + 64 * strip
+    def promote_add(acc, partial, row_scale_smem, col_scale_smem, scale):
+        address = row_scale_smem + 64 * strip
         s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 32))
         if by_block:
-            return plus_rows(own(acc), own(part), s * scale, t * scale)
-        return plus_both(own(acc), own(part), s, t, of_columns)
+            return plus_rows(slice_strip(acc), slice_strip(partial), s * scale, t * scale)
+        return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_smem)
 
     if strip == strips - 1:
-        return plus
-    others = _adder(product, strips, strip + 1)
+        return promote_add
+    next_strips = _make_promote_add(spec, strips, strip + 1)
 
     @device
-    def plus_all(acc, part, of_rows, of_columns, scale):
-        return plus(acc, part, of_rows, of_columns, scale) + others(acc, part, of_rows, of_columns, scale)
+    def add_strips(acc, partial, row_scale_smem, col_scale_smem, scale):
+        return promote_add(acc, partial, row_scale_smem, col_scale_smem, scale) + next_strips(
+            acc, partial, row_scale_smem, col_scale_smem, scale
+        )
 
-    return plus_all
+    return add_strips
 
 
-def _leaver(product: Product, strips: int, even: bool, strip: int = 0) -> Any:
-    """A device function ``(acc, out, out_pitch, factors, row, m, column, n)``: what a warp has, from ``strip`` on.
+def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0) -> Any:
+    """A device function ``(acc, out, out_stride, epi_args, row, m, column, n)`` that finishes and stores fragments.
 
-    It finishes and stores it. ``row``, ``column``: of this thread's first register.
+    It takes the 16-row strips from ``strip`` on. ``row``, ``column``: of this thread's first register.
     """
     count = WARP_COLUMNS // 2
-    own, finish = slice_of(strips * count, strip * count, count), finisher(product, count, even)
-    store = store_all(count, product.out, even, product.accumulate)
+    slice_strip = slice_fragment(strips * count, strip * count, count)
+    finish = make_epilogue(spec, count, even)
+    store = store_fragment_global(count, spec.out, even, spec.accumulate)
 
     @device
-    def leave(acc, out, out_pitch, factors, row, m, column, n):
-        line = row + 16 * strip
-        store(finish(own(acc), factors, line, m, column, n), out, out_pitch, line, m, column, n)
+    def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):
+        strip_row = row + 16 * strip
+        store(finish(slice_strip(acc), epi_args, strip_row, m, column, n), out, out_stride, strip_row, m, column, n)
 
     if strip == strips - 1:
-        return leave
-    others = _leaver(product, strips, even, strip + 1)
+        return epilogue_store
+    next_strips = _make_epilogue_store(spec, strips, even, strip + 1)
 
     @device
-    def leave_all(acc, out, out_pitch, factors, row, m, column, n):
-        leave(acc, out, out_pitch, factors, row, m, column, n)
-        others(acc, out, out_pitch, factors, row, m, column, n)
+    def store_strips(acc, out, out_stride, epi_args, row, m, column, n):
+        epilogue_store(acc, out, out_stride, epi_args, row, m, column, n)
+        next_strips(acc, out, out_stride, epi_args, row, m, column, n)
 
-    return leave_all
+    return store_strips

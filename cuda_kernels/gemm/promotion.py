@@ -1,8 +1,8 @@
-"""Where no more than 128 products are summed up in a tensor core: their sums, scaled, are added in float32.
+"""Promoted accumulation: a tensor core sums at most 128 products; float32 adds these partial sums, scaled.
 
-Scales of A's rows, and of B's where each has its own, come with their operands to shared memory. They are read before
-the products are started, as far as there are registers, so that the place is free once these are done. Scales of blocks
-of B, one or two of which a tile has, are read from global memory for 32 steps at once, long before the first of them.
+Scales of A's rows, and of B's rows where each has one, are loaded with their operands into a pipeline stage. They are
+read before the wgmmas are issued, as far as registers allow, so that the stage can be released once these are done. Of
+B's 128x128 scales a tile needs one or two per K iteration: each lane loads those of another iteration, for 32 at once.
 """
 
 from __future__ import annotations
@@ -13,113 +13,129 @@ from typing import Any
 from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
-from cuda_kernels.gemm.spec import ACCUMULATORS, Product, Scaling, Tile, places
+from cuda_kernels.gemm.spec import ACCUMULATORS, GemmConfig, GemmSpec, Scaling, smem_offsets
 
 _BLOCK = 128
 """Rows of B that have one scale."""
 
 
-def reads_ahead(product: Product, tile: Tile) -> bool:
-    """Whether nothing is left to read when the products are done. Results that are stored one by one take registers."""
-    of_columns = tile.columns // 4 if product.scaling is Scaling.BLOCKS else 0
-    most = ACCUMULATORS if tile.staged or tile.even else ACCUMULATORS - 40
-    return tile.columns // 2 * (tile.waves + 1) + of_columns <= most
+def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
+    """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
+    col_scale_registers = config.tile_n // 4 if spec.scaling is Scaling.BLOCKS else 0
+    most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
+    return config.tile_n // 2 * (config.waves + 1) + col_scale_registers <= most
 
 
 @cache
-def scales_of_place(product: Product, tile: Tile) -> Any:
-    """A device function ``(smem, place, line) -> scales``, for :func:`adder`.
+def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
+    """A device function ``(smem, stage_idx, row_in_tile) -> scales``, of a stage, for :func:`make_promote_add`.
 
-    ``line``: of this thread's first register in the tile.
+    ``row_in_tile``: the row of this thread's first register.
     """
-    at, rows, columns = places(tile, product.scaling), tile.rows, tile.columns
-    at_a, at_b = at["scale_a"], at["scale_b"]
-    if not product.scaling.along_k:
-        return device(lambda smem, place, line: i32(0))
+    offsets = smem_offsets(config, spec.scaling)
+    tile_m = config.tile_m
+    tile_n = config.tile_n
+    scale_a_offset, scale_b_offset = offsets["scale_a"], offsets["scale_b"]
+    if not spec.scaling.along_k:
+        return device(lambda smem, stage_idx, row_in_tile: i32(0))
 
     @device
-    def of_rows(smem, place, line):
-        scales = smem + at_a + (place * rows + line) * 4
+    def row_scales(smem, stage_idx, row_in_tile):
+        scales = smem + scale_a_offset + (stage_idx * tile_m + row_in_tile) * 4
         return from_bits(shared_load_4(scales)), from_bits(shared_load_4(scales + 32))
 
     @device
-    def of_columns(smem, place):
-        return i32(smem + at_b + place * (4 * columns) + 8 * (cuda.threadIdx.x & 3))
+    def col_scale_smem(smem, stage_idx):
+        return i32(smem + scale_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
 
-    if product.scaling is Scaling.BLOCK:
-        return of_rows
-    if not reads_ahead(product, tile):
-        return device(lambda smem, place, line: (of_rows(smem, place, line), of_columns(smem, place)))
-    loaded = column_pairs(tile.columns // 2)
-    return device(lambda smem, place, line: (of_rows(smem, place, line), loaded(of_columns(smem, place))))
+    if spec.scaling is Scaling.BLOCK:
+        return row_scales
+    if not reads_scales_early(spec, config):
+        return device(
+            lambda smem, stage_idx, row_in_tile: (
+                row_scales(smem, stage_idx, row_in_tile),
+                col_scale_smem(smem, stage_idx),
+            )
+        )
+    load_col_scales = column_pairs(config.tile_n // 2)
+    return device(
+        lambda smem, stage_idx, row_in_tile: (
+            row_scales(smem, stage_idx, row_in_tile),
+            load_col_scales(col_scale_smem(smem, stage_idx)),
+        )
+    )
 
 
 @cache
-def adder(product: Product, tile: Tile) -> Any:
-    """A device function ``(acc, part, scales, of_blocks, column) -> acc + part``, part scaled.
+def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
+    """A device function ``(acc, partial, scales, block_scales, column) -> acc + partial * scales``.
 
-    ``of_blocks``: what :func:`scales_of_blocks` gives for the step; ``column``: the tile's first.
+    ``block_scales``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
     """
-    count = tile.columns // 2
-    plus, plus_rows, plus_rows_of_two = add(count), add_rows(count), add_rows_of_two(count)
-    if not product.scaling.along_k:
-        return device(lambda acc, part, scales, of_blocks, column: plus(acc, part))
-    if product.scaling is Scaling.BLOCKS:
-        plus_both = add_rows_and_columns(count, reads_ahead(product, tile))
+    count = config.tile_n // 2
+    add_partial = add(count)
+    add_row_scaled = add_rows(count)
+    add_row_scaled_by_two = add_rows_of_two(count)
+    if not spec.scaling.along_k:
+        return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
+    if spec.scaling is Scaling.BLOCKS:
+        add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(spec, config))
         return device(
-            lambda acc, part, scales, of_blocks, column: plus_both(acc, part, scales[0][0], scales[0][1], scales[1])
+            lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
+                acc, partial, scales[0][0], scales[0][1], scales[1]
+            )
         )
-    if _BLOCK % tile.columns == 0:
+    if _BLOCK % config.tile_n == 0:
         return device(
-            lambda acc, part, scales, of_blocks, column: plus_rows(
-                acc, part, scales[0] * of_blocks[0], scales[1] * of_blocks[0]
+            lambda acc, partial, scales, block_scales, column: add_row_scaled(
+                acc, partial, scales[0] * block_scales[0], scales[1] * block_scales[0]
             )
         )
 
     @device
-    def plus_of_two(acc, part, scales, of_blocks, column):
+    def promote_add(acc, partial, scales, block_scales, column):
         s, t = scales
-        first, second = of_blocks
-        left = i32(_BLOCK - (column & (_BLOCK - 1)))
-        return plus_rows_of_two(acc, part, s * first, t * first, s * second, t * second, left)
+        first, second = block_scales
+        cols_in_first = i32(_BLOCK - (column & (_BLOCK - 1)))
+        return add_row_scaled_by_two(acc, partial, s * first, t * first, s * second, t * second, cols_in_first)
 
-    return plus_of_two
+    return promote_add
 
 
-def steps_at_once(scaling: Scaling) -> int:
-    """For how many steps scales of blocks are loaded, one by each lane; all, where there are none."""
+def block_scale_window(scaling: Scaling) -> int:
+    """K iterations whose 128x128 scales are loaded at once, one by each lane; without such scales, all iterations."""
     return 32 if scaling is Scaling.BLOCK else 1 << 30
 
 
 @cache
-def scales_of_blocks(columns: int) -> tuple[Any, Any]:
-    """Device functions that know the scales of a tile's blocks of B, which is so wide: loaded at once for 32 steps.
+def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
+    """Device functions that read the 128x128 scales of a tile of ``tile_n`` columns.
 
-    A tile is in one block, or begins in one and ends in the next: 128 columns are a multiple of its own, or of those
-    that it has more.
+    A tile lies in one block of B, or straddles two: 128 is a multiple of its columns, or of those beyond 128.
 
     Returns:
-        ``(scale_b, pitch, column, n, step, steps) -> held``: of the tile that begins at ``column``, from ``step`` on,
-        each lane another step's. ``(held, step) -> (first, second)``: a step's.
+        ``(scale_b, stride, column, n, first_k_iter, k_iters) -> block_scales``, which loads those of 32 iterations, one
+        by each lane, for the tile that begins at ``column``; and ``(block_scales, k_iter) -> (first, second)``.
     """
-    two = _BLOCK % columns > 0
+    straddles = _BLOCK % tile_n > 0
 
     @device
-    def load(scale_b, pitch, column, n, step, steps):
-        block, mine = column >> 7, i32(step + (cuda.threadIdx.x & 31))
-        address = scale_b + (i64(block) * pitch + mine) * 4
-        first = load_4_if(address, mine < steps and column < n)
+    def load_block_scales(scale_b, stride, column, n, first_k_iter, k_iters):
+        block = column >> 7
+        k_iter = i32(first_k_iter + (cuda.threadIdx.x & 31))
+        address = scale_b + (i64(block) * stride + k_iter) * 4
+        first = load_4_if(address, k_iter < k_iters and column < n)
         second = first
-        if two:
-            second = load_4_if(address + pitch * 4, mine < steps and (block + 1) * _BLOCK < n)
+        if straddles:
+            second = load_4_if(address + stride * 4, k_iter < k_iters and (block + 1) * _BLOCK < n)
         return first, second
 
     @device
-    def of_step(held, step):
-        first = from_bits(shuffle(held[0], step & 31))
+    def block_scales_at(block_scales, k_iter):
+        first = from_bits(shuffle(block_scales[0], k_iter & 31))
         second = first
-        if two:
-            second = from_bits(shuffle(held[1], step & 31))
+        if straddles:
+            second = from_bits(shuffle(block_scales[1], k_iter & 31))
         return first, second
 
-    return load, of_step
+    return load_block_scales, block_scales_at

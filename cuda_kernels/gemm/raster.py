@@ -6,12 +6,12 @@ from cuda_kernels.device.language import device
 from cuda_kernels.device.ptx import quotient, remainder
 
 _BAND = 8
-"""Rows of tiles that are walked through together: blocks that run at a time share their operands in L2."""
+"""Rows of tiles that are walked through together, so that blocks that run at a time share operands in L2."""
 
 
 @device
-def corner(tile, m_tiles, n_tiles):
-    """Where the tile of that number is, of ``m_tiles`` downwards and ``n_tiles`` across."""
+def tile_coord(tile, m_tiles, n_tiles):
+    """Row and column, in tiles, of tile number ``tile`` of ``m_tiles`` by ``n_tiles``."""
     band = quotient(tile, _BAND * n_tiles)
     height = min(_BAND, m_tiles - band * _BAND)
     inside = tile - band * _BAND * n_tiles

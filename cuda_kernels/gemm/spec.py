@@ -1,9 +1,11 @@
-"""What a matrix product computes, whatever its size; and the tile of it that a block computes."""
+"""What a GEMM computes, whatever its size; and how a kernel divides the work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from cuda_kernels.device.sizes import ceil_div
 
 ACCUMULATORS = 192
 """The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
@@ -22,23 +24,23 @@ class Scaling(Enum):
 
     @property
     def along_k(self) -> bool:
-        """Whether scales change along K: then every 128 products are scaled before they are summed up."""
+        """Whether scales change along K, so that every 128 products are scaled before they are added up."""
         return self in (Scaling.BLOCK, Scaling.BLOCKS)
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmSpec:
     """``out [M, N] = A [M, K] Bᵀ [K, N] + bias [N]``, or ``out += A Bᵀ``.
 
     Attributes:
         a, b: FP8 formats, ``e4m3`` or ``e5m2``.
-        scaling: of A and B.
+        scaling: which scales A and B have.
         out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
-        bias: its dtype, if there is one.
-        accumulate: adds to ``out``, which is float32.
-        promote: sums no more than 128 products in a tensor core, whose accumulator keeps about 14 bits (DeepSeek-V3,
-            arXiv:2412.19437); the rest in float32. Always where scales change along K.
-        amax: raises a given number to the largest magnitude of ``out``.
+        bias: the bias's dtype, or None.
+        accumulate: add to ``out``, which is float32.
+        promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
+            bits (DeepSeek-V3, arXiv:2412.19437). Always true where scales change along K.
+        amax: raise a given number to the largest magnitude of ``out``.
     """
 
     a: str
@@ -55,92 +57,94 @@ class Product:
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
-        words = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
-        words += [f"bias={self.bias}"] * bool(self.bias)
-        words += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
-        return " ".join(words)
+        parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
+        parts += [f"bias={self.bias}"] * bool(self.bias)
+        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How blocks of Hopper's kernel share the work.
+class GemmConfig:
+    """How Hopper's kernel divides the work.
 
     Attributes:
-        groups: warpgroups of a block that multiply, 1 or 2.
-        waves: how many times 64 rows each has; two are multiplied one after the other.
-        alternate: two warpgroups take turns at whole tiles, one multiplying while the other's results leave
-            ("ping-pong"); else they share a tile.
-        columns: of the result, a multiple of 32 and at least 64.
-        stages: places for operands in shared memory.
-        cluster: blocks that share what they load, 1 or 2.
-        shares_a: they have the same rows and share A; else the same columns and B.
-        buffers: for 64 rows of 128 bytes of the result in each warpgroup; of two, one is filled while the other leaves.
-        staged: results leave through shared memory in whole rows of 128 bytes, which needs rows of the result at
+        mma_warpgroups: warpgroups of a block that multiply, 1 or 2.
+        waves: blocks of 64 rows that each of them computes, one after the other; 1 or 2.
+        tile_n: columns of a tile, a multiple of 32 and at least 64.
+        stages: pipeline stages for operands in shared memory.
+        cluster: blocks of a cluster, 1 or 2.
+        multicast_a: the blocks of a cluster have the same rows and load A once for all; else they share columns and B.
+        epi_stages: buffers of each warpgroup for an epilogue tile; with two, one is filled while the other is stored.
+        smem_epilogue: store the result through shared memory with TMA, which needs rows of the result that begin at
             multiples of 16 bytes; else straight from registers.
-        even: columns come in pairs that lie at multiples of their size: of the result, of bias and of scales.
+        even: the result, bias and scales can be read and written two neighbouring columns at a time.
+        pingpong: two warpgroups take whole tiles in turn, and one multiplies while the other stores its results; else
+            they share a tile.
     """
 
-    groups: int
+    mma_warpgroups: int
     waves: int
-    columns: int
+    tile_n: int
     stages: int
     cluster: int = 1
-    shares_a: bool = False
-    buffers: int = 2
-    staged: bool = True
+    multicast_a: bool = False
+    epi_stages: int = 2
+    smem_epilogue: bool = True
     even: bool = True
-    alternate: bool = False
+    pingpong: bool = False
 
     @property
-    def sharing(self) -> int:
+    def warpgroups_per_tile(self) -> int:
         """Warpgroups that share a tile."""
-        return 1 if self.alternate else self.groups
+        return 1 if self.pingpong else self.mma_warpgroups
 
     @property
-    def rows(self) -> int:
-        return 64 * self.sharing * self.waves
+    def tile_m(self) -> int:
+        return 64 * self.warpgroups_per_tile * self.waves
 
     @property
     def threads(self) -> int:
-        """A warpgroup more: the producer's."""
-        return 128 * (self.groups + 1)
+        """Threads of a block: those of one more warpgroup, the producer's."""
+        return 128 * (self.mma_warpgroups + 1)
 
     def __str__(self) -> str:
-        shared = f" cluster={self.cluster} {'A' if self.shares_a else 'B'}" if self.cluster > 1 else ""
-        stored = f"staged {self.buffers}" if self.staged else "even" if self.even else "single"
-        turns = " alternate" if self.alternate else ""
-        return f"{self.rows}x{self.columns} {self.groups}x{self.waves} stages={self.stages}{shared} {stored}{turns}"
+        shared = f" cluster={self.cluster} {'A' if self.multicast_a else 'B'}" if self.cluster > 1 else ""
+        stored = f"staged {self.epi_stages}" if self.smem_epilogue else "even" if self.even else "single"
+        turns = " alternate" if self.pingpong else ""
+        groups = f"{self.mma_warpgroups}x{self.waves}"
+        return f"{self.tile_m}x{self.tile_n} {groups} stages={self.stages}{shared} {stored}{turns}"
 
 
-def places(tile: Tile, scaling: Scaling) -> dict[str, int]:
-    """Where what lies in a block's shared memory, in bytes; ``end`` is its size.
+def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
+    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands begin at multiples of 1024, as the swizzle needs.
+    Operands are aligned to 1024 bytes, as the 128-byte swizzle needs.
     """
-    starts, at = {}, 0
-    buffers = 0 if not tile.staged else tile.groups * tile.buffers
+    offsets: dict[str, int] = {}
+    end = 0
+    buffers = 0 if not config.smem_epilogue else config.mma_warpgroups * config.epi_stages
     for name, size in (
-        ("a", tile.stages * tile.rows * 128),
-        ("b", tile.stages * tile.columns * 128),
+        ("a", config.stages * config.tile_m * 128),
+        ("b", config.stages * config.tile_n * 128),
         ("out", buffers * 8192),
-        ("scale_a", tile.stages * tile.rows * 4 if scaling.along_k else 0),
-        ("scale_b", tile.stages * tile.columns * 4 if scaling is Scaling.BLOCKS else 0),
-        ("full", 8 * tile.stages),
-        ("empty", 8 * tile.stages),
-        ("turn", 16 if tile.alternate else 0),
+        ("scale_a", config.stages * config.tile_m * 4 if scaling.along_k else 0),
+        ("scale_b", config.stages * config.tile_n * 4 if scaling is Scaling.BLOCKS else 0),
+        ("full", 8 * config.stages),
+        ("empty", 8 * config.stages),
+        ("order", 16 if config.pingpong else 0),
     ):
-        starts[name], at = at, at + size
-    return {**starts, "end": at}
+        offsets[name], end = end, end + size
+    return {**offsets, "end": end}
 
 
-def chunk_columns(out: str) -> int:
-    """Columns of a result of that dtype that leave at a time: 128 bytes."""
+def epi_tile_columns(out: str) -> int:
+    """Columns of an epilogue tile: 128 bytes of a row of the result."""
     return 32 if out == "float32" else 64
 
 
-def chunks_of(tile: Tile, product: Product) -> int:
-    """How many copies a row of the tile leaves in."""
-    return -(-tile.columns // chunk_columns(product.out))
+def num_epi_tiles(config: GemmConfig, spec: GemmSpec) -> int:
+    """Epilogue tiles side by side in ``config``."""
+    return ceil_div(config.tile_n, epi_tile_columns(spec.out))
 
 
 WARP_COLUMNS = 32
@@ -148,37 +152,37 @@ WARP_COLUMNS = 32
 
 
 @dataclass(frozen=True)
-class MmaTile:
-    """What a block computes; each of its warps computes half of the rows of 32 columns.
+class MmaConfig:
+    """How the kernel with ``mma.sync`` divides the work; each warp of a block computes half the rows of 32 columns.
 
     Attributes:
-        rows: of the result, a multiple of 32 and of ``columns / 4``.
-        columns: of the result, a multiple of 32. With more than 128 of either, two accumulators do not fit.
-        stages: places for operands in shared memory, at least 2.
-        even: columns come in pairs that lie at multiples of their size: of the result, of bias and of scales.
+        tile_m: rows of a tile, a multiple of 32 and of ``tile_n / 4``.
+        tile_n: columns of a tile, a multiple of 32. With more than 128 of either, two accumulators do not fit.
+        stages: pipeline stages for operands in shared memory, at least 2.
+        even: the result, bias and scales can be read and written two neighbouring columns at a time.
     """
 
-    rows: int
-    columns: int
+    tile_m: int
+    tile_n: int
     stages: int
     even: bool = True
 
     @property
     def threads(self) -> int:
-        return 32 * 2 * (self.columns // WARP_COLUMNS)
+        return 32 * 2 * (self.tile_n // WARP_COLUMNS)
 
     @property
     def strips(self) -> int:
-        """How many times 16 rows a warp has."""
-        return self.rows // 32
+        """Strips of 16 rows that a warp computes."""
+        return self.tile_m // 32
 
     def stage_bytes(self, scaling: Scaling) -> int:
-        """What a place holds: A, B, A's scales along K and B's, one after the other."""
-        operands = (self.rows + self.columns) * 128
-        return operands + 4 * self.rows * scaling.along_k + 4 * self.columns * (scaling is Scaling.BLOCKS)
+        """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
+        operands = (self.tile_m + self.tile_n) * 128
+        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * (scaling is Scaling.BLOCKS)
 
     def shared_bytes(self, scaling: Scaling) -> int:
         return self.stages * self.stage_bytes(scaling)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns} stages={self.stages} {'even' if self.even else 'single'}"
+        return f"{self.tile_m}x{self.tile_n} stages={self.stages} {'even' if self.even else 'single'}"

@@ -1,12 +1,11 @@
-"""The product on Hopper: copies by the tensor memory accelerator, multiplied by warpgroups, in persistent blocks.
+"""The GEMM on Hopper: a producer warp copies with TMA, warpgroups multiply with wgmma, in persistent blocks.
 
-One warp of a block, the producer, copies 128 bytes of each row of A and B at a time to a ring of places in shared
-memory; the other warpgroups multiply them. Two barriers guard each place: ``full`` counts the bytes that arrived,
-``empty`` the warpgroups that are done with it. Step ``t`` of a block has place ``t mod stages`` in the ring's round
-``t div stages``, and the round's parity is that of the barriers. Where warpgroups alternate, barrier ``turn`` of each
-says that the other's warps have multiplied its tile: the parity of a place is only that of the round before, or of
-this. Where they share tiles, the second starts when all places are full that the first tile fills, some steps behind:
-results of one leave while the other multiplies.
+Each pipeline stage holds 128 bytes of each row of A's and B's tile in shared memory. Two mbarriers guard it: ``full``
+counts the bytes that TMA wrote, ``empty`` the arrivals of those that have read it. K iteration ``i`` of a block uses
+stage ``i mod stages`` and waits for the phase bit ``(i div stages) & 1``. With ping-pong two warpgroups take whole
+tiles in turn, and hand over an ``order`` barrier, because a phase bit tells only adjacent rounds apart. Otherwise they
+share a tile, and the second one starts when all stages of the first tile are full: it stays some iterations behind, so
+that one stores results while the other multiplies.
 """
 
 from __future__ import annotations
@@ -18,308 +17,322 @@ import numpy as np
 
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
-from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, remainder
+from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
 from cuda_kernels.device.sm90 import (
-    K_MAJOR_128,
+    SMEM_DESC_K_MAJOR_SW128,
     address_of,
-    barrier_arrive,
-    barrier_arrive_at,
-    barrier_expect,
-    barrier_init,
-    barrier_init_fence,
-    barrier_wait,
-    barrier_wait_or_trap,
-    broadcast,
     cluster_rank,
     cluster_start,
     cluster_sync,
-    elect,
-    fewer_registers,
+    elect_sync,
+    fence_mbarrier_init,
+    grid_constant_params,
     in_clusters_of,
-    maps_by_value,
-    more_registers,
-    prefetch_map,
-    store_wait,
-    tensor_load,
-    tensor_load_to_all,
-    warp_sync,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    mbarrier_wait_or_trap,
+    prefetch_tensormap,
+    shfl_sync_0,
+    tma_load,
+    tma_load_multicast,
+    tma_store_wait,
+    warpgroup_reg_alloc,
+    warpgroup_reg_dealloc,
     wgmma,
     wgmma_commit,
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.gemm.epilogue import leaver
-from cuda_kernels.gemm.promotion import adder, reads_ahead, scales_of_blocks, scales_of_place, steps_at_once
-from cuda_kernels.gemm.raster import corner
-from cuda_kernels.gemm.spec import Product, Scaling, Tile, places
+from cuda_kernels.gemm.epilogue import make_epilogue_store
+from cuda_kernels.gemm.pipeline import make_consumer_release, stage_counters
+from cuda_kernels.gemm.promotion import (
+    block_scale_readers,
+    block_scale_window,
+    make_promote_add,
+    reads_scales_early,
+    stage_scale_reader,
+)
+from cuda_kernels.gemm.raster import tile_coord
+from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, smem_offsets
 from cuda_kernels.kernel import Kernel
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
-"""Environment variable: with 1, a barrier that nobody completes is an error of the card, and no hang."""
+"""Environment variable: with 1, a barrier that nobody completes traps in place of a hang."""
 
 _K = 128
-"""Bytes of a row in shared memory: the width of the swizzle, and the products of one scale."""
+"""Bytes of a row in shared memory, which are the swizzle's width; and the K of one 1x128 scale."""
 _WARPS = 4
 """Of a warpgroup."""
-_PRODUCERS_REGISTERS, _REGISTERS = 56, 224
+_PRODUCERS_REGISTERS = 56
+_REGISTERS = 224
 
 
 @cache
-def gemm_kernel(product: Product, tile: Tile) -> Kernel:
-    """``out [m, n]``, blocks taking every n-th tile; see :class:`Product` and :class:`Tile`.
+def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
+    """``out [m, n]`` by persistent blocks, each taking every n-th tile; see :class:`GemmSpec` and :class:`GemmConfig`.
 
-    Parameters are tensor maps of A, B, out and both scales; the addresses of both scales, bias, the largest magnitude
-    seen and out; the pitches of out's rows and of B's scales; m, n and k. What there is none of is 0, or A's map.
+    Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias, the amax and out;
+    the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map A's.
     """
-    scaling, promote = product.scaling, product.promote
-    groups, waves, columns, stages, cluster = tile.groups, tile.waves, tile.columns, tile.stages, tile.cluster
-    alternate, sharing, taking_turns = tile.alternate, tile.sharing, tile.groups // tile.sharing
-    rows, count, last_stage = tile.rows, columns // 2, stages - 1
-    at = places(tile, scaling)
-    a_bytes, b_bytes = rows * _K, columns * _K
-    arriving = a_bytes + b_bytes
-    arriving += 4 * rows if scaling.along_k else 0
-    arriving += 4 * columns if scaling is Scaling.BLOCKS else 0
-    at_b, at_scale_a, at_scale_b, at_full, at_empty, at_turn = (
-        at[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "turn")
+    scaling, promote = spec.scaling, spec.promote
+    mma_warpgroups, waves, tile_m, tile_n = config.mma_warpgroups, config.waves, config.tile_m, config.tile_n
+    stages, cluster = config.stages, config.cluster
+    pingpong, warpgroups_per_tile = config.pingpong, config.warpgroups_per_tile
+    tiles_in_flight = mma_warpgroups // warpgroups_per_tile
+    count = tile_n // 2
+    offsets = smem_offsets(config, scaling)
+    a_bytes, b_bytes = tile_m * _K, tile_n * _K
+    tx_bytes = a_bytes + b_bytes
+    tx_bytes += 4 * tile_m if scaling.along_k else 0
+    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCKS else 0
+    b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
+        offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
-    share_a, share_b = tile.shares_a and cluster > 1, not tile.shares_a and cluster > 1
-    a_part, b_part = rows // (cluster if share_a else 1), columns // (cluster if share_b else 1)
-    unit_rows, unit_columns = rows * (cluster if share_b else 1), columns * (cluster if share_a else 1)
-    everyone, releases = (1 << cluster) - 1, sharing * cluster * (4 if scaling.along_k else 1)
-    zero, multiply = zeros(count), wgmma(columns, product.a, product.b)
-    finish, finish_older = wgmma_wait(count, 0), wgmma_wait(count, 1)
-    leave, staged, along_k = leaver(product, tile), tile.staged, scaling.along_k
-    by_row, by_block, by_blocks = scaling is Scaling.ROW, scaling is Scaling.BLOCK, scaling is Scaling.BLOCKS
-    read, plus, early = scales_of_place(product, tile), adder(product, tile), reads_ahead(product, tile)
-    (load_blocks, block_of), window = scales_of_blocks(columns), steps_at_once(scaling)
-    in_clusters, two_waves = in_clusters_of(cluster), waves == 2
+    multicast_a, multicast_b = config.multicast_a and cluster > 1, not config.multicast_a and cluster > 1
+    a_slice_rows, b_slice_rows = tile_m // (cluster if multicast_a else 1), tile_n // (cluster if multicast_b else 1)
+    work_rows = tile_m * (cluster if multicast_b else 1)
+    work_columns = tile_n * (cluster if multicast_a else 1)
+    mcast_mask = (1 << cluster) - 1
+    empty_arrivals = warpgroups_per_tile * cluster * (4 if scaling.along_k else 1)
+    zero_acc = zeros(count)
+    wgmma_k32 = wgmma(tile_n, spec.a, spec.b)
+    wgmma_wait_0, wgmma_wait_1 = wgmma_wait(count, 0), wgmma_wait(count, 1)
+    epilogue_store = make_epilogue_store(spec, config)
+    smem_epilogue = config.smem_epilogue
+    along_k = scaling.along_k
+    by_row = scaling is Scaling.ROW
+    by_block = scaling is Scaling.BLOCK
+    by_blocks = scaling is Scaling.BLOCKS
+    read_scales = stage_scale_reader(spec, config)
+    promote_add = make_promote_add(spec, config)
+    releases_early = reads_scales_early(spec, config)
+    load_block_scales, block_scales_at = block_scale_readers(tile_n)
+    scale_window = block_scale_window(scaling)
+    next_stage, stage_after = stage_counters(stages)
+    consumer_release = make_consumer_release(empty_offset, cluster, along_k)
+    in_clusters = in_clusters_of(cluster)
+    two_waves = waves == 2
     traps = os.environ.get(TRAP_VARIABLE) == "1"
-    wait = barrier_wait_or_trap if traps else barrier_wait
+    wait = mbarrier_wait_or_trap if traps else mbarrier_wait
 
     @device
-    def following(place, parity):
-        """The next place in the ring, and its round's parity."""
-        if place == last_stage:
-            return i32(0), i32(parity ^ 1)
-        return i32(place + 1), parity
-
-    @device
-    def after(place, parity, steps):
-        """The place so many steps on."""
-        there = i32(place + steps)
-        return remainder(there, i32(stages)), i32((parity ^ quotient(there, i32(stages))) & 1)
-
-    @device
-    def corner_of(unit, m_units, n_units, rank):
-        """The first row and column of this block's tile."""
-        i, j = corner(unit, m_units, n_units)
-        row, column = i * unit_rows, j * unit_columns
-        if share_b:
-            row += rank * rows
-        if share_a:
-            column += rank * columns
+    def work_coord(work_tile, m_tiles, n_tiles, rank):
+        """The first row and column of this block's tile; the blocks of a cluster have neighbouring ones."""
+        i, j = tile_coord(work_tile, m_tiles, n_tiles)
+        row, column = i * work_rows, j * work_columns
+        if multicast_b:
+            row += rank * tile_m
+        if multicast_a:
+            column += rank * tile_n
         return row, column
 
     @device
-    def release(smem, place, thread):
-        """This warpgroup is done with a place, here and in the other blocks that write to it.
-
-        One thread knows of all that the warpgroup's products are done, but not that other warps have read their scales.
-        """
-        empty = smem + at_empty + 8 * place
-        arriving_thread = thread
-        if along_k:
-            warp_sync()
-            arriving_thread = thread & 31
-        if cluster == 1:
-            if arriving_thread == 0:
-                barrier_arrive(empty)
-        elif arriving_thread < cluster:
-            barrier_arrive_at(empty, arriving_thread)
-
-    @device
-    def step_of(acc, x, y, keep):
-        """``acc`` plus the products of one step, which are on their way."""
-        acc = multiply(acc, x, y, keep)
-        acc = multiply(acc, x + 2, y + 2, 1)
-        acc = multiply(acc, x + 4, y + 4, 1)
-        acc = multiply(acc, x + 6, y + 6, 1)
+    def issue_k_iter(acc, desc_a, desc_b, accumulate):
+        """Start the wgmmas of one K iteration: ``acc`` plus its products once they are waited for."""
+        acc = wgmma_k32(acc, desc_a, desc_b, accumulate)
+        acc = wgmma_k32(acc, desc_a + 2, desc_b + 2, 1)
+        acc = wgmma_k32(acc, desc_a + 4, desc_b + 4, 1)
+        acc = wgmma_k32(acc, desc_a + 6, desc_b + 6, 1)
         wgmma_commit()
         return acc
 
     @device
-    def promoted(acc, other, part, smem, x, y, place, line, held, step, column, thread):
-        """``acc``, and of a second wave ``other``, plus the products of one step, which are in ``part`` meanwhile."""
-        scales, scale = read(smem, place, line), (np.float32(1), np.float32(1))
+    def promoted_k_iter(
+        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx, row_in_tile, block_scales, k_iter, column, thread
+    ):
+        """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
+
+        The tensor cores accumulate them in ``partial``.
+        """
+        scales = read_scales(smem, stage_idx, row_in_tile)
+        scale = (np.float32(1), np.float32(1))
         wgmma_fence()
-        part = finish(step_of(part, x, y, 0))
+        partial = wgmma_wait_0(issue_k_iter(partial, desc_a, desc_b, 0))
         if by_block:
-            scale = block_of(held, step)
+            scale = block_scales_at(block_scales, k_iter)
         if two_waves:
-            scales_below = read(smem, place, line + 64)
-            acc = plus(acc, part, scales, scale, column)
+            scales_below = read_scales(smem, stage_idx, row_in_tile + 64)
+            acc = promote_add(acc, partial, scales, scale, column)
             wgmma_fence()
-            part = finish(step_of(part, x + (64 * _K >> 4), y, 0))
-        if early:
-            release(smem, place, thread)
+            partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * _K >> 4), desc_b, 0))
+        if releases_early:
+            consumer_release(smem, stage_idx, thread)
         if two_waves:
-            other = plus(other, part, scales_below, scale, column)
+            acc_below = promote_add(acc_below, partial, scales_below, scale, column)
         else:
-            acc = plus(acc, part, scales, scale, column)
-        if not early:
-            release(smem, place, thread)
-        return acc, other, part
+            acc = promote_add(acc, partial, scales, scale, column)
+        if not releases_early:
+            consumer_release(smem, stage_idx, thread)
+        return acc, acc_below, partial
 
     @device
-    def produce(smem, maps, unit, units, m_units, n_units, steps, rank):
+    def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank):
         map_a, map_b, _, map_scale_a, map_scale_b = maps
-        place, parity = i32(0), i32(0)
-        while unit < units:
-            row, column = corner_of(unit, m_units, n_units, rank)
-            for step in range(steps):
-                full, a, b = smem + at_full + 8 * place, smem + place * a_bytes, smem + at_b + place * b_bytes
-                wait(smem + at_empty + 8 * place, parity ^ 1)
-                barrier_expect(full, arriving)
-                if share_a:
-                    start = rank * a_part
-                    tensor_load_to_all(a + start * _K, map_a, full, step * _K, row + start, everyone)
+        stage_idx, phase = i32(0), i32(0)
+        while work_tile < work_tiles:
+            row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
+            for k_iter in range(k_iters):
+                full = smem + full_offset + 8 * stage_idx
+                a = smem + stage_idx * a_bytes
+                b = smem + b_offset + stage_idx * b_bytes
+                wait(smem + empty_offset + 8 * stage_idx, phase ^ 1)
+                mbarrier_arrive_expect_tx(full, tx_bytes)
+                if multicast_a:
+                    start = rank * a_slice_rows
+                    tma_load_multicast(a + start * _K, map_a, full, k_iter * _K, row + start, mcast_mask)
                 else:
-                    tensor_load(a, map_a, full, step * _K, row)
-                if share_b:
-                    start = rank * b_part
-                    tensor_load_to_all(b + start * _K, map_b, full, step * _K, column + start, everyone)
+                    tma_load(a, map_a, full, k_iter * _K, row)
+                if multicast_b:
+                    start = rank * b_slice_rows
+                    tma_load_multicast(b + start * _K, map_b, full, k_iter * _K, column + start, mcast_mask)
                 else:
-                    tensor_load(b, map_b, full, step * _K, column)
+                    tma_load(b, map_b, full, k_iter * _K, column)
                 if along_k:
-                    tensor_load(smem + at_scale_a + place * (4 * rows), map_scale_a, full, row, step)
+                    tma_load(smem + scale_a_offset + stage_idx * (4 * tile_m), map_scale_a, full, row, k_iter)
                 if by_blocks:
-                    tensor_load(smem + at_scale_b + place * (4 * columns), map_scale_b, full, column, step)
-                place, parity = following(place, parity)
-            unit += quotient(cuda.gridDim.x, i32(cluster))
+                    tma_load(smem + scale_b_offset + stage_idx * (4 * tile_n), map_scale_b, full, column, k_iter)
+                stage_idx, phase = next_stage(stage_idx, phase)
+            work_tile += quotient(cuda.gridDim.x, i32(cluster))
 
     @device
     def consume(
-        smem, maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n,
-        unit, units, m_units, n_units, steps, rank, group,
+        smem, maps, scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n,
+        work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
     ):  # fmt: skip
         thread = cuda.threadIdx.x & 127
-        lane, warp, turn = thread & 31, broadcast(thread >> 5), group
-        place, parity = i32(0), i32(0)
-        mine = group * (64 * waves)  # the group's first row in the tile
-        if alternate:
-            place, parity = after(place, parity, group * steps)
-            mine, unit = 0, unit + group * quotient(cuda.gridDim.x, i32(cluster))
-        elif group == 1 and unit < units:
-            wait(smem + at_full + 8 * (min(steps, stages) - 1), 0)
-        line = mine + warp * 16 + (lane >> 2)
-        both = np.float32(1)
+        lane = thread & 31
+        warp = shfl_sync_0(thread >> 5)
+        order_round = wg_idx
+        stage_idx, phase = i32(0), i32(0)
+        wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
+        if pingpong:
+            stage_idx, phase = stage_after(stage_idx, phase, wg_idx * k_iters)
+            wg_row = 0
+            work_tile = work_tile + wg_idx * quotient(cuda.gridDim.x, i32(cluster))
+        elif wg_idx == 1 and work_tile < work_tiles:
+            wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
+        row_in_tile = wg_row + warp * 16 + (lane >> 2)
+        scale_ab = np.float32(1)
         if not along_k and not by_row:
-            both = load_f32(scale_a) * load_f32(scale_b)
-        factors = both, scale_a, scale_b, bias, seen
-        held, next_column = (u32(0), u32(0)), 0
-        ahead = held
+            scale_ab = load_f32(scale_a) * load_f32(scale_b)
+        epi_args = scale_ab, scale_a, scale_b, bias, amax_out
+        block_scales = (u32(0), u32(0))
+        next_column = 0
+        next_block_scales = block_scales
         if by_block:
-            ahead = load_blocks(scale_b, scale_b_pitch, corner_of(unit, m_units, n_units, rank)[1], n, 0, steps)
-        while unit < units:
-            row, column = corner_of(unit, m_units, n_units, rank)
-            row += mine
-            unit += taking_turns * quotient(cuda.gridDim.x, i32(cluster))
+            next_block_scales = load_block_scales(
+                scale_b, scale_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
+            )
+        while work_tile < work_tiles:
+            row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
+            row += wg_row
+            work_tile += tiles_in_flight * quotient(cuda.gridDim.x, i32(cluster))
             if by_block:
-                next_column = corner_of(min(unit, units - 1), m_units, n_units, rank)[1]
-            acc, other, part = zero(), zero(), zero()
-            if alternate:  # the first tile is the first group's at once
-                wait(smem + at_turn + 8 * group, (turn & 1) ^ 1)
-                turn += 1
-            older = place
-            for first in range(i32(0), steps, i32(window)):
+                next_column = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
+            acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
+            if pingpong:  # the first warpgroup may take the first tile at once
+                wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
+                order_round += 1
+            previous_stage = stage_idx
+            for window_start in range(i32(0), k_iters, i32(scale_window)):
                 if by_block:
-                    held, last = ahead, first + window >= steps
-                    ahead = load_blocks(
-                        scale_b, scale_b_pitch, next_column if last else column, n, 0 if last else first + window, steps
-                    )
-                for step in range(first, min(i32(first + window), steps)):
-                    wait(smem + at_full + 8 * place, parity)
-                    x = K_MAJOR_128 | (((smem + place * a_bytes + mine * _K) & 0x3FFFF) >> 4)
-                    y = K_MAJOR_128 | (((smem + at_b + place * b_bytes) & 0x3FFFF) >> 4)
+                    block_scales = next_block_scales
+                    last = window_start + scale_window >= k_iters
+                    next_block_scales = load_block_scales(
+                        scale_b, scale_b_stride, next_column if last else column, n,
+                        0 if last else window_start + scale_window, k_iters,
+                    )  # fmt: skip
+                for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
+                    wait(smem + full_offset + 8 * stage_idx, phase)
+                    desc_a = SMEM_DESC_K_MAJOR_SW128 | (((smem + stage_idx * a_bytes + wg_row * _K) & 0x3FFFF) >> 4)
+                    desc_b = SMEM_DESC_K_MAJOR_SW128 | (((smem + b_offset + stage_idx * b_bytes) & 0x3FFFF) >> 4)
                     if promote:
-                        acc, other, part = promoted(
-                            acc, other, part, smem, x, y, place, line, held, step, column, thread
+                        acc, acc_below, partial = promoted_k_iter(
+                            acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
+                            row_in_tile, block_scales, k_iter, column, thread,
                         )  # fmt: skip
                     else:
                         wgmma_fence()
-                        acc = finish_older(step_of(acc, x, y, step))
-                        if step > 0:
-                            release(smem, older, thread)
-                    older = place
-                    place, parity = following(place, parity)
-            if alternate and lane == 0:  # each warp: products join the threads of a warp, not those of a warpgroup
-                barrier_arrive(smem + at_turn + 8 * (group ^ 1))
+                        acc = wgmma_wait_1(issue_k_iter(acc, desc_a, desc_b, k_iter))
+                        if k_iter > 0:
+                            consumer_release(smem, previous_stage, thread)
+                    previous_stage = stage_idx
+                    stage_idx, phase = next_stage(stage_idx, phase)
+            if pingpong and lane == 0:  # each warp: wgmma joins the threads of a warp, not those of a warpgroup
+                mbarrier_arrive(smem + order_offset + 8 * (wg_idx ^ 1))
             if not promote:
-                acc = finish(acc)
-                release(smem, older, thread)
-            leave(acc, smem, maps[2], out, out_pitch, factors, group, thread, row, m, column, n)
+                acc = wgmma_wait_0(acc)
+                consumer_release(smem, previous_stage, thread)
+            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
             if two_waves:
-                leave(other, smem, maps[2], out, out_pitch, factors, group, thread, row + 64, m, column, n)
-            if alternate:
-                place, parity = after(place, parity, steps)
-        if staged and thread == 0:
-            store_wait(0)
+                epilogue_store(
+                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row + 64, m, column, n
+                )
+            if pingpong:
+                stage_idx, phase = stage_after(stage_idx, phase, k_iters)
+        if smem_epilogue and thread == 0:
+            tma_store_wait(0)
 
     def gemm(
         map_a, map_b, map_out, map_scale_a, map_scale_b,
-        scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n, k,
+        scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n, k,
     ):  # fmt: skip
-        maps_by_value()
+        grid_constant_params()
         if cluster > 1:
             in_clusters()
-        of_scales = address_of(map_scale_a), address_of(map_scale_b)
-        maps = address_of(map_a), address_of(map_b), address_of(map_out), of_scales[0], of_scales[1]
+        scale_maps = address_of(map_scale_a), address_of(map_scale_b)
+        maps = address_of(map_a), address_of(map_b), address_of(map_out), scale_maps[0], scale_maps[1]
         smem = dynamic_shared()
-        group, warp = broadcast(cuda.threadIdx.x >> 7), broadcast(cuda.threadIdx.x >> 5)
+        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
         rank = cluster_rank() if cluster > 1 else 0
         if cuda.threadIdx.x == 0:
-            prefetch_map(maps[0])
-            prefetch_map(maps[1])
-            if staged:
-                prefetch_map(maps[2])
+            prefetch_tensormap(maps[0])
+            prefetch_tensormap(maps[1])
+            if smem_epilogue:
+                prefetch_tensormap(maps[2])
             if along_k:
-                prefetch_map(maps[3])
+                prefetch_tensormap(maps[3])
             if by_blocks:
-                prefetch_map(maps[4])
+                prefetch_tensormap(maps[4])
             for stage in range(stages):
-                barrier_init(smem + at_full + 8 * stage, 1)
-                barrier_init(smem + at_empty + 8 * stage, releases)
-            if alternate:
-                barrier_init(smem + at_turn, _WARPS)
-                barrier_init(smem + at_turn + 8, _WARPS)
-            barrier_init_fence()
+                mbarrier_init(smem + full_offset + 8 * stage, 1)
+                mbarrier_init(smem + empty_offset + 8 * stage, empty_arrivals)
+            if pingpong:
+                mbarrier_init(smem + order_offset, _WARPS)
+                mbarrier_init(smem + order_offset + 8, _WARPS)
+            fence_mbarrier_init()
         if cluster > 1:
             cluster_start()
         else:
             cuda.syncthreads()
-        m_units, n_units = quotient(m + (unit_rows - 1), unit_rows), quotient(n + (unit_columns - 1), unit_columns)
-        units, steps = m_units * n_units, quotient(k + (_K - 1), _K)
-        unit = quotient(cuda.blockIdx.x, cluster)
-        if group == groups:
-            fewer_registers(_PRODUCERS_REGISTERS)
-            if warp == 4 * groups and elect():
-                produce(smem, maps, unit, units, m_units, n_units, steps, rank)
+        m_tiles, n_tiles = (
+            quotient(m + (work_rows - 1), work_rows),
+            quotient(n + (work_columns - 1), work_columns),
+        )
+        work_tiles = m_tiles * n_tiles
+        k_iters = quotient(k + (_K - 1), _K)
+        work_tile = quotient(cuda.blockIdx.x, cluster)
+        if wg_idx == mma_warpgroups:
+            warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
+            if warp == 4 * mma_warpgroups and elect_sync():
+                produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank)
         else:
-            more_registers(_REGISTERS)
+            warpgroup_reg_alloc(_REGISTERS)
             consume(
-                smem, maps, scale_a, scale_b, bias, seen, out, out_pitch, scale_b_pitch, m, n,
-                unit, units, m_units, n_units, steps, rank, group,
+                smem, maps, scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n,
+                work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
             )  # fmt: skip
         if cluster > 1:
             cluster_sync()  # another block may still write to this one's shared memory
 
     return Kernel(
-        f"gemm({product}, {tile}{' trap' * traps})",
+        f"gemm({spec}, {config}{' trap' * traps})",
         gemm,
         (*[tensor_map] * 5, *[i64] * 7, i32, i32, i32),
-        tile.threads,
-        shared_bytes=at["end"],
+        config.threads,
+        shared_bytes=offsets["end"],
         cluster=cluster,
         architectures=("90a",),
     )

@@ -1,7 +1,7 @@
-"""Plans that were measured: read from a file for the card, written to one, and chosen from.
+"""The choice of a GEMM's plan, and the measurements that it rests on.
 
-A file holds, for one card, entries of a product, its sizes, and the plan that took least time. The user's lies beside
-the compiled kernels; one for a card that we measured lies in ``measured`` here, where there is none yet.
+A file holds the measurements of one GPU: a GEMM, its sizes, and the fastest plan. The user's file is in the folder of
+compiled kernels; files that ship with the package are in ``measured`` here, which has none yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuda_kernels.gemm.spec import MmaTile, Tile
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host.cache import cache_folder, write_whole
 from cuda_kernels.host.gemm_configs import Library, Plan, Problem, cublaslt_takes, estimated, plans
 
@@ -31,7 +31,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What was fastest."""
+    """The fastest plan of a GEMM: ``str`` of its :class:`GemmSpec`, and its sizes m, n, k."""
 
     product: str
     sizes: tuple[int, int, int]
@@ -42,7 +42,7 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     """The plan to take: one of :func:`plans`.
 
     Args:
-        measured: on this card.
+        measured: measurements on this GPU.
         wish: ``numba``, ``cublaslt`` or None.
 
     Raises:
@@ -55,34 +55,34 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
     legal = plans(problem)
     if wish == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    product = str(replace(problem.product, amax=False))  # which makes no tile faster than another
+    product = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
     alike = [each for each in measured if each.product == product and each.plan in legal]
     if wish == "numba":
         alike = [each for each in alike if not isinstance(each.plan, Library)]
     sizes = problem.m, problem.n, problem.k
-    near = [(_apart(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].plan
-    # Nothing measured: what runs everywhere comes before what never ran on this card.
+    # Without a measurement, what runs everywhere comes before what never ran on this GPU.
     if wish is None and cublaslt_takes(problem):
         return Library.CUBLASLT
     return estimated(problem)
 
 
-def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """How far apart sizes are: the largest of the logarithms of their ratios."""
+def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """The distance of two GEMMs: the largest absolute logarithm of the ratios of their sizes."""
     return max(abs(math.log(x / y)) for x, y in zip(a, b))
 
 
 def builds_of(problem: Problem) -> list[Build]:
-    """What makes the kernels of all its plans."""
+    """The builds of the kernels of all its plans."""
     from cuda_kernels.gemm import mma, wgmma
 
     builds: list[Build] = []
     for plan in plans(problem):
         if not isinstance(plan, Library):
-            function = wgmma.gemm_kernel if isinstance(plan, Tile) else mma.mma_gemm_kernel
-            builds.append((function, (problem.product, plan)))
+            function = wgmma.gemm_kernel if isinstance(plan, GemmConfig) else mma.mma_gemm_kernel
+            builds.append((function, (problem.spec, plan)))
     return builds
 
 
@@ -90,12 +90,12 @@ def builds_of(problem: Problem) -> list[Build]:
 
 
 def user_file(card: str) -> Path:
-    """Where measurements on the user's card of that name are kept."""
+    """The file of the user's measurements on the GPU named ``card``."""
     return cache_folder() / f"gemm-{_slug(card)}.json"
 
 
 def shipped_file(card: str) -> Path:
-    """Where ours on cards of that name are."""
+    """The file of measurements on the GPU named ``card`` that ships with the package."""
     return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
 
 
@@ -105,7 +105,7 @@ def _slug(card: str) -> str:
 
 @cache
 def measured_on(card: str) -> tuple[Measured, ...]:
-    """What was measured on cards of that name: by the user, then by us; a damaged file counts as none."""
+    """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
     return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
 
 
@@ -126,25 +126,50 @@ def keep(card: str, measured: Iterable[Measured]) -> Path:
 
 
 def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
-    """What a file of measurements holds."""
+    """The contents of a file of measurements."""
     return {"card": card, "measured": [to_json(each) for each in measured]}
 
 
+_JSON_KINDS: dict[str, type[GemmConfig | MmaConfig]] = {"Tile": GemmConfig, "MmaTile": MmaConfig}
+_JSON_FIELDS: dict[type, dict[str, str]] = {
+    GemmConfig: {
+        "mma_warpgroups": "groups",
+        "tile_n": "columns",
+        "multicast_a": "shares_a",
+        "epi_stages": "buffers",
+        "smem_epilogue": "staged",
+        "pingpong": "alternate",
+    },
+    MmaConfig: {"tile_m": "rows", "tile_n": "columns"},
+}
+"""How files of measurements name plans, and their fields where that differs."""
+
+
 def to_json(measured: Measured) -> dict[str, Any]:
-    """An entry of a file."""
-    plan: Any = measured.plan
-    described = plan.value if isinstance(plan, Library) else {"kind": type(plan).__name__, **asdict(plan)}
+    """One entry of a file."""
+    plan = measured.plan
+    if isinstance(plan, Library):
+        described: Any = plan.value
+    else:
+        kind = next(name for name, cls in _JSON_KINDS.items() if isinstance(plan, cls))
+        names = _JSON_FIELDS[type(plan)]
+        described = {"kind": kind} | {names.get(field, field): value for field, value in asdict(plan).items()}
     return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
 
 
 def from_json(entry: dict[str, Any]) -> Measured:
-    """What an entry says.
+    """Read an entry of a file.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    plan = dict(entry["plan"]) if isinstance(entry["plan"], dict) else entry["plan"]
-    kinds = {"Tile": Tile, "MmaTile": MmaTile}
-    described: Plan = Library(plan) if isinstance(plan, str) else kinds[plan.pop("kind")](**plan)
+    described = entry["plan"]
+    if isinstance(described, dict):
+        values = dict(described)
+        cls = _JSON_KINDS[values.pop("kind")]
+        values |= {field: values.pop(name) for field, name in _JSON_FIELDS[cls].items() if name in values}
+        plan: Plan = cls(**values)
+    else:
+        plan = Library(described)
     m, n, k = (int(size) for size in entry["sizes"])
-    return Measured(str(entry["product"]), (m, n, k), described)
+    return Measured(str(entry["product"]), (m, n, k), plan)

@@ -1,7 +1,7 @@
 """Kernels loaded on a device and started on torch's current stream.
 
-What differs from start to start comes first among a kernel's parameters: tensor maps, and int64. A launch writes those
-into a buffer that holds the others already, and the driver copies them from there.
+Parameters are ordered: those of each launch first, tensor maps and pointers (int64), then the scalars that are fixed
+when a launch is bound. A launch rewrites only the first part of a prefilled parameter buffer, which the driver copies.
 """
 
 from __future__ import annotations
@@ -33,61 +33,66 @@ class NoKernels(KernelError):
 
 
 class Launch:
-    """A kernel made ready for tensors that lie alike: addresses are all that is left to say when it starts.
+    """A kernel bound to a grid and its scalars; :meth:`start` takes only tensor maps and pointers.
 
     Attributes:
-        kernel: what to start.
-        blocks: how many.
-        numbers: its last parameters; those before are tensor maps and int64.
-        device: where, the current one when it starts.
+        kernel: the kernel to start.
+        blocks: blocks of the grid.
+        scalars: the kernel's last parameters; those before are tensor maps and int64.
+        device: the device to start it on, which is the current one then.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, numbers: Sequence[int | float], device: torch.device) -> None:
-        self.kernel, self.blocks, self.numbers, self.device = kernel, blocks, tuple(numbers), device
-        self._index, self._handle = None, 0
-        if is_card(device):
+    def __init__(self, kernel: Kernel, blocks: int, scalars: Sequence[int | float], device: torch.device) -> None:
+        self.kernel = kernel
+        self.blocks = blocks
+        self.scalars = tuple(scalars)
+        self.device = device
+        self._index: int | None = None
+        self._handle = 0
+        if is_cuda_device(device):
             self._index = device.index or 0
             self._handle = _loaded(kernel, self._index)
-            self._kept = threading.local()
+            self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
 
     def start(self, *addresses: Argument) -> None:
-        """Start it on the current stream; ``addresses`` are as :func:`address_on` and ``tensor_maps.map_on`` give them.
+        """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
 
         Raises:
             KernelError: the driver refuses.
         """
         if self._index is None:
-            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.numbers))
+            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
         try:
-            write, start, stream, parameters = self._kept.ready
+            write, start, stream, parameters = self._local.binding
         except AttributeError:
-            write, start, stream, parameters = self._kept.ready = self._made_ready(len(addresses))
+            write, start, stream, parameters = self._local.binding = self._bind(len(addresses))
         write(*addresses)
         result = start(stream(self._index), parameters, 0)[0]
         if result:
             raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
         return None
 
-    def _made_ready(self, addresses: int) -> tuple[Any, ...]:
-        """What writes addresses, starts the kernel, gives the stream, and the address of the parameters' addresses.
+    def _bind(self, addresses: int) -> tuple[Any, ...]:
+        """Functions that write addresses, start the kernel and get the stream, and the parameter pointers' address.
 
         Each thread has its own, since backward runs in threads beside the forward pass.
         """
         assert self._index is not None
         enter_context(self._index)
-        kernel, block = self.kernel, _ParameterBlock(self.kernel)
+        kernel = self.kernel
+        block = _ParameterBlock(self.kernel)
         formats = kernel.formats[:addresses]
         nothing = [b"" if each == "128s" else 0 for each in formats]
-        kernel.layout.pack_into(block.buffer, 0, *nothing, *self.numbers)
+        kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
         start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
-        self._kept.block = block  # which owns the memory
+        self._local.block = block  # which owns the memory
         return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
@@ -102,8 +107,9 @@ class _ParameterBlock:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.buffer = ctypes.create_string_buffer(kernel.layout.size)
-        first, formats = ctypes.addressof(self.buffer), kernel.formats
+        self.buffer = ctypes.create_string_buffer(kernel.param_struct.size)
+        first = ctypes.addressof(self.buffer)
+        formats = kernel.formats
         ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
         addresses = [first + end - struct.calcsize(each) for end, each in zip(ends, formats)]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -111,10 +117,12 @@ class _ParameterBlock:
 
 
 def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
-    """What makes contiguous 32-bit ``elements`` at an address 0, on the current stream, without torch's dispatcher."""
-    if not is_card(device):
+    """A function that zeroes ``elements`` 32-bit words at an address on the current stream, without the dispatcher."""
+    if not is_cuda_device(device):
         return Tensor.zero_
-    index, memset, stream = device.index or 0, _driver().cuMemsetD32Async, torch._C._cuda_getCurrentRawStream
+    index = device.index or 0
+    memset = _driver().cuMemsetD32Async
+    stream = torch._C._cuda_getCurrentRawStream
     entered = threading.local()
 
     def zero(address: int) -> None:
@@ -147,7 +155,7 @@ def enter_context(index: int) -> None:
 def architecture(index: int) -> str:
     """The architecture of kernels for CUDA device ``index``: one of ``"89"``, ``"90a"``, ``"100"``, ``"120"``.
 
-    Machine code runs on cards of the same major capability and the same minor one or a later (CUDA Programming Guide,
+    Machine code runs on GPUs of the same major capability and the same minor one or a later (CUDA Programming Guide,
     "Binary compatibility"): that for 10.0 on 10.3 too. That for ``90a`` runs on 9.0 only.
 
     Raises:
@@ -164,14 +172,14 @@ def architecture(index: int) -> str:
     )
 
 
-def is_card(device: torch.device) -> bool:
+def is_cuda_device(device: torch.device) -> bool:
     """Whether the CUDA driver starts kernels there."""
     return device.type == "cuda"
 
 
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for a tensor: its address, or on other devices, where memory is checked, itself."""
-    return Tensor.data_ptr if is_card(device) else lambda tensor: tensor
+    """Tensor to launch argument: its address on CUDA; elsewhere the tensor, so that the emulator checks bounds."""
+    return Tensor.data_ptr if is_cuda_device(device) else lambda tensor: tensor
 
 
 def architecture_of(device: torch.device) -> str:
@@ -181,13 +189,13 @@ def architecture_of(device: torch.device) -> str:
 
 @cache
 def name_of(device: torch.device) -> str:
-    """The card's name; that of the device's type where there is none."""
+    """The GPU's name; that of the device's type where there is none."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many blocks run side by side, at one per multiprocessor."""
+    """The number of multiprocessors; 4 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -201,7 +209,7 @@ def _driver() -> Any:
 
 
 def _install() -> str:
-    """What brings compilers and bindings of torch's CUDA."""
+    """The command that installs compilers and bindings of torch's CUDA version."""
     extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
     return f'pip install "lightning-fp8[{extra}]"'
 
@@ -224,7 +232,8 @@ _OUT_OF_MEMORY = 2
 
 
 def _load(kernel: Kernel, index: int) -> int:
-    driver, arch = _driver(), architecture(index)
+    driver = _driver()
+    arch = architecture(index)
     try:
         code = machine_code.cubin(kernel, arch)
     except KernelError:
@@ -247,7 +256,7 @@ def _load(kernel: Kernel, index: int) -> int:
 
 
 def _load_now(handle: Any) -> None:
-    """Else the driver loads machine code at its first start, where it is too late to do without, or in a graph."""
+    """Load machine code now; else the driver does at the first start, too late for a fallback, or inside a graph."""
     driver = _driver()
     function = _checked(driver.cuKernelGetFunction(handle))
     try:
@@ -266,7 +275,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 EXECUTORS: dict[str, Executor] = {}
-"""What starts a kernel for tensors that are not on a card, by the type of their device.
+"""Functions that start a kernel for tensors that are not on a GPU, by the type of their device.
 
-It gets the kernel, the number of blocks, and all parameters, tensors for addresses.
+They get the kernel, the number of blocks, and all parameters, tensors for addresses.
 """

@@ -33,16 +33,16 @@ def built(kernel: Kernel, arch: str) -> bytes:
 
 
 def key(kernel: Kernel, what: str, arch: str) -> str:
-    """Under which ``what`` is made of ``kernel`` is kept; another one when its source or a compiler changes."""
+    """The cache key of this kernel's artifact of kind ``what``; it changes with the source and with the compilers."""
     return _hashed(f"{source_key(kernel, what, arch)} {code_fingerprint(kernel.function)} {compilers()}")
 
 
 def source_key(kernel: Kernel, what: str, arch: str) -> str:
-    """The same, whatever compiles it."""
+    """The part of the key that does not depend on the compilers."""
     bounds = (
         kernel.parameters,
         kernel.threads,
-        kernel.blocks_side_by_side(arch),
+        kernel.min_blocks_on(arch),
         source_of_module("cuda_kernels.lowering.compiler"),
     )
     return _hashed(f"{what} {arch} {kernel.name} {bounds} {fingerprint(kernel.function)}")

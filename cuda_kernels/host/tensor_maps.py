@@ -1,4 +1,4 @@
-"""Tensor maps: what the tensor memory accelerator knows of a matrix, and of the boxes that are copied of it."""
+"""Tensor maps: descriptors of a matrix, and of the boxes of it that TMA copies."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.host.launch import Argument, is_card
+from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.host.launch import Argument, is_cuda_device
 from cuda_kernels.kernel import KernelError
 
-_BYTES, _ALIGNMENT = 128, 64
+_BYTES = 128
+_ALIGNMENT = 64
 _KEPT_MAPS = 1024
 
 # CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
 _KINDS = {1: 0, 2: 1, 4: 7}
-_INTERLEAVE_NONE, _SWIZZLE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _OUTSIDE_IS_0 = 0, 0, 3, 3, 0
+_INTERLEAVE_NONE = 0
+_SWIZZLE_NONE = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+_OUTSIDE_IS_0 = 0
 
 
 class Box(NamedTuple):
-    """What one copy takes of a matrix.
+    """The box of a matrix that one copy takes.
 
     Attributes:
-        rows, columns: of the copy.
-        swizzle: of rows of 128 bytes, in shared memory.
-        transposed: the matrix is that of the tensor, transposed.
+        rows, columns: of the box.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory.
+        transposed: the matrix is the tensor, transposed.
     """
 
     rows: int
@@ -38,18 +44,18 @@ class Box(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A tensor map as it stands for itself where no card is: of ``tensor``, two-dimensional with rows side by side."""
+    """Stand-in for a ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
 
     tensor: Tensor
     box: Box
 
 
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """What a launch there takes for the tensor map of matrices that lie alike, rows side by side, copied in boxes.
+    """Tensor to launch argument: the tensor map of a matrix with contiguous rows, copied in boxes ``box``.
 
-    On a card maps are kept by address: memory that is used again has its map already.
+    Maps are cached by address, since torch's allocator gives the same memory again.
     """
-    if not is_card(device):
+    if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
     kept: dict[int, bytes] = {}
 
@@ -67,14 +73,15 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
 
 @cache
 def _encode() -> Any:
-    """The driver's ``cuTensorMapEncodeTiled``, called directly: a map has to lie at a multiple of 64 bytes, and where
-    NVIDIA's bindings make one they do not see to that."""
+    """The driver's ``cuTensorMapEncodeTiled``, called through ctypes, because NVIDIA's bindings do not align the map
+    that they make to 64 bytes."""
     function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
-    words, longs = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+    uint32_pointer = ctypes.POINTER(ctypes.c_uint32)
+    uint64_pointer = ctypes.POINTER(ctypes.c_uint64)
     number = ctypes.c_int
     function.argtypes = (
-        ctypes.c_void_p, number, ctypes.c_uint32, ctypes.c_void_p, longs, longs, words, words,
-        number, number, number, number,
+        ctypes.c_void_p, number, ctypes.c_uint32, ctypes.c_void_p,
+        uint64_pointer, uint64_pointer, uint32_pointer, uint32_pointer, number, number, number, number,
     )  # fmt: skip
     return function
 
@@ -85,9 +92,10 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
     Raises:
         KernelError: the driver refuses.
     """
-    (rows, columns), item = tensor.shape, tensor.element_size()
+    rows, columns = tensor.shape
+    item = tensor.element_size()
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-    address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    address = ceil_div(ctypes.addressof(memory), _ALIGNMENT) * _ALIGNMENT
     result = _encode()(
         address, _KINDS[item], 2, tensor.data_ptr(),
         (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * item),

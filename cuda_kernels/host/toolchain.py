@@ -76,7 +76,8 @@ def newer_nvvm(nvvm: str, nvjitlink: str) -> bool:
 
 
 def _numpy_too_new(found: Versions) -> Conflict | None:
-    numba, numpy = numbers(found.get("numba", "")), numbers(found.get("numpy", ""))[:2]
+    numba = numbers(found.get("numba", ""))
+    numpy = numbers(found.get("numpy", ""))[:2]
     newest = [limit for since, limit in _NEWEST_NUMPY.items() if numba >= since]
     if not newest or numba >= _NUMBA_READ or numpy <= newest[-1]:
         return None

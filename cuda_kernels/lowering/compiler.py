@@ -179,7 +179,7 @@ def ltoir(kernel: Kernel, arch: str) -> bytes:
         device=False,
         abi="numba",
         cc=compute_capability(arch),
-        launch_bounds=(kernel.threads, kernel.blocks_side_by_side(arch)),
+        launch_bounds=(kernel.threads, kernel.min_blocks_on(arch)),
         debug=False,  # whatever Numba's environment variables say: they are not in the key
         opt=True,
         output="ltoir",

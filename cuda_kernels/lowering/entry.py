@@ -32,7 +32,7 @@ def in_clusters_of(blocks: int) -> Any:
 
 
 @cache
-def maps_by_value() -> Any:
+def grid_constant_params() -> Any:
     """A function whose call in a kernel makes its tensor maps lie in its parameters."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
@@ -45,7 +45,7 @@ def maps_by_value() -> Any:
         _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
         return context.get_dummy_value()
 
-    return intrinsic_of("maps_by_value", 0, lambda context: (signature(void), lower))
+    return intrinsic_of("grid_constant_params", 0, lambda context: (signature(void), lower))
 
 
 @cache
@@ -66,7 +66,8 @@ def dynamic_shared() -> Any:
         memory = builder.module.globals.get("dynamic_shared")
         if memory is None:
             memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)
-            memory.linkage, memory.align = "external", 1024
+            memory.linkage = "external"
+            memory.align = 1024
         return builder.ptrtoint(memory, ir.IntType(32))
 
     return intrinsic_of("dynamic_shared", 0, lambda context: (signature(i32), lower))

@@ -1,9 +1,8 @@
-"""Registers of a thread that hold its part of a matrix: tuples, so that they stay registers, and what is done to each.
+"""Matrix fragments: the registers in which a thread holds its part of a matrix, as tuples, and operations on them.
 
 A warpgroup's accumulator ``[64, n]`` is ``n / 2`` float32 in each thread: registers ``4 j`` and ``4 j + 1`` are columns
-``8 j + 2 q`` and the next of one row, ``4 j + 2`` and ``4 j + 3`` the same columns eight rows below, ``q`` being the
-thread's place among the four of a row (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"; those of
-``mma.m16n8k32`` lie alike).
+``8 j + 2 q`` and the next of one row, ``4 j + 2`` and ``4 j + 3`` the same columns eight rows below, where ``q`` is the
+lane modulo 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"; ``mma.m16n8k32`` has the same layout).
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
-from cuda_kernels.device.fragments import registers
-from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, void
+from cuda_kernels.device.fragments import fragment_type
+from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
-_FLOAT, _WORD, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 
 Values = list[Any]
 
@@ -30,21 +31,21 @@ def _inline(builder: Any, template: str, result: Any, constraints: str, *operand
 
 
 def _multiply(builder: Any, x: Any, y: Any) -> Any:
-    """Rounded by itself: the compiler shall not fuse it with an addition."""
-    return _inline(builder, "mul.rn.f32 $0, $1, $2;", _FLOAT, "=f,f,f", x, y)
+    """The product, rounded: the compiler shall not fuse it with an addition."""
+    return _inline(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
 
 
 def _add(builder: Any, x: Any, y: Any) -> Any:
-    return _inline(builder, "add.rn.f32 $0, $1, $2;", _FLOAT, "=f,f,f", x, y)
+    return _inline(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _FLOAT, "=f,f,f,f", x, y, z)
+    return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _F32, "=f,f,f,f", x, y, z)
 
 
 def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]) -> Any:
     """A function of ``count`` registers and ``operands`` that gives as many registers."""
-    own = registers(count)
+    fragment = fragment_type(count)
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         unpacked = [
@@ -53,7 +54,9 @@ def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any,
         ]
         return pack_array(builder, each(builder, unpacked[0], unpacked[1:]))
 
-    return intrinsic_of(name, 1 + len(operands), lambda context, *args: (signature(own, own, *operands), lower))
+    return intrinsic_of(
+        name, 1 + len(operands), lambda context, *args: (signature(fragment, fragment, *operands), lower)
+    )
 
 
 @cache
@@ -63,17 +66,19 @@ def zeros(count: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
-    return intrinsic_of("zeros", 0, lambda context: (signature(registers(count)), lower))
+    return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(count)), lower))
 
 
 @cache
-def slice_of(count: int, start: int, size: int) -> Any:
+def slice_fragment(count: int, start: int, size: int) -> Any:
     """``acc -> size`` of its registers."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
 
-    return intrinsic_of("slice_of", 1, lambda context, acc: (signature(registers(size), registers(count)), lower))
+    return intrinsic_of(
+        "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(count)), lower)
+    )
 
 
 @cache
@@ -97,7 +102,7 @@ def scale_rows(count: int) -> Any:
 def add(count: int) -> Any:
     """``(acc, part) -> acc + part``."""
     return _mapped(
-        "add", count, (registers(count),), lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])]
+        "add", count, (fragment_type(count),), lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])]
     )
 
 
@@ -109,51 +114,53 @@ def add_rows(count: int) -> Any:
         part, *scales = rest
         return [_fused(builder, y, scales[index >> 1 & 1], x) for index, (x, y) in enumerate(zip(acc, part))]
 
-    return _mapped("add_rows", count, (registers(count), f32, f32), each)
+    return _mapped("add_rows", count, (fragment_type(count), f32, f32), each)
 
 
 @cache
 def add_rows_of_two(count: int) -> Any:
-    """``(acc, part, s, t, v, w, left) -> acc + part``: as :func:`add_rows`, but from column ``left`` on by v and w.
+    """``(acc, part, s, t, v, w, cols_in_first) -> acc + part``: part's rows scaled, by v and w in a second block.
 
-    ``left``: a multiple of 32.
+    ``cols_in_first``: the column, a multiple of 32, from which on v and w are taken in place of s and t.
     """
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, *scales, left = rest
+        part, *scales, cols_in_first = rest
         results = []
         for start in range(0, count, 16):  # of 32 columns
-            first = builder.icmp_signed("<", _WORD(2 * start), left)
+            first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
             factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
             for index in range(start, min(start + 16, count)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results
 
-    return _mapped("add_rows_of_two", count, (registers(count), f32, f32, f32, f32, i32), each)
+    return _mapped("add_rows_of_two", count, (fragment_type(count), f32, f32, f32, f32, i32), each)
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
-    """What shared memory holds for the two columns of registers ``4 j`` and ``4 j + 1``."""
-    pair, address = ir.LiteralStructType([_FLOAT, _FLOAT]), builder.add(shared, _WORD(32 * j))
+    """Load the two float32 in shared memory that belong to the columns of registers ``4 j`` and ``4 j + 1``."""
+    pair = ir.LiteralStructType([_F32, _F32])
+    address = builder.add(shared, _I32(32 * j))
     loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
     return [builder.extract_value(loaded, index) for index in range(2)]
 
 
 @cache
 def column_pairs(count: int) -> Any:
-    """``shared -> count / 2`` scales: those of a thread's columns, float32, of which ``shared`` is the first."""
+    """``shared -> count / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, [x for j in range(count // 4) for x in _column_pair(builder, values[0], j)])
 
-    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(registers(count // 2), i32), lower))
+    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(fragment_type(count // 2), i32), lower))
 
 
 @cache
 def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
-    """``(acc, part, s, t, columns) -> acc + part``, part's rows scaled by ``s`` and ``t`` and its columns too.
+    """``(acc, part, s, t, columns) -> acc + part`` with part's rows scaled by ``s`` and ``t``, and its columns as well.
 
-    ``columns``: what :func:`column_pairs` gives, if ``loaded``, else what it takes; then a pair is loaded at a time.
+    ``columns``: the scales that :func:`column_pairs` loaded, if ``loaded``; else their address, and each pair is loaded
+    when it is needed.
     """
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -166,13 +173,12 @@ def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
                 results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
         return results
 
-    kind = registers(count // 2) if loaded else i32
-    return _mapped("add_rows_and_columns", count, (registers(count), f32, f32, kind), each)
+    kind = fragment_type(count // 2) if loaded else i32
+    return _mapped("add_rows_and_columns", count, (fragment_type(count), f32, f32, kind), each)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
 
-_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
 _HALVES = ".reg .b32 w; .reg .b16 h, i; mov.b32 w, 0; @p ld.global.b32 w, %s; mov.b32 {h, i}, w; "
 _COLUMNS = {
     ("float32", 1): "mov.b32 $0, 0; @p ld.global.f32 $0, %s;",
@@ -182,33 +188,36 @@ _COLUMNS = {
     ("bfloat16", 2): _HALVES + ".reg .b16 z; mov.b16 z, 0; mov.b32 $0, {z, h}; mov.b32 $1, {z, i};",
     ("float16", 2): _HALVES + "cvt.f32.f16 $0, h; cvt.f32.f16 $1, i;",
 }
-"""One element of a vector, or two neighbours, as float32. Coherent loads, which stay behind a barrier: the assembler
-moves others forward until no register is left."""
+"""Loads of one element of a vector, or of two neighbours, as float32. They are coherent so that they stay behind a
+barrier: the assembler hoists other loads until no register is left."""
 
 
 def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any, columns: Any, j: int) -> Values:
-    """What a vector holds for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
+    """Load a vector's elements for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
 
-    ``start``: address of what it holds for ``column``, the thread's first.
+    ``start``: the address of the element of ``column``, the thread's first.
     """
-    size, count = 4 if dtype == "float32" else 2, 2 if even else 1
+    size = 4 if dtype == "float32" else 2
+    count = 2 if even else 1
     values = []
     for index in range(8 * j, 8 * j + 2, count):
-        # One address for all: one for each would take as many registers.
+        # All elements are loaded from one address with offsets: an address for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
         inside = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
-        template, kind = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}", ir.LiteralStructType([_FLOAT] * count)
+        template = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}"
+        kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
-        loaded = _inline(builder, template, kind if even else _FLOAT, constraints, start, column, columns, effect=True)
-        values += [builder.extract_value(loaded, place) for place in range(2)] if even else [loaded]
+        loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
+        values += [builder.extract_value(loaded, swizzled_chunk) for swizzled_chunk in range(2)] if even else [loaded]
     return values
 
 
 def _with_columns(name: str, count: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
-        offset = builder.mul(builder.sext(column, _LONG), _LONG(4 if dtype == "float32" else 2))
-        start, results = builder.add(vector, offset), []
+        offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
+        start = builder.add(vector, offset)
+        results = []
         for j in range(count // 4):
             values = _column_values(builder, dtype, even, start, column, columns, j)
             results += [op(builder, acc[4 * j + index], values[index & 1]) for index in range(4)]
@@ -232,106 +241,26 @@ def add_columns(count: int, dtype: str, even: bool) -> Any:
     return _with_columns("add_columns", count, dtype, even, _add)
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
-
-_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f32 $0, $2, $1;"}
-
-
-@cache
-def stage(count: int, dtype: str) -> Any:
-    """``(acc, base, first, mask)``: a warp's 16 rows to 128 bytes each of shared memory, which is swizzled.
-
-    The ``j``-th pair of 16-byte places goes to ``base + 16 ((2 j + first) ^ mask)``. Of 16-bit values a lane gives the
-    place of one row (``stmatrix``); of float32 it stores its own pairs, those of the row eight below 1024 bytes on.
-    """
-    rounded = dtype != "float32"
-
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, base, first, mask = values
-        acc = unpack_tuple(builder, packed)
-        for j in range(count // (8 if rounded else 4)):
-            place = builder.xor(builder.add(first, _WORD(2 * j)), mask)
-            address = builder.add(base, builder.shl(place, _WORD(4)))
-            if rounded:
-                pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
-                words = [_inline(builder, _PAIR[dtype], _WORD, "=r,f,f", *pair) for pair in pairs]
-                _inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", address, *words, effect=True)
-            else:
-                _inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", address, *acc[4 * j : 4 * j + 4], effect=True)
-        return context.get_dummy_value()
-
-    kinds = registers(count), i32, i32, i32
-    return intrinsic_of("stage", 4, lambda context, *args: (signature(void, *kinds), lower))
-
-
-_MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-_TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
-
-
 @cache
 def largest_of_rows(count: int) -> Any:
-    """``(acc, left) -> (bits, bits)``: of the largest magnitude in its first row and in the row eight below.
+    """``(acc, cols_left) -> (bits, bits)`` of the largest magnitudes in its first row and in the row eight below.
 
-    ``left``: how many columns from the thread's first on are inside.
+    ``cols_left``: columns from the thread's first one to the edge of the matrix.
     """
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, left = values
-        largest = [_WORD(0), _WORD(0)]
+        packed, cols_left = values
+        largest = [_I32(0), _I32(0)]
         for index, value in enumerate(unpack_tuple(builder, packed)):
-            bits = builder.and_(builder.bitcast(value, _WORD), _WORD(0x7FFFFFFF))
-            inside = builder.icmp_signed("<", _WORD(8 * (index >> 2) + (index & 1)), left)
-            bits, half = builder.select(inside, bits, _WORD(0)), index >> 1 & 1
+            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), cols_left)
+            bits = builder.select(inside, bits, _I32(0))
+            half = index >> 1 & 1
             larger = builder.icmp_unsigned(">", bits, largest[half])
             largest[half] = builder.select(larger, bits, largest[half])
         return pack_array(builder, largest)
 
     results = UniTuple(u32, 2)
-    return intrinsic_of("largest_of_rows", 2, lambda context, *args: (signature(results, registers(count), i32), lower))
-
-
-_STORED = {
-    ("float32", 1): "@p st.global.f32 [$0], $1;",
-    ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",
-    ("bfloat16", 1): ".reg .b16 h; cvt.rn.bf16.f32 h, $1; @p st.global.b16 [$0], h;",
-    ("bfloat16", 2): ".reg .b32 w; cvt.rn.bf16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
-    ("float16", 1): ".reg .b16 h; cvt.rn.f16.f32 h, $1; @p st.global.b16 [$0], h;",
-    ("float16", 2): ".reg .b32 w; cvt.rn.f16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
-}
-"""One element, or two neighbours."""
-_ADDED = {
-    1: ".reg .f32 v; @p ld.global.f32 v, [$0]; add.rn.f32 v, v, $1; @p st.global.f32 [$0], v;",
-    2: ".reg .f32 v, w; @p ld.global.v2.f32 {v, w}, [$0]; add.rn.f32 v, v, $1; add.rn.f32 w, w, $2;"
-    " @p st.global.v2.f32 [$0], {v, w};",
-}
-
-
-@cache
-def store_all(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
-    """``(acc, out, pitch, row, rows, column, columns)``: to ``out [rows, columns]`` of ``dtype``, what is inside.
-
-    ``row``, ``column``: of register 0. ``pitch``: of out's rows, in elements. ``even``: columns and pitch are, so that
-    two elements are stored at once. ``accumulate``: adds to what is there; float32 only.
-    """
-    size, step = 4 if dtype == "float32" else 2, 2 if even else 1
-    template = _GUARD % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
-    constraints = ",".join(["l", *"f" * step, "r"])
-
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, out, pitch, row, rows, column, columns = values
-        acc = unpack_tuple(builder, packed)
-        for half in range(2):
-            line = builder.add(row, _WORD(8 * half))
-            in_rows, start = builder.icmp_signed("<", line, rows), builder.mul(builder.sext(line, _LONG), pitch)
-            for first in range(0, count, 4):
-                for index in range(0, 2, step):
-                    at = builder.add(column, _WORD(2 * first + index))
-                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", at, columns)), _WORD)
-                    offset = builder.mul(builder.add(start, builder.sext(at, _LONG)), _LONG(size))
-                    stored = acc[first + 2 * half + index :][:step]
-                    address = builder.add(out, offset)
-                    _inline(builder, template, ir.VoidType(), constraints, address, *stored, inside, effect=True)
-        return context.get_dummy_value()
-
-    kinds = registers(count), i64, i64, i32, i32, i32, i32
-    return intrinsic_of("store_all", 7, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of(
+        "largest_of_rows", 2, lambda context, *args: (signature(results, fragment_type(count), i32), lower)
+    )

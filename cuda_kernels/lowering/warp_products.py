@@ -1,4 +1,4 @@
-"""Products of a warp by ldmatrix and mma.sync; kernels name them through :mod:`cuda_kernels.device.fragments`."""
+"""A warp's ldmatrix and mma.sync; kernels name them through :mod:`cuda_kernels.device.fragments`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
-from cuda_kernels.device.fragments import registers
-from cuda_kernels.device.language import i32, words
+from cuda_kernels.device.fragments import fragment_type
+from cuda_kernels.device.language import i32, u32x
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
-_FLOAT, _WORD = ir.FloatType(), ir.IntType(32)
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
 
 
 @cache
-def load_matrices(count: int, pitch: int) -> Any:
-    """``shared -> 4 count words``: four matrices of 8 rows and 16 bytes, and so on ``pitch`` bytes further.
+def ldmatrix_x4(count: int, stride: int) -> Any:
+    """``shared -> 4 count`` registers: four matrices of 8 rows of 16 bytes, and the next four ``stride`` bytes further.
 
     Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
     """
-    four = ir.LiteralStructType([_WORD] * 4)
+    four = ir.LiteralStructType([_I32] * 4)
     template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        addresses = [builder.add(values[0], _WORD(pitch * index)) for index in range(count)]
+        addresses = [builder.add(values[0], _I32(stride * index)) for index in range(count)]
         loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
         return pack_array(
             builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
         )
 
-    return intrinsic_of("load_matrices", 1, lambda context, shared: (signature(words(4 * count), i32), lower))
+    return intrinsic_of("ldmatrix_x4", 1, lambda context, shared: (signature(u32x(4 * count), i32), lower))
 
 
 @cache
 def mma(strips: int, parts: int, a: str, b: str) -> Any:
     """``(acc, x, y) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``a`` and ``b``, of a warp.
 
-    ``acc``: ``4 parts`` registers for each strip. ``x``: four words for each strip, its rows 0 to 7 and 8 to 15 of
-    bytes 0 to 15, then of 16 to 31. ``y``: two words for each part.
+    ``acc``: ``4 parts`` registers for each strip. ``x``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
+    bytes 0 to 15, then of 16 to 31. ``y``: two registers for each part.
     """
-    count, four = 4 * strips * parts, ir.LiteralStructType([_FLOAT] * 4)
+    count = 4 * strips * parts
+    four = ir.LiteralStructType([_F32] * 4)
     template = (
         f"mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"
         " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
@@ -60,5 +62,5 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)
 
-    kinds = registers(count), words(4 * strips), words(2 * parts)
-    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(registers(count), *kinds), lower))
+    kinds = fragment_type(count), u32x(4 * strips), u32x(2 * parts)
+    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(fragment_type(count), *kinds), lower))

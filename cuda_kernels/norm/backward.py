@@ -1,9 +1,9 @@
 """The gradients of LayerNorm and RMSNorm.
 
 With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``,
-``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is left out (Ba et al.,
+``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is dropped (Ba et al.,
 arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Each block takes every n-th row and
-leaves its share of the sums over rows as partial sums, float32 ``[blocks, pitch]``, dweight's and then dbias's; the
+stores its part of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
 kernel of ``column_sums.py`` adds them up.
 """
 
@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
+    narrowest_row_layout,
     parameter_quad,
     quad_address,
     quad_column,
     quad_reader,
     quad_storer,
-    registers_of,
     row_loader,
+    row_registers,
     row_sum,
-    spread,
 )
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.statistics import Norm, rstd_address
@@ -37,14 +37,15 @@ from cuda_kernels.norm.statistics import Norm, rstd_address
 _ZERO = np.float32(0)
 
 
-def backward_spread(dtypes: tuple[str, ...], columns: int) -> Spread | None:
-    """How rows lie, one in each block; of x, dy and the sums over rows, one thread holds 16 or 8 elements each."""
+def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | None:
+    """The layout of rows, one in each block; a thread holds 16 or 8 elements of x, dy and the sums over rows each."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
-    return spread(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
+    return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
 _PARAMETERS = (*[i64] * 9, i32, i32, f32)
-"""x, its pitch in elements, dy, its pitch, weight, statistics, dx, partial sums, their pitch, rows, columns, offset."""
+"""x, its stride, dy, its stride, weight, statistics, dx, partial sums, their stride, rows, columns, offset; strides are
+in elements."""
 
 
 def _normalizer(norm: Norm) -> Any:
@@ -96,7 +97,8 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
     ``full``: no column is outside the row.
     """
-    gradient, store = _gradient(norm), quad_storer(norm.dtype, aligned)
+    gradient = _gradient(norm)
+    store = quad_storer(norm.dtype, aligned)
 
     @device
     def store_gradient(address, column, columns, g, normalized, mean_of_g, mean_of_product, rstd):
@@ -114,154 +116,178 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(norm: Norm, dy_dtype: str, spread: Spread) -> Kernel:
-    """Rows in registers, one a block at a time: dx ``[rows, columns]`` contiguous, and partial sums, from one read.
+def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel:
+    """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
-    The next row is read while this one's sums go from warp to warp. For that g and x^ are kept as float32, which blocks
-    of 1024 threads, with 64 registers each, compute twice instead.
+    The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
+    blocks of 1024 threads, with 64 registers each, compute them twice instead.
     """
-    threads, quads, column_of = spread.threads, spread.all_quads, quad_column(spread)
-    load_x, load_dy = row_loader(norm.dtype, spread), row_loader(dy_dtype, spread)
-    decode_x, decode_dy, weights = quad_decoder(norm.dtype), quad_decoder(dy_dtype), parameter_quad(norm.weight_dtype)
-    held_x, held_dy = registers_of(norm.dtype, spread), registers_of(dy_dtype, spread)
-    words_x, words_dy = quad_words(norm.dtype), quad_words(dy_dtype)
+    threads = layout.threads_per_row
+    quads = layout.quads_per_thread
+    column_of = quad_column(layout)
+    load_x, load_dy = row_loader(norm.dtype, layout), row_loader(dy_dtype, layout)
+    decode_x = quad_decoder(norm.dtype)
+    decode_dy = quad_decoder(dy_dtype)
+    weights = parameter_quad(norm.weight_dtype)
+    num_x_registers, num_dy_registers = row_registers(norm.dtype, layout), row_registers(dy_dtype, layout)
+    x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    weight_at, dx_at = quad_address(ITEM_BYTES[norm.weight_dtype], spread), quad_address(item, spread)
-    has_mean, has_bias, elements, rstds_at = norm.mean, norm.bias, 4 * quads, rstd_address(norm.mean)
-    normalize, store, total = _normalizer(norm), _gradient_storer(norm, True, spread.full), row_sum(threads)
-    sums = 4 * (threads >> 5)  # bytes of shared memory that one sum takes
-    both_sums = 2 * sums
-    inside, ahead = inside_row(spread), threads < 1024
+    weight_address, dx_address_of = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(item, layout)
+    has_mean = norm.mean
+    has_bias = norm.bias
+    elements = 4 * quads
+    rstd_pointer = rstd_address(norm.mean)
+    normalize = _normalizer(norm)
+    store = _gradient_storer(norm, True, layout.full)
+    total = row_sum(threads)
+    sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
+    buffer_bytes = 2 * sum_bytes
+    inside = inside_row(layout)
+    ahead = threads < 1024
 
     @device
-    def load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys):
-        """Of a row: x and dy into registers; its mean and rstd."""
-        load_x(x + row * pitch * item, columns, thread, xs)
-        load_dy(dy + row * dy_pitch * dy_item, columns, thread, dys)
-        return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstds_at(means, rows) + row * 4)
+    def load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys):
+        """Load x and dy of a row into registers, and return its mean and rstd."""
+        load_x(x + row * stride * item, columns, thread, xs)
+        load_dy(dy + row * dy_stride * dy_item, columns, thread, dys)
+        return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(means, rows) + row * 4)
 
     @device
     def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
         column = column_of(quad, thread)
-        d = decode_dy(dys, quad * words_dy)
-        w = weights(weight_at(weight, quad, thread), inside(column, columns))
-        return normalize(decode_x(xs, quad * words_x), mean, rstd), d, _scaled(d, w, offset)
+        d = decode_dy(dys, quad * dy_registers)
+        w = weights(weight_address(weight, quad, thread), inside(column, columns))
+        return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
-    def norm_backward(x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset):
-        thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
-        of_weight, of_bias = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
-        xs, dys = cuda.local.array(held_x, u32), cuda.local.array(held_dy, u32)
+    def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
+        sum_buffer = i32(0)
+        weight_sums, bias_sums = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
+        xs, dys = cuda.local.array(num_x_registers, u32), cuda.local.array(num_dy_registers, u32)
         normalized_row, g_row = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         for index in range(elements):
-            of_weight[index], of_bias[index] = _ZERO, _ZERO
+            weight_sums[index], bias_sums[index] = _ZERO, _ZERO
         row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
         if ahead and row < rows:
-            mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
+            mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
         while row < rows:
             if not ahead:
-                mean, rstd = load(x, pitch, dy, dy_pitch, means, row, rows, columns, thread, xs, dys)
-            of_g, of_product, of_row = _ZERO, _ZERO, rstd
+                mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
+            g_mean = _ZERO
+            product_mean = _ZERO
+            row_rstd = rstd
             for quad in range(quads):
                 normalized, d, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
-                of_g += _sum(g[0], g[1], g[2], g[3])
-                of_product += _product(g, normalized)
+                g_mean += _sum(g[0], g[1], g[2], g[3])
+                product_mean += _product(g, normalized)
                 for index in range(4):
-                    of_weight[4 * quad + index] += d[index] * normalized[index]
-                    of_bias[4 * quad + index] += d[index]
+                    weight_sums[4 * quad + index] += d[index] * normalized[index]
+                    bias_sums[4 * quad + index] += d[index]
                     normalized_row[4 * quad + index], g_row[4 * quad + index] = normalized[index], g[index]
             next_row = row + i64(cuda.gridDim.x)
             if ahead and next_row < rows:
-                mean, rstd = load(x, pitch, dy, dy_pitch, means, next_row, rows, columns, thread, xs, dys)
+                mean, rstd = load(x, stride, dy, dy_stride, means, next_row, rows, columns, thread, xs, dys)
             if has_mean:
-                of_g = divide(total(of_g, shared + phase, thread), f32(columns))
-            of_product = divide(total(of_product, shared + phase + sums, thread), f32(columns))
-            phase ^= i32(both_sums)  # a warp may write its sums of the next row before another has read these
+                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+            sum_buffer ^= i32(buffer_bytes)  # a warp may write its sums of the next row before another has read these
             for quad in range(quads):
                 p = 4 * quad
                 normalized = normalized_row[p], normalized_row[p + 1], normalized_row[p + 2], normalized_row[p + 3]
                 g = g_row[p], g_row[p + 1], g_row[p + 2], g_row[p + 3]
                 if not ahead:
                     normalized, _, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
-                at = dx_at(dx + row * columns * item, quad, thread)
-                store(at, column_of(quad, thread), columns, g, normalized, of_g, of_product, of_row)
+                dx_address = dx_address_of(dx + row * columns * item, quad, thread)
+                store(dx_address, column_of(quad, thread), columns, g, normalized, g_mean, product_mean, row_rstd)
             row = next_row
-        first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
-        second = first + i64(cuda.gridDim.x) * partial_pitch * 4
+        weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         for quad in range(quads):
-            p, column = 4 * quad, column_of(quad, thread)
-            at = i64(column) * 4
+            p = 4 * quad
+            column = column_of(quad, thread)
+            byte_offset = i64(column) * 4
             if inside(column, columns):
                 store_16(
-                    first + at,
-                    bits(of_weight[p]), bits(of_weight[p + 1]), bits(of_weight[p + 2]), bits(of_weight[p + 3]),
+                    weight_partials + byte_offset,
+                    bits(weight_sums[p]), bits(weight_sums[p + 1]), bits(weight_sums[p + 2]), bits(weight_sums[p + 3]),
                 )  # fmt: skip
                 if has_bias:
                     store_16(
-                        second + at,
-                        bits(of_bias[p]), bits(of_bias[p + 1]), bits(of_bias[p + 2]), bits(of_bias[p + 3]),
+                        bias_partials + byte_offset,
+                        bits(bias_sums[p]), bits(bias_sums[p + 1]), bits(bias_sums[p + 2]), bits(bias_sums[p + 3]),
                     )  # fmt: skip
 
     return Kernel(
-        f"norm_backward({norm}, {dy_dtype}, {spread})",
+        f"norm_backward({norm}, {dy_dtype}, {layout})",
         norm_backward,
         _PARAMETERS,
         threads,
-        shared_bytes=2 * both_sums,
-        # Of 65,536 registers, a thread has 128; with a row on its way, 512 threads keep 32 KiB in flight.
-        blocks_per_multiprocessor=max(1, 512 // threads),
+        shared_bytes=2 * buffer_bytes,
+        # A thread has 128 of 65,536 registers; 512 threads, each with a row in flight, keep 32 KiB in flight.
+        min_blocks_per_sm=max(1, 512 // threads),
     )
 
 
 @cache
 def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kernel:
-    """The same of rows of any length and address; each is read once more, and partial sums grow in memory."""
+    """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
     item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
-    weights, normalize = quad_reader(norm.weight_dtype, aligned), _normalizer(norm)
-    has_mean, has_bias, rstds_at = norm.mean, norm.bias, rstd_address(norm.mean)
-    store, total = _gradient_storer(norm, aligned, False), row_sum(THREADS)
+    weights = quad_reader(norm.weight_dtype, aligned)
+    normalize = _normalizer(norm)
+    has_mean = norm.mean
+    has_bias = norm.bias
+    rstd_pointer = rstd_address(norm.mean)
+    store = _gradient_storer(norm, aligned, False)
+    total = row_sum(THREADS)
 
     @device
     def add(address, value, begun):
         store_f32(address, (load_f32(address) if begun else _ZERO) + value)
 
     def long_norm_backward(
-        x, pitch, dy, dy_pitch, weight, means, dx, partials, partial_pitch, rows, columns, offset
+        x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset
     ):  # fmt: skip
-        thread, shared, phase = cuda.threadIdx.x, dynamic_shared(), i32(0)
-        first = partials + i64(cuda.blockIdx.x) * partial_pitch * 4
-        second = first + i64(cuda.gridDim.x) * partial_pitch * 4
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
+        sum_buffer = i32(0)
+        weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
+        bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
-            # Then there are sums of the block's earlier rows; this thread wrote those of its columns.
+            # If so, there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
-            of_x, of_dy = x + row * pitch * item, dy + row * dy_pitch * dy_item
-            rstd = load_f32(rstds_at(means, rows) + row * 4)
+            x_row = x + row * stride * item
+            dy_row = dy + row * dy_stride * dy_item
+            rstd = load_f32(rstd_pointer(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
-            of_g, of_product = _ZERO, _ZERO
+            g_mean, product_mean = _ZERO, _ZERO
             column = i64(4 * thread)
             while column < columns:
-                normalized, d = normalize(quad_x(of_x, column, columns), mean, rstd), quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
+                d = quad_dy(dy_row, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
-                of_g += _sum(g[0], g[1], g[2], g[3])
-                of_product += _product(g, normalized)
+                g_mean += _sum(g[0], g[1], g[2], g[3])
+                product_mean += _product(g, normalized)
                 for index in range(4):
                     if column + index < columns:
-                        at = (column + index) * 4
-                        add(first + at, d[index] * normalized[index], begun)
+                        byte_offset = (column + index) * 4
+                        add(weight_partials + byte_offset, d[index] * normalized[index], begun)
                         if has_bias:
-                            add(second + at, d[index], begun)
+                            add(bias_partials + byte_offset, d[index], begun)
                 column += 4 * THREADS
             if has_mean:
-                of_g = divide(total(of_g, shared + phase, thread), f32(columns))
-            of_product = divide(total(of_product, shared + phase + 32, thread), f32(columns))
-            phase ^= i32(64)
+                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, shared + sum_buffer + 32, thread), f32(columns))
+            sum_buffer ^= i32(64)
             column = i64(4 * thread)
             while column < columns:
-                normalized, d = normalize(quad_x(of_x, column, columns), mean, rstd), quad_dy(of_dy, column, columns)
+                normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
+                d = quad_dy(dy_row, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
-                at = dx + (row * columns + column) * item
-                store(at, column, columns, g, normalized, of_g, of_product, rstd)
+                dx_address = dx + (row * columns + column) * item
+                store(dx_address, column, columns, g, normalized, g_mean, product_mean, rstd)
                 column += 4 * THREADS
             row += i64(cuda.gridDim.x)
 
@@ -271,5 +297,5 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         _PARAMETERS,
         THREADS,
         shared_bytes=128,
-        blocks_per_multiprocessor=2,
+        min_blocks_per_sm=2,
     )

@@ -1,7 +1,7 @@
-"""A normalized tensor to FP8 with a given scale, transposed too, from one launch.
+"""A normalized tensor to FP8 with a given scale, rowwise and transposed, in one launch.
 
-A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. A
-column's 16 codes of a band leave as one vector.
+A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. The
+16 codes of a column in a band are stored as one vector.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, raise_to
+from cuda_kernels.device.codec import ITEM_BYTES, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
 from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
@@ -23,23 +23,27 @@ _ONE = np.float32(1)
 
 @cache
 def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
-    """``statistics`` as in ``norm.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
+    """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
-    ``scale [1]`` is not 0; ``observe`` raises ``seen [1]`` to the tensor's amax. Pitches of both copies are multiples
-    of 16; what is beyond the last column or row is written with zeros. ``aligned`` as in ``normalized_source``.
+    ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
+    multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_source``.
     """
-    source, pack = normalized_source(norm, aligned), float8x4[fp8]
-    load, decode, maxima, held = source.load, source.decode, source.maxima, source.registers
-    n_kept, clear, fold, largest_kept = maxima.words, maxima.clear, maxima.fold, maxima.largest
+    source = normalized_source(norm, aligned)
+    pack = float8x4[fp8]
+    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(source.vector)
-    statistics, rstds_at = long_row_statistics(norm.dtype, norm.mean, aligned, 32), rstd_address(norm.mean)
-    has_mean, item = norm.mean, ITEM_BYTES[norm.dtype]
+    statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
+    rstd_pointer = rstd_address(norm.mean)
+    has_mean = norm.mean
+    item = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
-        x, scale, seen, out, out_scale, out_t,
-        rows, columns, eps, out_pitch, out_t_pitch,
+        x, scale, amax_out, out, out_scale, out_t,
+        rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
-        thread, shared = cuda.threadIdx.x, dynamic_shared()
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
         first = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
@@ -49,41 +53,44 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
             if lane == 0 and row < rows:
                 if has_mean:
                     store_f32(x[4] + i64(row) * 4, m)
-                store_f32(rstds_at(x[4], rows) + i64(row) * 4, r)
+                store_f32(rstd_pointer(x[4], rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
-        factor, start = load_f32(scale), i32(0)
+        factor = load_f32(scale)
+        start = i32(0)
         kept = cuda.local.array(n_kept, u32)
         clear(kept)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
         while start < columns:
             column = i32(start + 4 * thread)
-            registers, words = cuda.local.array(held, u32), cuda.local.array(WARP_ROWS, u32)
+            registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
             load(x, rows, columns, first, column, False, registers)
             for step in range(WARP_ROWS):
                 a, b, c, d = decode(registers, step)
-                words[step] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
                     fold(registers, step, (a, b, c, d), kept)
             if rowwise:
-                store_rows(words, out, out_pitch, first, rows, column, False)
-            transpose_quads(words)
+                store_rows(packed, out, out_stride, first, rows, column, False)
+            transpose_quads(packed)
             for step in range(4):
                 if column + step < columns:
-                    address = out_t + i64(column + step) * out_t_pitch + i64(first)
-                    store_16(address, words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+                    address = out_t + i64(column + step) * out_t_stride + i64(first)
+                    store_16(
+                        address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+                    )
             start = i32(start + 4 * THREADS)
         if observe:
             largest = block_max(largest_kept(kept), shared, thread)
             if thread == 0:
-                raise_to(seen, largest)
+                update_amax(amax_out, largest)
 
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
-        (source.words_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        (source.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=source.blocks,
+        min_blocks_per_sm=source.min_blocks_per_sm,
     )

@@ -1,9 +1,9 @@
 """A normalized tensor to FP8 with one scale, from rows in registers: x is read once.
 
-The scale is given by delayed scaling, or it is 0 and the tensor is scaled from its own amax, which is known when all
-rows were read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with the given scale,
-or, where that is 0, leaves the amax of each of its blocks; ``cast_normalized`` returns at once, or, where the scale is
-0, reads x again and casts with the scale from those amaxes.
+The scale is delayed scaling's, or it is 0 and the tensor is scaled by its own amax, which is known once all rows were
+read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with a nonzero scale and otherwise
+stores the amax of each of its blocks; ``cast_normalized`` returns at once with a nonzero scale, and otherwise reads x
+again and casts with the scale from those amaxes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import FP8_MAX, ITEM_BYTES, current_scale, magnitude, quad_decoder, quad_words, raise_to
+from cuda_kernels.device.codec import (
+    FP8_MAX,
+    ITEM_BYTES,
+    amax_to_scale,
+    magnitude,
+    quad_decoder,
+    quad_registers,
+    update_amax,
+)
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     divide,
@@ -31,13 +39,13 @@ from cuda_kernels.device.ptx import (
 )
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
     parameter_quad,
     quad_address,
     quad_column,
-    registers_of,
     row_loader,
+    row_registers,
 )
 from cuda_kernels.device.tile import block_max
 from cuda_kernels.kernel import Kernel
@@ -47,156 +55,179 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def _row_caster(norm: Norm, fp8: str, spread: Spread) -> Any:
-    """A device function that normalizes the row in registers, stores its codes if asked and returns its amax.
+def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
+    """A device function that normalizes the row in registers, stores its codes if ``stored``, and returns its amax.
 
-    ``codes``: where the thread's first go.
+    ``codes``: the address of the thread's first code.
     """
-    quads, last, column_of = spread.all_quads, spread.quads - 1, quad_column(spread)
-    held, item, has_bias = quad_words(norm.dtype), ITEM_BYTES[norm.weight_dtype], norm.bias
-    decode, parameters, normalize, pack = (
-        quad_decoder(norm.dtype), parameter_quad(norm.weight_dtype), normalizer(norm), float8x4[fp8]
-    )  # fmt: skip
-    inside_of, larger = inside_row(spread), larger_magnitudes["float32"]
-    parameter_at, code_at = quad_address(item, spread), quad_address(1, spread)
+    quads = layout.quads_per_thread
+    last = layout.quads_per_vec - 1
+    column_of = quad_column(layout)
+    num_registers = quad_registers(norm.dtype)
+    item = ITEM_BYTES[norm.weight_dtype]
+    has_bias = norm.bias
+    decode = quad_decoder(norm.dtype)
+    parameters = parameter_quad(norm.weight_dtype)
+    normalize = normalizer(norm)
+    pack = float8x4[fp8]
+    is_inside = inside_row(layout)
+    larger = larger_magnitudes["float32"]
+    parameter_address, code_address = quad_address(item, layout), quad_address(1, layout)
 
     @device
-    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, pitch, stored):
+    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
         largest = _ZERO
-        word = cuda.local.array(2, u32)
+        packed = cuda.local.array(2, u32)
         for quad in range(quads):
-            column, part = column_of(quad, lane), quad & last
-            inside = inside_of(column, columns)
+            column = column_of(quad, lane)
+            part = quad & last
+            inside = is_inside(column, columns)
             kept = _ALL if inside else u32(0)
-            a, b, c, d = decode(registers, quad * held)
-            w, x, y, z = parameters(parameter_at(weight, quad, lane), inside)
-            p, q, r, s = parameters(parameter_at(bias, quad, lane), inside and has_bias)
+            a, b, c, d = decode(registers, quad * num_registers)
+            w, x, y, z = parameters(parameter_address(weight, quad, lane), inside)
+            p, q, r, s = parameters(parameter_address(bias, quad, lane), inside and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
             b = normalize(b, mean, rstd, x + offset, q)
             c = normalize(c, mean, rstd, y + offset, r)
             d = normalize(d, mean, rstd, z + offset, s)
-            of_quad = larger(larger(a, b), larger(c, d))
-            largest = larger(largest, of_quad if inside else _ZERO)
-            word[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
-            if part == last and stored and inside_of(column, pitch):
+            quad_max = larger(larger(a, b), larger(c, d))
+            largest = larger(largest, quad_max if inside else _ZERO)
+            packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
+            if part == last and stored and is_inside(column, stride):
                 if last:
-                    store_8(code_at(codes, quad - 1, 0), word[0], word[1])
+                    store_8(code_address(codes, quad - 1, 0), packed[0], packed[1])
                 else:
-                    store_4(code_at(codes, quad, 0), word[0])
+                    store_4(code_address(codes, quad, 0), packed[0])
         return largest
 
     return cast
 
 
-def _blocks(norm: Norm, spread: Spread) -> int:
-    return 2 if registers_of(norm.dtype, spread) > 32 or norm.bias else 3
+def _min_blocks_per_sm(norm: Norm, layout: RowLayout) -> int:
+    return 2 if row_registers(norm.dtype, layout) > 32 or norm.bias else 3
 
 
 @cache
-def normalize_kernel(norm: Norm, fp8: str, spread: Spread, observe: bool) -> Kernel:
-    """``statistics`` as in ``norm.py`` and, where ``scale [1]`` is not 0, ``out [rows, columns]``.
+def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> Kernel:
+    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
 
-    Where it is 0 or its address is, ``own [blocks]`` gets the amaxes. Blocks take every n-th group of rows.
-    ``observe`` raises ``seen [1]``. The rest of out's pitch, a multiple of 16, is written with zeros.
+    Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
+    of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
     """
-    load_row, statistics = row_loader(norm.dtype, spread), row_statistics(norm.dtype, norm.mean, spread)
-    cast, has_mean, rstds_at = _row_caster(norm, fp8, spread), norm.mean, rstd_address(norm.mean)
-    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
-    larger, codes_at = larger_magnitudes["float32"], quad_address(1, spread)
+    load_row = row_loader(norm.dtype, layout)
+    statistics = row_statistics(norm.dtype, norm.mean, layout)
+    cast = _row_caster(norm, fp8, layout)
+    has_mean = norm.mean
+    rstd_pointer = rstd_address(norm.mean)
+    num_registers = row_registers(norm.dtype, layout)
+    item = ITEM_BYTES[norm.dtype]
+    lane_mask = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
+    larger = larger_magnitudes["float32"]
+    code_address = quad_address(1, layout)
 
     def normalize(
-        x, pitch, weight, bias, means, scale, own, seen, out, out_scale,
-        rows, columns, offset, eps, out_pitch,
+        x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
+        rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
-        thread, shared = cuda.threadIdx.x, dynamic_shared()
-        lane = thread & lanes
+        thread = cuda.threadIdx.x
+        shared = dynamic_shared()
+        lane = thread & lane_mask
         factor = _ZERO
         if scale != 0:
             factor = load_f32(scale)
         largest = _ZERO
-        phase = i32(0)
+        sum_buffer = i32(0)
         first = i64(cuda.blockIdx.x) * rows_of_block
-        # From row to row by an addition: the product would be made again for each of a row's stores.
-        codes = codes_at(out + (first + (thread >> shift)) * out_pitch, 0, lane)
+        # The address is advanced by additions: a product would be computed again for each of a row's stores.
+        codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
         while first < rows:
             row = first + (thread >> shift)
             inside = row < rows
-            registers = cuda.local.array(held, u32)
+            registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
-            load_row(x + (row if inside else i64(rows - 1)) * pitch * item, columns, lane, registers)
-            m, r = statistics(registers, columns, lane, eps, shared + phase, thread)
+            load_row(x + (row if inside else i64(rows - 1)) * stride * item, columns, lane, registers)
+            m, r = statistics(registers, columns, lane, eps, shared + sum_buffer, thread)
             if lane == 0 and inside:
                 if has_mean:
                     store_f32(means + row * 4, m)
-                store_f32(rstds_at(means, rows) + row * 4, r)
+                store_f32(rstd_pointer(means, rows) + row * 4, r)
             stored = inside and factor != _ZERO
-            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, stored)
+            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
-            phase ^= i32(64)  # a warp may write its sums of the next rows before another has read these
+            sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
             first += i64(cuda.gridDim.x) * rows_of_block
-            codes += i64(cuda.gridDim.x) * rows_of_block * out_pitch
+            codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
-            of_block = block_max(magnitude(largest), shared + 128, thread)
+            block_max_bits = block_max(magnitude(largest), shared + 128, thread)
             if thread == 0:
                 if factor == _ZERO:
-                    store_f32(own + i64(cuda.blockIdx.x) * 4, from_bits(of_block))
+                    store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(block_max_bits))
                 if observe:
-                    raise_to(seen, of_block)
+                    update_amax(amax_out, block_max_bits)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
     return Kernel(
-        f"normalize({norm}, {fp8}, {spread}, {observe=})",
+        f"normalize({norm}, {fp8}, {layout}, {observe=})",
         normalize,
         (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
-        blocks_per_multiprocessor=_blocks(norm, spread),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
     )
 
 
 @cache
-def cast_normalized_kernel(norm: Norm, fp8: str, spread: Spread) -> Kernel:
-    """``out [rows, columns]`` with the scale from ``own [n_own]``, unless a ``scale [1]`` is given that is not 0."""
+def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
+    """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
-    predicated = replace(spread, full=False)
-    load_row, cast = row_loader(norm.dtype, spread), _row_caster(norm, fp8, predicated)
-    held, item = registers_of(norm.dtype, spread), ITEM_BYTES[norm.dtype]
-    has_mean, largest_code, rstds_at = norm.mean, FP8_MAX[fp8], rstd_address(norm.mean)
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
-    codes_at = quad_address(1, spread)
+    predicated = replace(layout, full=False)
+    load_row = row_loader(norm.dtype, layout)
+    cast = _row_caster(norm, fp8, predicated)
+    num_registers = row_registers(norm.dtype, layout)
+    item = ITEM_BYTES[norm.dtype]
+    has_mean = norm.mean
+    fp8_max = FP8_MAX[fp8]
+    rstd_pointer = rstd_address(norm.mean)
+    lane_mask = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
+    code_address = quad_address(1, layout)
 
     def cast_normalized(
-        x, pitch, weight, bias, means, scale, own, out, out_scale,
-        rows, columns, offset, n_own, power_2, epsilon, out_pitch,
+        x, stride, weight, bias, means, scale, block_amax, out, out_scale,
+        rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        lane, largest, index = thread & lanes, u32(0), thread
-        while index < n_own:
-            largest = unsigned_max(largest, load_4(own + i64(index) * 4))
+        lane = thread & lane_mask
+        largest = u32(0)
+        index = thread
+        while index < num_block_amax:
+            largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
             index += THREADS
         amax = from_bits(block_max(largest, dynamic_shared(), thread))
-        factor = current_scale(amax, largest_code, power_2, epsilon)
+        factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
-            registers = cuda.local.array(held, u32)
-            load_row(x + row * pitch * item, columns, lane, registers)
+            registers = cuda.local.array(num_registers, u32)
+            load_row(x + row * stride * item, columns, lane, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
-            r = load_f32(rstds_at(means, rows) + row * 4)
-            codes = codes_at(out + row * out_pitch, 0, lane)
-            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_pitch, True)
+            r = load_f32(rstd_pointer(means, rows) + row * 4)
+            codes = code_address(out + row * out_stride, 0, lane)
+            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, True)
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
-        f"cast_normalized({norm}, {fp8}, {spread})",
+        f"cast_normalized({norm}, {fp8}, {layout})",
         cast_normalized,
         (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
-        blocks_per_multiprocessor=_blocks(norm, spread),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
     )

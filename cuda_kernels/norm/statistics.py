@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_words
+from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
 from cuda_kernels.device.rows import (
     THREADS,
-    Spread,
+    RowLayout,
     inside_row,
     quad_column,
     quad_reader,
-    registers_of,
     row_loader,
+    row_registers,
     row_sum,
 )
 from cuda_kernels.device.tile import WARP_ROWS, Source, tensor_source
@@ -36,13 +36,13 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 @dataclass(frozen=True)
 class Norm:
-    """What kernels of one normalization are compiled for.
+    """The options of a normalization's kernels.
 
     Attributes:
-        dtype: of x.
-        weight_dtype: of weight and bias.
-        mean: whether it is subtracted (LayerNorm).
-        bias: whether one is added.
+        dtype: dtype of x.
+        weight_dtype: dtype of weight and bias.
+        mean: whether the mean is subtracted (LayerNorm).
+        bias: whether a bias is added.
     """
 
     dtype: str
@@ -71,20 +71,23 @@ def normalizer(norm: Norm) -> Any:
 def normalized_source(norm: Norm, aligned: bool) -> Source:
     """The normalized tensor; elements outside it are zeros.
 
-    Words: x's address, the pitch of its rows in elements, the addresses of weight, bias and statistics, offset.
-    ``aligned``: addresses, pitch and columns are multiples of four elements. All lanes of a warp decode together: each
+    Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.
+    ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x, normalize, rstds_at = tensor_source(norm.dtype, 4 if aligned else 1), normalizer(norm), rstd_address(norm.mean)
+    x = tensor_source(norm.dtype, 4 if aligned else 1)
+    normalize = normalizer(norm)
+    rstd_pointer = rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
-    weight = x.registers
+    weight = x.num_registers
     bias = weight + 4
     mean = bias + (4 if has_bias else 0)
     rstd = mean + (1 if has_mean else 0)
-    limits, n_limits = rstd + 1, 1 if aligned else 4
-    held = limits + n_limits
+    limits = rstd + 1
+    n_limits = 1 if aligned else 4
+    num_registers = limits + n_limits
 
     @device
     def load_parameters(address, column, columns, offset, registers, start):
@@ -93,18 +96,18 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
 
     @device
-    def load(words, rows, columns, row, column, whole, registers):
-        load_x(words, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, whole, registers):
+        load_x(args, rows, columns, row, column, whole, registers)
         lane = cuda.threadIdx.x & 31
-        of_lane = i64(row + lane) * 4
+        lane_offset = i64(row + lane) * 4
         inside = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = bits(load_f32(words[4] + of_lane)) if inside else u32(0)
-        registers[rstd] = bits(load_f32(rstds_at(words[4], rows) + of_lane)) if inside else u32(0)
-        load_parameters(words[2], column, columns, f32(words[5]), registers, weight)
+            registers[mean] = bits(load_f32(args[4] + lane_offset)) if inside else u32(0)
+        registers[rstd] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if inside else u32(0)
+        load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
         if has_bias:
-            load_parameters(words[3], column, columns, _ZERO, registers, bias)
-        # Of each column, how many rows from this one on are inside the tensor.
+            load_parameters(args[3], column, columns, _ZERO, registers, bias)
+        # The limit of each column is the number of rows, from this one on, inside the tensor.
         below = rows - row if row < rows else 0
         for index in range(n_limits):
             registers[limits + index] = u32(below) if column + index < columns else u32(0)
@@ -127,15 +130,15 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
             element(registers, step, 3, d, m, r),
         )
 
-    blocks = 2 if norm.dtype == "float32" else 3
-    return Source(f"norm({norm}, {aligned=})", 6, held, load, decode, decoded_maxima(), blocks)
+    min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
+    return Source(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
 
 
 def rstd_address(mean: bool) -> Any:
-    """A device function ``(statistics, rows) -> address`` of the rows' rstd; behind their means, if there are any."""
+    """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
 
     @device
     def address(statistics, rows):
@@ -149,24 +152,28 @@ def _rstd(squares, columns, eps):
     return divide(_ONE, _square_root(divide(squares, f32(columns)) + eps))
 
 
-def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
+def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
     """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
 
     ``shared``: two times 32 bytes.
     """
-    held, quads, column_of = quad_words(dtype), spread.all_quads, quad_column(spread)
-    decode, total, inside = quad_decoder(dtype), row_sum(spread.threads), inside_row(spread)
+    num_registers = quad_registers(dtype)
+    quads = layout.quads_per_thread
+    column_of = quad_column(layout)
+    decode = quad_decoder(dtype)
+    total = row_sum(layout.threads_per_row)
+    inside = inside_row(layout)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
         m, squares = _ZERO, _ZERO
         if mean:
             for quad in range(quads):
-                a, b, c, d = decode(registers, quad * held)
+                a, b, c, d = decode(registers, quad * num_registers)
                 m += (a + b) + (c + d)
             m = divide(total(m, shared, thread), f32(columns))
         for quad in range(quads):
-            a, b, c, d = decode(registers, quad * held)
+            a, b, c, d = decode(registers, quad * num_registers)
             a, b, c, d = a - m, b - m, c - m, d - m
             squares += (a * a + b * b) + (c * c + d * d) if inside(column_of(quad, lane), columns) else _ZERO
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
@@ -177,29 +184,34 @@ def row_statistics(dtype: str, mean: bool, spread: Spread) -> Any:
 def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
     """A device function ``(row, columns, inside, lane, eps, shared, thread) -> mean, rstd`` of the row at an address.
 
-    Rows of any length and address, which ``threads`` read; for a mean twice. Of a row not ``inside`` nothing is read.
-    ``shared``: two times 32 bytes, where ``threads`` are more than a warp.
+    Rows may have any length and address. ``threads`` threads read a row, twice if there is a mean; nothing is read of a
+    row that is not ``inside``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
-    load, decode, held, item = quad_loader(dtype, aligned), quad_decoder(dtype), quad_words(dtype), ITEM_BYTES[dtype]
-    total, stride, all_words = row_sum(threads), 4 * threads, _AT_ONCE * held
+    load = quad_loader(dtype, aligned)
+    decode = quad_decoder(dtype)
+    num_registers = quad_registers(dtype)
+    item = ITEM_BYTES[dtype]
+    total = row_sum(threads)
+    stride = 4 * threads
+    all_registers = _AT_ONCE * num_registers
     step = _AT_ONCE * stride
 
     @device
     def load_some(row, column, columns, inside, registers):
         for index in range(_AT_ONCE):
-            at = column + index * stride
-            loaded = load(row + i64(at) * item, at, columns, inside)
-            for word in range(held):
-                registers[index * held + word] = loaded[word]
+            col = column + index * stride
+            loaded = load(row + i64(col) * item, col, columns, inside)
+            for register in range(num_registers):
+                registers[index * num_registers + register] = loaded[register]
 
     @device
     def statistics(row, columns, inside, lane, eps, shared, thread):
-        registers = cuda.local.array(all_words, u32)
+        registers = cuda.local.array(all_registers, u32)
         m, squares, first = _ZERO, _ZERO, i32(0)
         while mean and first < columns:
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
-                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
             first += i32(step)
         if mean:
@@ -209,7 +221,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
             load_some(row, first + 4 * lane, columns, inside, registers)
             for index in range(_AT_ONCE):
                 column = first + 4 * lane + index * stride
-                a, b, c, d = decode(registers, index * held)
+                a, b, c, d = decode(registers, index * num_registers)
                 a, b, c, d = a - m, b - m, c - m, d - m
                 squares += a * a if column < columns else _ZERO
                 squares += b * b if column + 1 < columns else _ZERO
@@ -225,52 +237,59 @@ _AT_ONCE = 8
 """Loads of a thread that are in flight together."""
 
 _STATISTICS = (i64, i64, i64, i32, i32, f32)
-"""x, the pitch of its rows in elements, statistics, rows, columns, eps."""
+"""x, the stride of its rows in elements, statistics, rows, columns, eps."""
 
 
 @cache
-def statistics_of_rows_kernel(dtype: str, mean: bool, spread: Spread) -> Kernel:
+def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
-    load_row, statistics = row_loader(dtype, spread), row_statistics(dtype, mean, spread)
-    held, item = registers_of(dtype, spread), ITEM_BYTES[dtype]
-    lanes, shift, rows_of_block = spread.threads - 1, spread.shift, THREADS >> spread.shift
-    rstds_at = rstd_address(mean)
+    load_row = row_loader(dtype, layout)
+    statistics = row_statistics(dtype, mean, layout)
+    num_registers = row_registers(dtype, layout)
+    item = ITEM_BYTES[dtype]
+    lane_mask = layout.threads_per_row - 1
+    shift = layout.log2_threads
+    rows_of_block = THREADS >> layout.log2_threads
+    rstd_pointer = rstd_address(mean)
 
-    def statistics_of_rows(x, pitch, means, rows, columns, eps):
+    def statistics_of_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
-        lane, row = thread & lanes, cuda.blockIdx.x * rows_of_block + (thread >> shift)
-        registers = cuda.local.array(held, u32)
+        lane = thread & lane_mask
+        row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
+        registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
-        load_row(x + i64(row if row < rows else rows - 1) * pitch * item, columns, lane, registers)
+        load_row(x + i64(row if row < rows else rows - 1) * stride * item, columns, lane, registers)
         m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:
                 store_f32(means + i64(row) * 4, m)
-            store_f32(rstds_at(means, rows) + i64(row) * 4, r)
+            store_f32(rstd_pointer(means, rows) + i64(row) * 4, r)
 
     return Kernel(
-        f"statistics({dtype}, {mean=}, {spread})",
+        f"statistics({dtype}, {mean=}, {layout})",
         statistics_of_rows,
         _STATISTICS,
         THREADS,
         shared_bytes=64,
-        blocks_per_multiprocessor=2 if held > 32 else 4,
+        min_blocks_per_sm=2 if num_registers > 32 else 4,
     )
 
 
 @cache
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    statistics, item = long_row_statistics(dtype, mean, aligned, THREADS), ITEM_BYTES[dtype]
-    rstds_at = rstd_address(mean)
+    statistics = long_row_statistics(dtype, mean, aligned, THREADS)
+    item = ITEM_BYTES[dtype]
+    rstd_pointer = rstd_address(mean)
 
-    def statistics_of_long_rows(x, pitch, means, rows, columns, eps):
-        thread, row = cuda.threadIdx.x, i64(cuda.blockIdx.x)
-        m, r = statistics(x + row * pitch * item, columns, True, thread, eps, dynamic_shared(), thread)
+    def statistics_of_long_rows(x, stride, means, rows, columns, eps):
+        thread = cuda.threadIdx.x
+        row = i64(cuda.blockIdx.x)
+        m, r = statistics(x + row * stride * item, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
                 store_f32(means + row * 4, m)
-            store_f32(rstds_at(means, rows) + row * 4, r)
+            store_f32(rstd_pointer(means, rows) + row * 4, r)
 
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",
@@ -278,5 +297,5 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
         _STATISTICS,
         THREADS,
         shared_bytes=64,
-        blocks_per_multiprocessor=4,
+        min_blocks_per_sm=4,
     )

@@ -72,10 +72,10 @@ class Checked:
     def __init__(self, device: torch.device) -> None:
         from cuda_kernels.host import launch
 
-        self._is_card, self.known = launch.is_card(device), set[object]({0})
+        self._is_cuda, self.known = launch.is_cuda_device(device), set[object]({0})
 
     def keep(self, *addresses: object) -> None:
-        if self._is_card and len(self.known) < KEPT_ADDRESSES:
+        if self._is_cuda and len(self.known) < KEPT_ADDRESSES:
             self.known.update(addresses)
 
 

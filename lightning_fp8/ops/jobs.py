@@ -100,14 +100,14 @@ def job_of(
     amax: bool = False,
 ) -> Job:
     """The product of these operands on ``device``; see :func:`lightning_fp8.ops.gemm._plan`."""
-    from cuda_kernels.gemm.spec import Product, Scaling
+    from cuda_kernels.gemm.spec import GemmSpec, Scaling
     from cuda_kernels.host import launch
     from cuda_kernels.host.gemm_configs import Problem
 
     _, _, dtype, fast = parsed_product(how)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
     scaling, of_bias = Scaling[SCALINGS[a.layout, b.layout]], None if bias is None else NAMES[bias[0]]
-    product = Product(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast, amax)
+    product = GemmSpec(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast, amax)
     pitch, address = out or (b.rows, 0)
     aligned = pitch * dtype.itemsize % 16 == 0 and address == 0
     even = pitch % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0

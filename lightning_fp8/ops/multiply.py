@@ -17,7 +17,7 @@ from lightning_fp8.ops.operands import allocator
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.spec import MmaTile, Tile
+    from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
     from cuda_kernels.host.gemm_configs import Plan
 
 Given = Tensor | None
@@ -27,12 +27,12 @@ Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Given", "Given", "Giv
 
 def multiplier(job: Job, plan: Plan) -> Multiply:
     """What computes ``job`` as planned."""
-    from cuda_kernels.gemm.spec import MmaTile, Tile
+    from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
     from cuda_kernels.host.gemm_configs import Library
 
-    if isinstance(plan, Tile):
+    if isinstance(plan, GemmConfig):
         return _Hopper(job, plan).multiply
-    if isinstance(plan, MmaTile):
+    if isinstance(plan, MmaConfig):
         return _Mma(job, plan).multiply
     return _ScaledMm(job.how, exactly).multiply if plan is Library.CUBLASLT else exactly
 
@@ -76,25 +76,28 @@ class _Kernel:
 
 
 class _Hopper(_Kernel):
-    def __init__(self, job: Job, tile: Tile) -> None:
+    def __init__(self, job: Job, tile: GemmConfig) -> None:
         from cuda_kernels.gemm import wgmma
         from cuda_kernels.gemm.spec import Scaling
         from cuda_kernels.host import launch, tensor_maps
 
         super().__init__(job)
-        device, problem, product = job.device, job.problem, job.problem.product
+        device, problem, product = job.device, job.problem, job.problem.spec
         self._along_k, self._both = product.scaling.along_k, product.scaling is Scaling.BLOCKS
         shared = tile.cluster
-        rows, columns = tile.rows // (shared if tile.shares_a else 1), tile.columns // (1 if tile.shares_a else shared)
+        rows, columns = (
+            tile.tile_m // (shared if tile.multicast_a else 1),
+            tile.tile_n // (1 if tile.multicast_a else shared),
+        )
         box, map_on = tensor_maps.Box, partial(tensor_maps.map_on, device)
         self._map_a, self._map_b = map_on(box(rows, 128)), map_on(box(columns, 128))
         chunk = 32 if product.out == "float32" else 64
-        self._map_out = map_on(box(64, chunk)) if tile.staged else None
-        self._map_scale_a = map_on(box(1, tile.rows, swizzle=False, transposed=True))
-        self._map_scale_b = map_on(box(1, tile.columns, swizzle=False, transposed=True))
+        self._map_out = map_on(box(64, chunk)) if tile.smem_epilogue else None
+        self._map_scale_a = map_on(box(1, tile.tile_m, swizzle=False, transposed=True))
+        self._map_scale_b = map_on(box(1, tile.tile_n, swizzle=False, transposed=True))
         self._pitches = job.pitch, job.b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
-        down, across = -(-problem.m // tile.rows), -(-problem.n // tile.columns)
-        units = (down * -(-across // shared)) if tile.shares_a else (-(-down // shared) * across)
+        down, across = -(-problem.m // tile.tile_m), -(-problem.n // tile.tile_n)
+        units = (down * -(-across // shared)) if tile.multicast_a else (-(-down // shared) * across)
         blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
         kernel = wgmma.gemm_kernel(product, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
@@ -114,7 +117,7 @@ class _Hopper(_Kernel):
 
 
 class _Mma(_Kernel):
-    def __init__(self, job: Job, tile: MmaTile) -> None:
+    def __init__(self, job: Job, tile: MmaConfig) -> None:
         from cuda_kernels.gemm import mma
         from cuda_kernels.host import launch
 
@@ -126,8 +129,8 @@ class _Mma(_Kernel):
             return 0 if along is None else operand.scale_strides[along]
 
         self._pitches = a.pitch, b.pitch, scale_pitch(a), scale_pitch(b), pitch
-        blocks = -(-problem.m // tile.rows) * -(-problem.n // tile.columns)
-        kernel = mma.mma_gemm_kernel(problem.product, tile)
+        blocks = -(-problem.m // tile.tile_m) * -(-problem.n // tile.tile_n)
+        kernel = mma.mma_gemm_kernel(problem.spec, tile)
         self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
 
     def _start(

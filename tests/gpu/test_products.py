@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cuda_kernels.gemm.spec import Product, Scaling
+from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
@@ -67,13 +67,13 @@ def test_random_shapes(scaling: str) -> None:
 def test_every_plan_of_a_problem() -> None:
     """All tiles that are legal give the same bits."""
     card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
-    product = Product("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
+    product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
     problem = Problem(1000, 1040, 1500, product, *card, aligned=True, even=True)
     for plan in gemm_configs.plans(problem):
         if not isinstance(plan, Library):
-            numbers = (plan.rows, plan.columns)
+            numbers = (plan.tile_m, plan.tile_n)
             if problem.architecture == "90a":
-                numbers = (plan.groups, plan.waves, plan.columns, plan.cluster)
+                numbers = (plan.mma_warpgroups, plan.waves, plan.tile_n, plan.cluster)
             with multiplying(problem.architecture, *numbers):
                 check_product("tensor", (1000, 1040, 1500), "cuda")
 

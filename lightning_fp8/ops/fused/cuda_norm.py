@@ -26,7 +26,7 @@ from lightning_fp8.ops.plans import Task, plan_of, task_of
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.device.rows import Spread
+    from cuda_kernels.device.rows import RowLayout
     from cuda_kernels.host.launch import Argument
     from cuda_kernels.norm.statistics import Norm
 
@@ -66,11 +66,11 @@ class _Input(NamedTuple):
         return self.place.comes_in(elements, size) and weight.comes_in(elements, size)
 
     @property
-    def spread(self) -> Spread | None:
+    def spread(self) -> RowLayout | None:
         """How a row fits into the registers of its threads, if it does."""
-        from cuda_kernels.device.rows import cast_spread
+        from cuda_kernels.device.rows import cast_row_layout
 
-        return cast_spread(self.norm.dtype, self.place.columns) if self.comes_in(8, 16) else None
+        return cast_row_layout(self.norm.dtype, self.place.columns) if self.comes_in(8, 16) else None
 
 
 class _NormPlan:
@@ -112,7 +112,7 @@ class _RowsInRegisters(_NormPlan):
     Where the scale may be 0 a second kernel follows, which returns at once unless it is.
     """
 
-    def __init__(self, of: _Input, spread: Spread, task: Task) -> None:
+    def __init__(self, of: _Input, spread: RowLayout, task: Task) -> None:
         from cuda_kernels.device.rows import THREADS
         from cuda_kernels.host import launch
         from cuda_kernels.norm import cast
@@ -121,8 +121,8 @@ class _RowsInRegisters(_NormPlan):
         how, fp8 = task.how, task.how.float8.name.lower()
         self._operands = Operands(of.device, how, of.rows, of.place.columns)
         kernel = cast.normalize_kernel(of.norm, fp8, spread, task.observes)
-        groups = -(-of.rows * spread.threads // THREADS)
-        blocks = min(groups, kernel.blocks_per_multiprocessor * launch.multiprocessors(of.device))
+        groups = -(-of.rows * spread.threads_per_row // THREADS)
+        blocks = min(groups, kernel.min_blocks_per_sm * launch.multiprocessors(of.device))
         shape, pitch = (of.rows, of.place.columns, float(self._offset)), self._operands.pitches[0]
         self._normalize = launch.Launch(kernel, blocks, (*shape, of.kind.eps, pitch), of.device).start
         self._again: Callable[..., None] | None = None
@@ -188,7 +188,7 @@ class _Bands(_NormPlan):
 class _StatisticsFirst(_NormPlan):
     """Statistics, and then any cast, which reads x again."""
 
-    def __init__(self, of: _Input, spread: Spread | None, task: Task) -> None:
+    def __init__(self, of: _Input, spread: RowLayout | None, task: Task) -> None:
         from cuda_kernels.device.rows import THREADS
         from cuda_kernels.host import launch
         from cuda_kernels.norm import statistics
@@ -197,7 +197,7 @@ class _StatisticsFirst(_NormPlan):
         columns = of.place.columns
         if spread:
             kernel = statistics.statistics_of_rows_kernel(of.norm.dtype, of.norm.mean, spread)
-            blocks = -(-of.rows * spread.threads // THREADS)
+            blocks = -(-of.rows * spread.threads_per_row // THREADS)
         else:
             kernel = statistics.statistics_of_long_rows_kernel(of.norm.dtype, of.norm.mean, of.place.comes_in(4))
             blocks = of.rows

@@ -51,13 +51,13 @@ class _NormBackward:
         inputs, columns, dy_dtype = (x, dy, weight), x.columns, NAMES[dy.dtype]
         spread = None
         if all(each.comes_in(8, 16) for each in inputs):
-            spread = kernels.backward_spread((norm.dtype, dy_dtype), columns)
+            spread = kernels.backward_row_layout((norm.dtype, dy_dtype), columns)
         if spread:
             kernel = kernels.norm_backward_kernel(norm, dy_dtype, spread)
         else:
             aligned = all(each.comes_in(4) for each in inputs)
             kernel = kernels.long_norm_backward_kernel(norm, dy_dtype, aligned)
-        blocks = min(rows, kernel.blocks_per_multiprocessor * launch.multiprocessors(device))
+        blocks = min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         self._at, self._allocate = launch.address_on(device), allocator(device)
         self._checked, self._device, self._rms = Checked(device), device, not norm.mean
         self._dx = (rows, columns), (columns, 1), x.dtype

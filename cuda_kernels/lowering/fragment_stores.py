@@ -1,0 +1,101 @@
+"""Stores of matrix fragments to shared and to global memory; :mod:`.fragments` says what each register holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda.cgutils import unpack_tuple
+
+from cuda_kernels.device.fragments import fragment_type
+from cuda_kernels.device.language import i32, i64, void
+from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
+
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+
+_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
+_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f32 $0, $2, $1;"}
+_MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+_TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
+
+
+@cache
+def store_fragment_shared(count: int, dtype: str) -> Any:
+    """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
+
+    The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``. For 16-bit values ``base`` is the
+    row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is 1024
+    bytes on.
+    """
+    rounded = dtype != "float32"
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        fragment, base, first, mask = values
+        acc = unpack_tuple(builder, fragment)
+        for j in range(count // (8 if rounded else 4)):
+            swizzled_chunk = builder.xor(builder.add(first, _I32(2 * j)), mask)
+            address = builder.add(base, builder.shl(swizzled_chunk, _I32(4)))
+            if rounded:
+                pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
+                packed = [
+                    inline(builder, _PAIR[dtype], _I32, "=r,f,f", pair, pure=True, convergent=False) for pair in pairs
+                ]
+                inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", [address, *packed])
+            else:
+                inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
+        return context.get_dummy_value()
+
+    kinds = fragment_type(count), i32, i32, i32
+    return intrinsic_of("store_fragment_shared", 4, lambda context, *args: (signature(void, *kinds), lower))
+
+
+_STORED = {
+    ("float32", 1): "@p st.global.f32 [$0], $1;",
+    ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",
+    ("bfloat16", 1): ".reg .b16 h; cvt.rn.bf16.f32 h, $1; @p st.global.b16 [$0], h;",
+    ("bfloat16", 2): ".reg .b32 w; cvt.rn.bf16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
+    ("float16", 1): ".reg .b16 h; cvt.rn.f16.f32 h, $1; @p st.global.b16 [$0], h;",
+    ("float16", 2): ".reg .b32 w; cvt.rn.f16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
+}
+"""One element, or two neighbours."""
+_ADDED = {
+    1: ".reg .f32 v; @p ld.global.f32 v, [$0]; add.rn.f32 v, v, $1; @p st.global.f32 [$0], v;",
+    2: ".reg .f32 v, w; @p ld.global.v2.f32 {v, w}, [$0]; add.rn.f32 v, v, $1; add.rn.f32 w, w, $2;"
+    " @p st.global.v2.f32 [$0], {v, w};",
+}
+
+
+@cache
+def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
+    """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
+
+    ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
+    so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
+    """
+    size = 4 if dtype == "float32" else 2
+    step = 2 if even else 1
+    template = _GUARD % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
+    constraints = ",".join(["l", *"f" * step, "r"])
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        packed, out, stride, row, rows, column, columns = values
+        acc = unpack_tuple(builder, packed)
+        for half in range(2):
+            row_of_half = builder.add(row, _I32(8 * half))
+            in_rows = builder.icmp_signed("<", row_of_half, rows)
+            start = builder.mul(builder.sext(row_of_half, _I64), stride)
+            for first in range(0, count, 4):
+                for index in range(0, 2, step):
+                    col = builder.add(column, _I32(2 * first + index))
+                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
+                    offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
+                    stored = acc[first + 2 * half + index :][:step]
+                    address = builder.add(out, offset)
+                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, inside])
+        return context.get_dummy_value()
+
+    kinds = fragment_type(count), i64, i64, i32, i32, i32, i32
+    return intrinsic_of("store_fragment_global", 7, lambda context, *args: (signature(void, *kinds), lower))
