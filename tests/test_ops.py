@@ -261,3 +261,17 @@ def test_errors_say_what_fits() -> None:
         ops.scaled_mm(*operands)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'1x128' cannot be transposed"):
         ScaledTensor(torch.ones(2, 2), torch.ones(2, 1), Layout.BLOCK_1X128).t()
+
+
+@pytest.mark.parametrize("power_2", [True, False])
+@LAYOUTS
+def test_products_do_not_depend_on_autocast(layout: Layout, power_2: bool) -> None:
+    """Which would round float32 factors, where scales are no powers of two, and a float32 result."""
+    cast = Cast(E4M3, layout, power_2)
+    a, b = (ops.quantize(torch.randn(rows, 256), cast).rowwise for rows in (64, 48))
+    assert a is not None
+    assert b is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = ops.scaled_mm(a, b, out_dtype=torch.float32)
+    exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
+    assert (inside - exact).abs().max() < 1e-5 * exact.abs().max()

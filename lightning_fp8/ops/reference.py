@@ -245,16 +245,17 @@ def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    if left.dtype == torch.float32:
-        return torch.mm(left, right.t())
-    if left.is_cuda:
-        return torch.mm(left, right.t(), out_dtype=torch.float32)
-    with _bf16_products():
-        return torch.mm(left.float(), right.float().t())
+    with torch.autocast(left.device.type, enabled=False):  # which would round float32 factors and the result
+        if left.dtype == torch.float32:
+            return torch.mm(left, right.t())
+        if left.is_cuda:
+            return torch.mm(left, right.t(), out_dtype=torch.float32)
+        with bf16_products():
+            return torch.mm(left.float(), right.float().t())
 
 
 @contextmanager
-def _bf16_products() -> Iterator[None]:
+def bf16_products() -> Iterator[None]:
     """Let float32 GEMMs multiply in BF16 and accumulate in float32: exact for operands that are BF16 values.
 
     The only way to a float32 result of a BF16 GEMM on the CPU; processors without BF16 ignore it.

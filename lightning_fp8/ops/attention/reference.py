@@ -27,7 +27,7 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import Codes, round_rows, round_rows_running
 from lightning_fp8.ops.attention.masks import Band, Lengths
 from lightning_fp8.ops.attention.tiles import Call
-from lightning_fp8.ops.reference import _bf16_products, decode, saturating_cast
+from lightning_fp8.ops.reference import bf16_products, decode, saturating_cast
 
 TOP = 8
 """log2 of the code of a tile's largest probability forward: 256 is the largest power of two in E4M3."""
@@ -45,7 +45,7 @@ def _of_codes(function: Callable[Concatenate[Codes, P], R]) -> Callable[Concaten
 
     @wraps(function)
     def exact(first: Codes, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad(), torch.autocast(first.data.device.type, enabled=False), _bf16_products():
+        with torch.no_grad(), torch.autocast(first.data.device.type, enabled=False), bf16_products():
             return function(first, *args, **kwargs)
 
     return exact
