@@ -93,6 +93,11 @@ class FP8FabricPrecision(FabricPrecision):
                 f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
                 "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
+        if weights_dtype != compute_dtype == torch.float16:
+            rank_zero_warn(
+                "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
+                "bfloat16, or scale the loss yourself"
+            )
         self.recipe = make_recipe(recipe)
         self.weights_dtype = weights_dtype
         self.compute_dtype = compute_dtype

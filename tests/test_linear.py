@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning_fp8.functions
 import lightning_fp8.modules.linear_layer
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
 from lightning_fp8.functions import quantize_role
@@ -285,3 +286,21 @@ def test_norms(dtype: torch.dtype, zero_centered: bool) -> None:
         torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     assert LayerNorm(24, elementwise_affine=False)(x).dtype == dtype
     assert "weight" not in RMSNorm(24, elementwise_affine=False).state_dict()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_without_gradients_nothing_is_cast_for_them(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def noted(*args: Any, columnwise: bool = False, **kwargs: Any) -> Any:
+        asked.append(columnwise)
+        return quantize_role(*args, columnwise=columnwise, **kwargs)
+
+    monkeypatch.setattr(lightning_fp8.functions, "quantize_role", noted)
+    layer, x = Linear(64, 32), torch.randn(8, 64)
+    with fp8_autocast(fp8_recipe=recipe), torch.no_grad():
+        layer(x)
+    assert asked == [False, False]
+    with fp8_autocast(fp8_recipe=recipe):
+        layer(x)
+    assert asked == [False, False, True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -275,3 +276,24 @@ def test_products_do_not_depend_on_autocast(layout: Layout, power_2: bool) -> No
         inside = ops.scaled_mm(a, b, out_dtype=torch.float32)
     exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
     assert (inside - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_threads_that_multiply_leave_torchs_setting_as_it_was() -> None:
+    def setting() -> str:
+        backend = torch.backends.mkldnn
+        return backend.matmul.fp32_precision if hasattr(backend, "matmul") else torch.get_float32_matmul_precision()
+
+    before, first, second = setting(), threading.Event(), threading.Event()
+
+    def multiply_longer() -> None:
+        with reference.bf16_products():
+            first.set()
+            assert second.wait(30)
+
+    thread = threading.Thread(target=multiply_longer)
+    with reference.bf16_products():
+        thread.start()
+        assert first.wait(30)
+    second.set()  # the one that began first has ended first
+    thread.join()
+    assert setting() == before

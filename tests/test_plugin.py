@@ -416,3 +416,12 @@ def test_malformed_state_changes_nothing(broken: dict[str, Any], message: str) -
     with pytest.raises(ValueError, match=message):
         plugin.load_state_dict(broken)
     assert history.scale.tolist() == [2, 2, 2]
+
+
+def test_float16_has_no_loss_scaler_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="without a loss scaler"):
+        FP8Precision(weights_dtype=torch.float32, compute_dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FP8Precision(weights_dtype=torch.float32, compute_dtype=torch.bfloat16)
+        FP8Precision(weights_dtype=torch.float16)

@@ -121,7 +121,10 @@ class LinearLayer(FP8Module):
                 history.follow(recipe)
         cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        place = place_in_graph(x) if torch.is_grad_enabled() and weight.requires_grad else None
+        grad = torch.is_grad_enabled()
+        if not grad and weight.requires_grad:
+            weight = weight.detach()  # else the function casts for a gradient that nobody asks for
+        place = place_in_graph(x) if grad and weight.requires_grad else None
         y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
         # Here, not in the function: views that one makes cannot be changed in place.
         return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)

@@ -7,8 +7,10 @@ like integers, NaN on top, so an amax is an integer reduction.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -254,27 +256,45 @@ def _float32_product(left: Tensor, right: Tensor) -> Tensor:
             return torch.mm(left.float(), right.float().t())
 
 
+_products = threading.Lock()
+_multiplying = 0
+_precision_outside: Any = None
+
+
 @contextmanager
 def bf16_products() -> Iterator[None]:
     """Let float32 GEMMs multiply in BF16 and accumulate in float32: exact for operands that are BF16 values.
 
-    The only way to a float32 result of a BF16 GEMM on the CPU; processors without BF16 ignore it.
+    The only way to a float32 result of a BF16 GEMM on the CPU; processors without BF16 ignore it. The setting is the
+    process's: of threads that multiply at a time the first sets it, and the last puts back what was there.
     """
-    settings = torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None
-    if settings is not None:
-        previous = settings.fp32_precision
-        settings.fp32_precision = "bf16"
-        try:
-            yield
-        finally:
-            settings.fp32_precision = previous
+    global _multiplying, _precision_outside
+    with _products:
+        if not _multiplying:
+            _precision_outside = _float32_precision()
+            _set_float32_precision("medium" if _matmul is None else "bf16")
+        _multiplying += 1
+    try:
+        yield
+    finally:
+        with _products:
+            _multiplying -= 1
+            if not _multiplying:
+                _set_float32_precision(_precision_outside)
+
+
+_matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)  # torch before 2.9 has one setting for all backends
+
+
+def _float32_precision() -> str:
+    return torch.get_float32_matmul_precision() if _matmul is None else _matmul.fp32_precision
+
+
+def _set_float32_precision(precision: str) -> None:
+    if _matmul is None:
+        torch.set_float32_matmul_precision(precision)
     else:
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
+        _matmul.fp32_precision = precision
 
 
 def update_scales(
