@@ -25,6 +25,8 @@ from lightning_fp8.host_copy import HostCopy
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
 PATIENCE = 100
 """Training forwards without an update after which a warning says so."""
@@ -51,6 +53,7 @@ class AmaxHistory:
         waited: training forwards since the last update, as far as somebody counts them.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
         recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
+        span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
 
     ``seen`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
@@ -60,7 +63,7 @@ class AmaxHistory:
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
     recipe: DelayedScaling | None = None
-    _scaled_by: DelayedScaling | None = None
+    span: Span | None = None
 
     @_not_for_inference
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -114,11 +117,9 @@ class AmaxHistory:
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Cast by ``recipe`` from now on: scales made for the largest values of other formats move to its own."""
-        before = self._scaled_by
-        if before is not None and (before.fp8_format, before.margin) != (recipe.fp8_format, recipe.margin):
-            self.scale *= self._fp8_max(recipe) / self._fp8_max(before) * 2.0 ** (before.margin - recipe.margin)
-            self._scaled_by = recipe
+        """Amaxes are observed under ``recipe`` from now on; scales of which nobody knows better are taken for its."""
+        if self.span is None:
+            self.span = span_of(recipe)
         self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
@@ -159,8 +160,8 @@ class AmaxHistory:
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
         self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
-        self.recipe, self._scaled_by = None, recipe
-        kept = None
+        self._make_for(span_of(recipe))
+        self.recipe, kept = None, None
         if recipe.interval > 1:
             kept = self.scale.clone()
             self.counts += self.seen != 0  # an update that did not see a row brings it no nearer to its next scale
@@ -176,6 +177,14 @@ class AmaxHistory:
         if kept is not None:
             self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
         self.scaled.follow(self.scale)
+
+    def _make_for(self, span: Span) -> None:
+        """An update keeps some scales: they become what they would be, made for ``span``."""
+        ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
+        if any(ratio != 1 for ratio in ratios.values()):
+            self.scale *= torch.tensor([ratios[role] for role in self.roles], device=self.scale.device)
+            self.scale.clamp_(max=FLOAT32_MAX)
+        self.span = span
 
     def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
         """The largest value of each row's format; made once for a recipe and a device: a step copies nothing."""
@@ -203,6 +212,7 @@ class AmaxHistory:
             "seen": self.seen.clone(),
             "counts": self.counts.clone(),
             "steps": self.steps,
+            **saved_span(self.span),
         }
 
     @_not_for_inference
@@ -229,7 +239,7 @@ class AmaxHistory:
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_window[:, rows] = window.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
-        self.window, self.updates = new_window, updates
+        self.window, self.updates, self.span = new_window, updates, span_in(state)
         self.scaled = HostCopy()
         self.seen.zero_()
         self.counts.zero_()
@@ -264,6 +274,13 @@ class Slot:
     @property
     def name(self) -> str:
         return self.history.names[self.row]
+
+    def scale_for(self, span: Span) -> Tensor:
+        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
+        if self.history.span is None or self.history.span == span:
+            return self.scale
+        ratio = span_ratio(self.history.span, span, self.history.roles[self.row])
+        return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
 
     def may_be_0(self) -> bool:
         """Whether the scale may be 0, as far as the host knows without waiting for a card."""

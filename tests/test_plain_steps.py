@@ -160,6 +160,46 @@ def test_scales_move_with_the_format() -> None:
         assert error < 0.1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("inner", [DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=5)], ids=["E4M3", "5"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_formats_and_margins_in_one_model(inner: DelayedScaling, swapped: bool, compiled: bool) -> None:
+    """Backward casts a layer's gradient with its own region's format: the scale is for that, whatever ran last."""
+    model = convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), first_last_layers_bf16=False)
+    layers: list[Any] = [torch.compile(layer, backend="aot_eager") if compiled else layer for layer in model]
+    recipes = [inner, DelayedScaling()][:: -1 if swapped else 1]
+    optimizer, x = SGD(model.parameters(), 0.0), torch.randn(32, 16)
+    exact = copy.deepcopy(model).double()
+    exact(x.double()).square().mean().backward()
+    for _ in range(4):
+        optimizer.zero_grad()
+        with fp8_autocast(fp8_recipe=recipes[1]):
+            with fp8_autocast(fp8_recipe=recipes[0]):
+                hidden = layers[0](x)
+            y = layers[1](hidden)
+        y.square().mean().backward()
+        for parameter, reference in zip(model.parameters(), exact.parameters()):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            assert (parameter.grad - reference.grad).norm() < 0.15 * reference.grad.norm()
+        optimizer.step()
+
+
+def test_gradients_in_eval_mode_by_another_format() -> None:
+    linear, x = Linear(16, 8, bias=False), torch.randn(32, 16)
+    optimizer = SGD(linear.parameters(), 0.0)
+    for _ in range(3):
+        region_step(linear, optimizer, DelayedScaling())
+    linear.eval()
+    exact = torch.ones(32, 8).double() @ linear.weight.double()
+    for recipe in (DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=3), DelayedScaling()):
+        loud = x.clone().requires_grad_()
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(loud)
+        (gradient,) = torch.autograd.grad(y.sum() * 0.01, loud)
+        assert (gradient.double() / 0.01 - exact).norm() < 0.1 * exact.norm()
+
+
 def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
     """A frozen model's optimizer gets its parameters later, or the model is converted after the first step."""
     model, head = convert_module(mlp()), nn.Linear(4, 4)

@@ -138,3 +138,32 @@ def test_a_plugin_refuses_what_is_no_state(value: Any) -> None:
 def test_is_first_microbatch_is_a_bool() -> None:
     with pytest.raises(TypeError, match="is_first_microbatch='false' must be True or False"):
         Linear(4, 4)(torch.ones(2, 4), is_first_microbatch="false")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fp8_format": "E5M2"}, {"fp8_format": 3}, {"margin": -1}, {"margin": None}, {"margin": 1.0}]
+)
+def test_what_scales_were_made_for_is_refused_where_no_recipe_says_it(wrong: dict[str, Any]) -> None:
+    net = trained()
+    before = fp8_state_dict(net)
+    with pytest.raises(ValueError, match="^FP8 state's 'fp8_format'"):
+        load_fp8_state_dict(net, {**before, **wrong, "scale": before["scale"] * 2})
+    assert torch.equal(fp8_state_dict(net)["scale"], before["scale"])
+
+
+def test_a_plain_loop_goes_on_in_another_format() -> None:
+    net, x = trained(), torch.randn(32, 32)
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            y = net[2](x)
+        y.sum().backward()
+    state = fp8_state_dict(net)
+    assert (state["fp8_format"], state["margin"]) == ("HYBRID", 0)
+    load_fp8_state_dict(net, state)
+    net.eval()  # whose scales nothing updates
+    loud = x.clone().requires_grad_()
+    with fp8_autocast(fp8_recipe=DelayedScaling(fp8_format=Format.E4M3)):
+        y = net[2](loud)
+    (gradient,) = torch.autograd.grad(y.sum(), loud)
+    exact = torch.ones(32, 32).double() @ net[2].weight.double()
+    assert (gradient.double() - exact).norm() < 0.1 * exact.norm()
