@@ -8,6 +8,7 @@ fold in by the same operation, in any order.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import warnings
@@ -28,10 +29,15 @@ from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
 from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
-PATIENCE = 100
-"""Training forwards without an update after which a warning says so."""
+PATIENCE = 1000
+"""Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
+
+UNOBSERVED = 100
+"""Updates after which a warning says that the model trains in eval mode."""
 
 _serial = itertools.count()
+_newest = -1
+"""The serial of the newest history that an update knew."""
 _not_for_inference = torch.inference_mode(False)
 """State made while ``inference_mode`` rules has to change outside it too."""
 _living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
@@ -50,7 +56,10 @@ class AmaxHistory:
         updates: how many updates there were.
         counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
         steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
+        stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
+        trained_in_eval: whether since the last update weights had gradients taken in eval mode.
+        unobserved: updates in a row that found nothing because of it; -1 once it was told.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
         recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
@@ -62,6 +71,8 @@ class AmaxHistory:
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
+    stepped = trained_in_eval = False
+    unobserved = 0
     recipe: DelayedScaling | None = None
     span: Span | None = None
 
@@ -98,13 +109,17 @@ class AmaxHistory:
         """What a module sees of one row."""
         return Slot(self, row, *self._rows[row])
 
-    def __getstate__(self) -> dict[str, Any]:  # copies and pickles are nobody's yet
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
+        """Rows of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
+        return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
+
+    def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
         return {name: value for name, value in self.__dict__.items() if name not in ("owners", "after_step", "_rows")}
 
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps = -1
+        self.steps, self.stepped, self.trained_in_eval, self.unobserved = -1, False, False, 0
         self._register()
 
     @_not_for_inference
@@ -129,12 +144,30 @@ class AmaxHistory:
     def wait(self) -> None:
         """Count a training forward that no update came before, and say so once when there are too many."""
         self.waited += 1
-        if self.waited == self.patience and any(owner.training for owner in self.owners):
+        if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
+            return
+        if any(owner.training for owner in self.owners):
             self.patience = -1  # told
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
                 "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
                 "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
+                stacklevel=2,
+            )
+
+    def _watch_mode(self) -> None:
+        """Say once that updates find nothing because the model trains in eval mode."""
+        if self.unobserved < 0:
+            return
+        trained, self.trained_in_eval = self.trained_in_eval, False
+        # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
+        self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
+        if self.unobserved >= UNOBSERVED:
+            self.unobserved = -1  # told
+            warnings.warn(
+                f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
+                f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
+                "recipe='tensorwise'",
                 stacklevel=2,
             )
 
@@ -160,6 +193,7 @@ class AmaxHistory:
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
         self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
+        self._watch_mode()
         self._make_for(span_of(recipe))
         self.recipe, kept = None, None
         if recipe.interval > 1:
@@ -314,12 +348,26 @@ def living() -> list[AmaxHistory]:
     return sorted(_living, key=lambda history: history.serial)
 
 
+def _collect_the_gone(group: dist.ProcessGroup | None) -> None:
+    """Once for each new model, so that no rank updates together with another's a history that waits for its collector.
+
+    Models in reference cycles, as with a Trainer's, live until then; a new one is made on all ranks alike.
+    """
+    global _newest
+    newest = max((history.serial for history in _living), default=-1)
+    if newest > _newest:
+        _newest = newest
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            gc.collect()
+
+
 def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
     After calibration (``calibrated``) no optimizer is waited for.
     """
     due: dict[DelayedScaling, list[AmaxHistory]] = {}
+    _collect_the_gone(group)
     for history in living():
         if history.after_step is None and (history.steps or calibrated):
             due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
