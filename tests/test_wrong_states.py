@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -76,6 +78,7 @@ def plugin_with(*models: nn.Module, recipe: Any = "delayed") -> FP8FabricPrecisi
     plugin = FP8FabricPrecision(recipe, weights_dtype=torch.float32)
     for model in models:
         plugin.convert_module(model)
+    plugin.models = models  # type: ignore[attr-defined]  # what is gone is not saved
     return plugin
 
 
@@ -88,6 +91,36 @@ def test_the_state_of_a_model_that_comes_later_waits_for_it() -> None:
     for model, name in ((first, "model"), (second, "model_1")):
         assert torch.equal(fp8_state_dict(model)["scale"], saved[name]["scale"])
         assert (saved[name]["scale"] > 0).all()
+
+
+def test_models_that_are_gone_are_not_saved_for_another() -> None:
+    plugin, gone = FP8FabricPrecision(weights_dtype=torch.float32), trained()
+    plugin.convert_module(gone)
+    del gone
+    gc.collect()
+    kept = trained(5)
+    plugin.convert_module(kept)
+    saved = plugin.state_dict()
+    assert set(saved) == {"recipe", "model"}
+    assert torch.equal(saved["model"]["scale"], fp8_state_dict(kept)["scale"])
+    other = trained(4)
+    plugin.convert_module(other)
+    del kept
+    gc.collect()
+    saved = plugin.state_dict()
+    assert set(saved) == {"recipe", "model"}
+    assert torch.equal(saved["model"]["scale"], fp8_state_dict(other)["scale"])
+
+
+def test_models_that_only_their_order_tells_apart_are_named() -> None:
+    same = plugin_with(trained(), trained(4)).state_dict()
+    with pytest.warns(UserWarning, match="model and model_1 hold rows of the same names.*order"):
+        plugin_with(mlp(), mlp()).load_state_dict(same)
+    other = plugin_with(mlp(), mlp(depth=5)).state_dict()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin_with(mlp(), mlp(depth=5)).load_state_dict(other)
+    assert not [warning for warning in caught if "same names" in str(warning.message)]
 
 
 def test_another_recipe_than_the_saved_one_is_said(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
