@@ -216,7 +216,7 @@ class AmaxHistory:
         """An update keeps some scales: they become what they would be, made for ``span``."""
         ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
         if any(ratio != 1 for ratio in ratios.values()):
-            self.scale *= torch.tensor([ratios[role] for role in self.roles], device=self.scale.device)
+            self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
             self.scale.clamp_(max=FLOAT32_MAX)
         self.span = span
 
