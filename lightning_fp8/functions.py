@@ -13,6 +13,7 @@ from lightning_fp8.history import Slot
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role, ScaledTensor
+from lightning_fp8.spans import span_of
 
 Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -36,11 +37,14 @@ def quantize_role(
     if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
         lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
         return Quantized(lying.columnwise, lying.rowwise)
-    slot = slots[role] if isinstance(recipe, DelayedScaling) else None
+    slot = scale = None
+    if isinstance(recipe, DelayedScaling):
+        slot = slots[role]
+        scale = slot.scale_for(span_of(recipe))
     return ops.quantize(
         x,
         recipe.cast(role),
-        scale=slot.scale if slot else None,
+        scale=scale,
         seen=slot.seen if slot and observe else None,
         may_be_0=slot is None or slot.may_be_0(),
         rowwise=rowwise,

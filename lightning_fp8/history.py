@@ -8,6 +8,7 @@ fold in by the same operation, in any order.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import warnings
@@ -25,11 +26,18 @@ from lightning_fp8.host_copy import HostCopy
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
-PATIENCE = 100
-"""Training forwards without an update after which a warning says so."""
+PATIENCE = 1000
+"""Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
+
+UNOBSERVED = 100
+"""Updates after which a warning says that the model trains in eval mode."""
 
 _serial = itertools.count()
+_newest = -1
+"""The serial of the newest history that an update knew."""
 _not_for_inference = torch.inference_mode(False)
 """State made while ``inference_mode`` rules has to change outside it too."""
 _living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
@@ -48,9 +56,13 @@ class AmaxHistory:
         updates: how many updates there were.
         counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
         steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
+        stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
+        trained_in_eval: whether since the last update weights had gradients taken in eval mode.
+        unobserved: updates in a row that found nothing because of it; -1 once it was told.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
         recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
+        span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
 
     ``seen`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
@@ -59,8 +71,10 @@ class AmaxHistory:
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
+    stepped = trained_in_eval = False
+    unobserved = 0
     recipe: DelayedScaling | None = None
-    _scaled_by: DelayedScaling | None = None
+    span: Span | None = None
 
     @_not_for_inference
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -95,13 +109,17 @@ class AmaxHistory:
         """What a module sees of one row."""
         return Slot(self, row, *self._rows[row])
 
-    def __getstate__(self) -> dict[str, Any]:  # copies and pickles are nobody's yet
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
+        """Rows of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
+        return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
+
+    def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
         return {name: value for name, value in self.__dict__.items() if name not in ("owners", "after_step", "_rows")}
 
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps = -1
+        self.steps, self.stepped, self.trained_in_eval, self.unobserved = -1, False, False, 0
         self._register()
 
     @_not_for_inference
@@ -114,11 +132,9 @@ class AmaxHistory:
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Cast by ``recipe`` from now on: scales made for the largest values of other formats move to its own."""
-        before = self._scaled_by
-        if before is not None and (before.fp8_format, before.margin) != (recipe.fp8_format, recipe.margin):
-            self.scale *= self._fp8_max(recipe) / self._fp8_max(before) * 2.0 ** (before.margin - recipe.margin)
-            self._scaled_by = recipe
+        """Amaxes are observed under ``recipe`` from now on; scales of which nobody knows better are taken for its."""
+        if self.span is None:
+            self.span = span_of(recipe)
         self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
@@ -128,12 +144,30 @@ class AmaxHistory:
     def wait(self) -> None:
         """Count a training forward that no update came before, and say so once when there are too many."""
         self.waited += 1
-        if self.waited == self.patience and any(owner.training for owner in self.owners):
+        if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
+            return
+        if any(owner.training for owner in self.owners):
             self.patience = -1  # told
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
                 "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
                 "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
+                stacklevel=2,
+            )
+
+    def _watch_mode(self) -> None:
+        """Say once that updates find nothing because the model trains in eval mode."""
+        if self.unobserved < 0:
+            return
+        trained, self.trained_in_eval = self.trained_in_eval, False
+        # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
+        self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
+        if self.unobserved >= UNOBSERVED:
+            self.unobserved = -1  # told
+            warnings.warn(
+                f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
+                f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
+                "recipe='tensorwise'",
                 stacklevel=2,
             )
 
@@ -159,8 +193,9 @@ class AmaxHistory:
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
         self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
-        self.recipe, self._scaled_by = None, recipe
-        kept = None
+        self._watch_mode()
+        self._make_for(span_of(recipe))
+        self.recipe, kept = None, None
         if recipe.interval > 1:
             kept = self.scale.clone()
             self.counts += self.seen != 0  # an update that did not see a row brings it no nearer to its next scale
@@ -176,6 +211,14 @@ class AmaxHistory:
         if kept is not None:
             self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
         self.scaled.follow(self.scale)
+
+    def _make_for(self, span: Span) -> None:
+        """An update keeps some scales: they become what they would be, made for ``span``."""
+        ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
+        if any(ratio != 1 for ratio in ratios.values()):
+            self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
+            self.scale.clamp_(max=FLOAT32_MAX)
+        self.span = span
 
     def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
         """The largest value of each row's format; made once for a recipe and a device: a step copies nothing."""
@@ -203,6 +246,7 @@ class AmaxHistory:
             "seen": self.seen.clone(),
             "counts": self.counts.clone(),
             "steps": self.steps,
+            **saved_span(self.span),
         }
 
     @_not_for_inference
@@ -229,7 +273,7 @@ class AmaxHistory:
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_window[:, rows] = window.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
-        self.window, self.updates = new_window, updates
+        self.window, self.updates, self.span = new_window, updates, span_in(state)
         self.scaled = HostCopy()
         self.seen.zero_()
         self.counts.zero_()
@@ -265,6 +309,13 @@ class Slot:
     def name(self) -> str:
         return self.history.names[self.row]
 
+    def scale_for(self, span: Span) -> Tensor:
+        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
+        if self.history.span is None or self.history.span == span:
+            return self.scale
+        ratio = span_ratio(self.history.span, span, self.history.roles[self.row])
+        return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
+
     def may_be_0(self) -> bool:
         """Whether the scale may be 0, as far as the host knows without waiting for a card."""
         return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)
@@ -297,12 +348,26 @@ def living() -> list[AmaxHistory]:
     return sorted(_living, key=lambda history: history.serial)
 
 
+def _collect_the_gone(group: dist.ProcessGroup | None) -> None:
+    """Once for each new model, so that no rank updates together with another's a history that waits for its collector.
+
+    Models in reference cycles, as with a Trainer's, live until then; a new one is made on all ranks alike.
+    """
+    global _newest
+    newest = max((history.serial for history in _living), default=-1)
+    if newest > _newest:
+        _newest = newest
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            gc.collect()
+
+
 def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
     After calibration (``calibrated``) no optimizer is waited for.
     """
     due: dict[DelayedScaling, list[AmaxHistory]] = {}
+    _collect_the_gone(group)
     for history in living():
         if history.after_step is None and (history.steps or calibrated):
             due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -40,6 +42,7 @@ from lightning_fp8.recipes import (
     make_recipe,
 )
 from lightning_fp8.saved import validated_state
+from lightning_fp8.spans import span_of
 from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 
@@ -163,8 +166,15 @@ class FP8FabricPrecision(FabricPrecision):
         """Remember another model's history; False if it is known."""
         if any(history is known for known in self.histories.values()):
             return False
-        self.histories[f"model_{len(self.histories)}" if self.histories else "model"] = history
+        self._forget_the_gone()
+        self.histories = _named([*self.histories.values(), history])
         return True
+
+    def _forget_the_gone(self) -> None:
+        """Drop histories whose models are gone. Here alone, not at an update: of those ranks must agree on each."""
+        if dist.is_available() and dist.is_initialized():
+            gc.collect()
+        self.histories = _of_living_models(self.histories)
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
@@ -188,6 +198,9 @@ class FP8FabricPrecision(FabricPrecision):
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
             stack.enter_context(region(Setting(self.recipe, observe=self._observes)))
+            if isinstance(self.recipe, DelayedScaling):
+                for history in self.histories.values():
+                    history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
                 if any(history.steps > 0 for history in self.histories.values()):
                     self.update_scales()  # of steps inside the backward pass
@@ -208,8 +221,14 @@ class FP8FabricPrecision(FabricPrecision):
         if self._first_step is not None:
             first_step, self._first_step = self._first_step, None
             self.take_what_ran(first_step.finish())
-        if isinstance(self.recipe, DelayedScaling):
-            update_together(list(self.histories.values()), self.recipe)
+        due: dict[DelayedScaling, list[AmaxHistory]] = {}
+        for history in self.histories.values():
+            # Under another recipe than delayed scaling a region inside may have it, and knows how.
+            recipe = self.recipe if isinstance(self.recipe, DelayedScaling) else history.recipe
+            if recipe is not None:
+                due.setdefault(recipe, []).append(history)
+        for recipe, histories in due.items():
+            update_together(histories, recipe)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self._one_update():
@@ -232,10 +251,10 @@ class FP8FabricPrecision(FabricPrecision):
         self.update_scales()
 
     def state_dict(self) -> dict[str, Any]:
-        """The recipe and every model's scales and amax histories, as tensors, numbers and names."""
+        """The recipe and every living model's scales and amax histories, as tensors, numbers and names."""
         return {
             "recipe": self._recipe_fields(),
-            **{name: history.state_dict() for name, history in self.histories.items()},
+            **{name: history.state_dict() for name, history in _of_living_models(self.histories).items()},
         }
 
     def _recipe_fields(self) -> dict[str, Any]:
@@ -260,12 +279,18 @@ class FP8FabricPrecision(FabricPrecision):
             ValueError: the state is malformed; nothing was changed.
         """
         states = _validated_states(state_dict)
+        self._forget_the_gone()
         if not self.histories:
             self._pending_state = state_dict
             return
         saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
+        if alike := _with_equal_names(states):
+            rank_zero_warn(
+                f"FP8 state: {' and '.join(alike)} hold rows of the same names; models take them in the order in which "
+                "they were set up, so set them up in the order of the run that saved them"
+            )
         later = {name: state for name, state in states.items() if name not in self.histories}
         self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
@@ -356,6 +381,21 @@ def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     for state in states.values():
         validated_state(state)
     return states
+
+
+def _named(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
+    return {f"model_{index}" if index else "model": history for index, history in enumerate(histories)}
+
+
+def _of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
+    """Without those of models that are gone, whose names would be taken for another's."""
+    return _named([history for history in histories.values() if history.owners or not history.names])
+
+
+def _with_equal_names(states: dict[str, Any]) -> list[str]:
+    """Which of ``states`` another one could pass for."""
+    rows = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
+    return [name for name, names in rows.items() if list(rows.values()).count(names) > 1]
 
 
 def _precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:

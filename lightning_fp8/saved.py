@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.spans import span_in
+
 
 def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
     """The names, scales, window and update count of a saved state.
@@ -44,6 +46,7 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     if isinstance(state.get("steps", 0), bool) or not isinstance(state.get("steps", 0), int):
         raise ValueError(f"FP8 state's 'steps' must be a count or -1, not {state['steps']!r}")
+    span_in(state)
     for key in ("seen", "counts"):  # amaxes that wait may be infinite or NaN: the next update passes over them
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):

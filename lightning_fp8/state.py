@@ -14,6 +14,7 @@ from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -36,17 +37,20 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
-        (float32 ``[n]``), ``updates`` and ``steps``. Loads with ``torch.load(weights_only=True)``.
+        (float32 ``[n]``), ``updates`` and ``steps``, and as far as known ``fp8_format`` and ``margin``, for which the
+        scales were made. Loads with ``torch.load(weights_only=True)``.
 
     Raises:
         TypeError: ``model`` is no module.
     """
     require_module("fp8_state_dict", model)
     names, scales, windows, seen, counts, updates, steps = [], [], [], [], [], 0, -1
+    span: Span | None = None
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
             names.append(row_name(name, role))
-            scales.append(slot.scale)
+            span = span or slot.history.span
+            scales.append(slot.scale_for(span) if span else slot.scale)
             windows.append(slot.history.window[:, slot.row])
             seen.append(slot.seen.detach().clone())
             counts.append(slot.history.counts[slot.row])
@@ -61,6 +65,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "seen": torch.stack(seen) if seen else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "steps": steps,
+        **saved_span(span),
     }
 
 
@@ -108,23 +113,23 @@ def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[st
     Args:
         recipe: how training goes on.
         state: what :func:`fp8_state_dict` gave.
-        saved_with: fields of the recipe that made the scales; where they are not delayed scaling's, nothing is known.
+        saved_with: fields of the recipe that made the scales, for files that do not say; where they are not delayed
+            scaling's, nothing is known.
     """
-    if not isinstance(recipe, DelayedScaling) or not isinstance(saved_with, dict):
+    if not isinstance(recipe, DelayedScaling):
         return state
-    try:
-        before = make_recipe(saved_with)
-    except (TypeError, ValueError):
+    before, after = span_in(state) or _span_of_fields(saved_with), span_of(recipe)
+    if before is None:
         return state
-    if not isinstance(before, DelayedScaling) or (before.fp8_format, before.margin) == (
-        recipe.fp8_format,
-        recipe.margin,
-    ):
-        return state
-    factors = {
-        role.value: recipe.cast(role).float8.max / before.cast(role).float8.max * 2.0 ** (before.margin - recipe.margin)
-        for role in Role
-    }
+    factors = {role.value: span_ratio(before, after, role) for role in Role}
     of_rows = [factors.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
     scale = state["scale"] * torch.tensor(of_rows, dtype=torch.float32, device=state["scale"].device)
-    return {**state, "scale": scale.clamp(max=FLOAT32_MAX)}
+    return {**state, "scale": scale.clamp(max=FLOAT32_MAX), **saved_span(after)}
+
+
+def _span_of_fields(saved_with: Any) -> Span | None:
+    try:
+        recipe = make_recipe(saved_with)
+    except (TypeError, ValueError):
+        return None
+    return span_of(recipe) if isinstance(recipe, DelayedScaling) else None

@@ -6,14 +6,15 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_fp8.history import AmaxHistory, living
 
 _generation = 0
-_owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[int, bool]]] = weakref.WeakKeyDictionary()
-"""For each optimizer how many parameters it had, and by serial which histories are its."""
+_owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
+"""For each optimizer the ``id`` of its parameters, and by serial which histories are its."""
 
 
 def generation() -> int:
@@ -22,13 +23,23 @@ def generation() -> int:
 
 
 def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
-    histories, count = living(), sum(len(group["params"]) for group in optimizer.param_groups)
-    known_count, owned = _owned.get(optimizer, (count, {}))
-    if count != known_count or any(history.serial not in owned for history in histories):
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owned = {history.serial: history.is_stepped_by(parameters) for history in histories}
-        _owned[optimizer] = count, owned
+    histories = living()
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    known, owned = _owned.get(optimizer, ([], {}))
+    if parameters != known or any(history.serial not in owned for history in histories):
+        own = set(parameters)
+        owned = {history.serial: history.is_stepped_by(own) for history in histories}
+        _owned[optimizer] = parameters, owned
     return [history for history in histories if owned[history.serial]]
+
+
+def _overflowed(optimizer: Optimizer) -> bool:
+    """Whether ``GradScaler`` has a fused optimizer step over infinite gradients, which changes nothing.
+
+    A card is not asked: it would be waited for.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
 
 
 # A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
@@ -43,9 +54,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _generation
     _generation += 1
+    if _overflowed(optimizer):
+        return
     stepped = _stepped(optimizer)
     for history in stepped:
-        history.steps += 1
+        history.steps, history.stepped = history.steps + 1, True
     for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
         update()
 

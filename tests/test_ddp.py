@@ -58,3 +58,8 @@ def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
         assert all(amax > 0 for row in model["window"][-4:] for amax in row)
     # A collective for each step but the last two's, and those of the first regions, which knew no optimizer yet.
     assert first["plain"][0]["reduced"] == 2 * 4 - 2 + 4
+
+
+def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> None:
+    """A loop over models, as for folds or trials: ranks would reduce amaxes of other models together, or wait."""
+    assert run_on_two_ranks("cycles", str(tmp_path), folder=tmp_path) == [[2, 2, 2]] * 2

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Linear, fp8_autocast, fp8_state_dict
+from lightning_fp8.history import UNOBSERVED
 from lightning_fp8.scaled import Role
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 
@@ -159,6 +160,16 @@ def test_training_in_eval_mode_is_told(recipe: str) -> None:
         assert any("2 FP8 layers train in eval mode (net.2, net.4)" in text for text in told)
     else:
         assert not [text for text in told if "FP8" in text]
+
+
+def test_a_model_put_into_eval_mode_during_training_is_told() -> None:
+    class Frozen(Regression):
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.net.eval()
+
+    with pytest.warns(UserWarning, match=f"train in eval mode.*did not follow for {UNOBSERVED} updates") as caught:
+        fp8_trainer(max_epochs=UNOBSERVED // 2).fit(Frozen(), regression_data())
+    assert sum("eval mode" in str(warning.message) for warning in caught) == 1
 
 
 def test_a_crash_leaves_the_model_to_who_trains_it_next() -> None:

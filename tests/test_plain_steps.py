@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_fp8 import DelayedScaling, Format, Linear, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.history import UNOBSERVED, AmaxHistory
 from tests.small import mlp, step_in_backward
 
 WINDOW = 64
@@ -160,6 +164,46 @@ def test_scales_move_with_the_format() -> None:
         assert error < 0.1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("inner", [DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=5)], ids=["E4M3", "5"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_formats_and_margins_in_one_model(inner: DelayedScaling, swapped: bool, compiled: bool) -> None:
+    """Backward casts a layer's gradient with its own region's format: the scale is for that, whatever ran last."""
+    model = convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), first_last_layers_bf16=False)
+    layers: list[Any] = [torch.compile(layer, backend="aot_eager") if compiled else layer for layer in model]
+    recipes = [inner, DelayedScaling()][:: -1 if swapped else 1]
+    optimizer, x = SGD(model.parameters(), 0.0), torch.randn(32, 16)
+    exact = copy.deepcopy(model).double()
+    exact(x.double()).square().mean().backward()
+    for _ in range(4):
+        optimizer.zero_grad()
+        with fp8_autocast(fp8_recipe=recipes[1]):
+            with fp8_autocast(fp8_recipe=recipes[0]):
+                hidden = layers[0](x)
+            y = layers[1](hidden)
+        y.square().mean().backward()
+        for parameter, reference in zip(model.parameters(), exact.parameters()):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            assert (parameter.grad - reference.grad).norm() < 0.15 * reference.grad.norm()
+        optimizer.step()
+
+
+def test_gradients_in_eval_mode_by_another_format() -> None:
+    linear, x = Linear(16, 8, bias=False), torch.randn(32, 16)
+    optimizer = SGD(linear.parameters(), 0.0)
+    for _ in range(3):
+        region_step(linear, optimizer, DelayedScaling())
+    linear.eval()
+    exact = torch.ones(32, 8).double() @ linear.weight.double()
+    for recipe in (DelayedScaling(fp8_format=Format.E4M3), DelayedScaling(margin=3), DelayedScaling()):
+        loud = x.clone().requires_grad_()
+        with fp8_autocast(fp8_recipe=recipe):
+            y = linear(loud)
+        (gradient,) = torch.autograd.grad(y.sum() * 0.01, loud)
+        assert (gradient.double() / 0.01 - exact).norm() < 0.1 * exact.norm()
+
+
 def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
     """A frozen model's optimizer gets its parameters later, or the model is converted after the first step."""
     model, head = convert_module(mlp()), nn.Linear(4, 4)
@@ -179,6 +223,80 @@ def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
     optimizer.step()
     assert history(later).steps == 2
     assert history(twin).steps == -1
+
+
+def test_an_optimizer_whose_parameters_are_replaced_steps_the_new_model() -> None:
+    first, second = Linear(16, 4), Linear(16, 4)
+    optimizer = SGD(first.parameters(), 0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(second.parameters())
+    optimizer.step()
+    assert (history(first).steps, history(second).steps) == (1, 1)
+
+
+def test_a_copy_that_is_only_evaluated_scales_from_itself() -> None:
+    """An average of weights that grow would keep the scales of the step at which it was made."""
+    model, recipe, x = nn.Sequential(Linear(16, 16)), DelayedScaling(), torch.randn(32, 16)
+    optimizer = SGD(model.parameters(), 0.0)
+    for _ in range(3):
+        region_step(model, optimizer, recipe)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, count: new)
+    stored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(fp8_state_dict(stored)["scale"], fp8_state_dict(model)["scale"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 50
+    average.update_parameters(model)
+    average.eval()
+    for _ in range(2):
+        with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+            y = average(x)
+        exact = F.linear(x.double(), average.module[0].weight.double(), average.module[0].bias.double())
+        assert (y.double() - exact).norm() < 0.1 * exact.norm()
+    twin = copy.deepcopy(model)
+    assert history(twin).updates == 0
+    optimizer = SGD(twin.parameters(), 0.0)
+    for _ in range(3):
+        region_step(twin, optimizer, recipe)
+    assert history(twin).updates == 3
+    largest = torch.tensor([448.0, 448.0, 57344.0])
+    torch.testing.assert_close(history(twin).scale, largest / history(twin).window.amax(0))
+
+
+def test_a_model_that_ran_in_a_group_copies_and_pickles(tmp_path: Path) -> None:
+    model = nn.Sequential(Linear(16, 16))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with fp8_autocast(fp8_group=dist.new_group([0])):
+            model(torch.randn(4, 16))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin[0].weight, model[0].weight)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["eval mode", "evaluated between", "never stepped", "frozen"])
+def test_training_in_eval_mode_is_told_once(kind: str) -> None:
+    """But not evaluation with gradients, with steps around it or none, nor frozen layers."""
+    model, recipe, x = nn.Sequential(Linear(16, 4)), DelayedScaling(), torch.randn(4, 16)
+    optimizer = SGD(model.parameters(), 0.0)
+    if kind != "never stepped":
+        region_step(model, optimizer, recipe)
+    model.requires_grad_(kind != "frozen")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * UNOBSERVED + 2):
+            model.eval()
+            with fp8_autocast(fp8_recipe=recipe):
+                model(x.requires_grad_()).sum().backward()
+            if kind == "evaluated between":
+                model.train()
+                with fp8_autocast(fp8_recipe=recipe):
+                    model(x).sum().backward()
+            if kind != "never stepped":
+                optimizer.step()
+    told = [str(warning.message) for warning in caught if "eval mode" in str(warning.message)]
+    assert len(told) == (kind == "eval mode")
 
 
 def test_calibration_waits_for_no_optimizer() -> None:

@@ -195,9 +195,9 @@ def test_a_refused_state_changes_nothing(key: str) -> None:
 
 def test_one_damaged_model_among_two_leaves_both_alone() -> None:
     plugin = FP8FabricPrecision()
-    for _ in range(2):
-        plugin.convert_module(mlp())
+    models = [plugin.convert_module(mlp()) for _ in range(2)]
     assert list(plugin.histories) == ["model", "model_1"]
+    assert len(models) == 2  # held: what is gone is neither saved nor loaded
     good = plugin.state_dict()
     good["model"]["scale"].fill_(3)
     broken = {**good, "model_1": {**good["model_1"], "scale": good["model_1"]["scale"].double()}}

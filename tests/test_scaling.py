@@ -108,8 +108,10 @@ def test_formats_and_margin_of_the_rows() -> None:
     history.seen.fill_(1.0)
     history.update(DelayedScaling(margin=3))
     assert history.scale.tolist() == [56.0, 56.0, 7168.0]
-    history.update(DelayedScaling(fp8_format=Format.E4M3))  # nothing was seen: nothing changes
+    history.update(DelayedScaling(margin=3))  # nothing was seen: nothing changes
     assert history.scale.tolist() == [56.0, 56.0, 7168.0]
+    history.update(DelayedScaling(fp8_format=Format.E4M3))  # nor here, but what a scale is for
+    assert history.scale.tolist() == [448.0, 448.0, 448.0]
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])

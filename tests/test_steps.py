@@ -19,8 +19,9 @@ from lightning_fp8 import (
     FP8Callback,
     FP8FabricPrecision,
     FP8Precision,
+    fp8_autocast,
 )
-from lightning_fp8.history import PATIENCE, AmaxHistory
+from lightning_fp8.history import AmaxHistory
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data, step_in_backward
 
 WINDOW = 64
@@ -106,7 +107,10 @@ def test_an_optimizer_that_lightning_never_saw() -> None:
     assert_updated(fitted(model), 8)
 
 
-def test_a_step_that_grad_scaler_skips_is_none() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_grad_scaler_skips_is_none(fused: bool) -> None:
+    """Fused optimizers are stepped all the same, and skip it themselves."""
+
     def skipping(optimizer: Optimizer, loss: Tensor) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(loss.detach())
@@ -115,8 +119,10 @@ def test_a_step_that_grad_scaler_skips_is_none() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    model = Manual(skipping)
-    assert_updated(fitted(model), 4)  # the amaxes of the skipped step wait for the next
+    model = Manual(skipping, lambda parameters: SGD(parameters, 0.1, fused=fused))
+    assert_updated(
+        fitted(model, fp8={"weights_dtype": torch.float32}), 4
+    )  # the amaxes of the skipped step wait for the next
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -253,10 +259,36 @@ def test_fabric_with_and_without_its_optimizer(set_up: bool) -> None:
     assert_updated(plugin.histories["model"], 5)
 
 
+def test_a_delayed_region_inside_another_recipes_plugin_is_updated() -> None:
+    plugin = FP8FabricPrecision("tensorwise", first_last_layers_bf16=False, weights_dtype=torch.float32)
+    fabric, model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]), Delayed()
+    module, optimizer = fabric.setup(model, SGD(model.parameters(), 0.1))
+    for _ in range(5):
+        optimizer.zero_grad()
+        fabric.backward(module(torch.randn(8, 16)).square().mean())
+        optimizer.step()
+    assert_updated(plugin.histories["model"], 5)
+
+
+class Delayed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=WINDOW)):
+            return self.net(x)
+
+
 # Told when nothing comes
 
+PATIENCE = 50
+"""Instead of more forwards than a step has micro-batches, which would take long."""
 
-def test_standing_scales_are_told_once() -> None:
+
+def test_standing_scales_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fp8.callbacks.fp8.PATIENCE", PATIENCE)
+
     def by_hand(optimizer: Any, loss: Tensor) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -264,7 +296,7 @@ def test_standing_scales_are_told_once() -> None:
 
     model = Manual(by_hand)
     with pytest.warns(UserWarning, match=rf"{PATIENCE} training forwards since update 0.*update_scales\(\)") as caught:
-        fitted(model, epochs=PATIENCE)
+        fitted(model, epochs=PATIENCE // 2)
     assert sum("stand still" in str(warning.message) for warning in caught) == 1
 
 
@@ -277,4 +309,13 @@ def test_training_and_evaluation_are_not_told() -> None:
         trainer = quiet_trainer(plugins=[FP8Precision()], callbacks=[FP8Callback()], inference_mode=False)
         for _ in range(4):
             trainer.validate(Regression(), regression_data(rows=600), verbose=False)
+        plugin = FP8FabricPrecision()
+        fabric, model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]), mlp()
+        module, optimizer = fabric.setup(model, SGD(model.parameters(), 0.1))
+        for history in plugin.histories.values():
+            history.patience = PATIENCE
+        for micro_batches in (PATIENCE // 2, 3 * PATIENCE):  # from the first step on it is known that they come
+            for _ in range(micro_batches):
+                fabric.backward(module(torch.randn(8, 16)).mean())
+            optimizer.step()
     assert not [warning for warning in caught if "stand still" in str(warning.message)]

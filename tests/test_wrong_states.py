@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -76,6 +78,7 @@ def plugin_with(*models: nn.Module, recipe: Any = "delayed") -> FP8FabricPrecisi
     plugin = FP8FabricPrecision(recipe, weights_dtype=torch.float32)
     for model in models:
         plugin.convert_module(model)
+    plugin.models = models  # type: ignore[attr-defined]  # what is gone is not saved
     return plugin
 
 
@@ -88,6 +91,36 @@ def test_the_state_of_a_model_that_comes_later_waits_for_it() -> None:
     for model, name in ((first, "model"), (second, "model_1")):
         assert torch.equal(fp8_state_dict(model)["scale"], saved[name]["scale"])
         assert (saved[name]["scale"] > 0).all()
+
+
+def test_models_that_are_gone_are_not_saved_for_another() -> None:
+    plugin, gone = FP8FabricPrecision(weights_dtype=torch.float32), trained()
+    plugin.convert_module(gone)
+    del gone
+    gc.collect()
+    kept = trained(5)
+    plugin.convert_module(kept)
+    saved = plugin.state_dict()
+    assert set(saved) == {"recipe", "model"}
+    assert torch.equal(saved["model"]["scale"], fp8_state_dict(kept)["scale"])
+    other = trained(4)
+    plugin.convert_module(other)
+    del kept
+    gc.collect()
+    saved = plugin.state_dict()
+    assert set(saved) == {"recipe", "model"}
+    assert torch.equal(saved["model"]["scale"], fp8_state_dict(other)["scale"])
+
+
+def test_models_that_only_their_order_tells_apart_are_named() -> None:
+    same = plugin_with(trained(), trained(4)).state_dict()
+    with pytest.warns(UserWarning, match="model and model_1 hold rows of the same names.*order"):
+        plugin_with(mlp(), mlp()).load_state_dict(same)
+    other = plugin_with(mlp(), mlp(depth=5)).state_dict()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin_with(mlp(), mlp(depth=5)).load_state_dict(other)
+    assert not [warning for warning in caught if "same names" in str(warning.message)]
 
 
 def test_another_recipe_than_the_saved_one_is_said(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
@@ -138,3 +171,32 @@ def test_a_plugin_refuses_what_is_no_state(value: Any) -> None:
 def test_is_first_microbatch_is_a_bool() -> None:
     with pytest.raises(TypeError, match="is_first_microbatch='false' must be True or False"):
         Linear(4, 4)(torch.ones(2, 4), is_first_microbatch="false")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fp8_format": "E5M2"}, {"fp8_format": 3}, {"margin": -1}, {"margin": None}, {"margin": 1.0}]
+)
+def test_what_scales_were_made_for_is_refused_where_no_recipe_says_it(wrong: dict[str, Any]) -> None:
+    net = trained()
+    before = fp8_state_dict(net)
+    with pytest.raises(ValueError, match="^FP8 state's 'fp8_format'"):
+        load_fp8_state_dict(net, {**before, **wrong, "scale": before["scale"] * 2})
+    assert torch.equal(fp8_state_dict(net)["scale"], before["scale"])
+
+
+def test_a_plain_loop_goes_on_in_another_format() -> None:
+    net, x = trained(), torch.randn(32, 32)
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            y = net[2](x)
+        y.sum().backward()
+    state = fp8_state_dict(net)
+    assert (state["fp8_format"], state["margin"]) == ("HYBRID", 0)
+    load_fp8_state_dict(net, state)
+    net.eval()  # whose scales nothing updates
+    loud = x.clone().requires_grad_()
+    with fp8_autocast(fp8_recipe=DelayedScaling(fp8_format=Format.E4M3)):
+        y = net[2](loud)
+    (gradient,) = torch.autograd.grad(y.sum(), loud)
+    exact = torch.ones(32, 32).double() @ net[2].weight.double()
+    assert (gradient.double() - exact).norm() < 0.1 * exact.norm()

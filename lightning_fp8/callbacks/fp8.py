@@ -63,6 +63,8 @@ class FP8Callback(Callback):
         layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
+            for history in _plugin(trainer).histories.values():
+                history.unobserved = -1  # told here, with names
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
                 "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "

@@ -54,7 +54,11 @@ class FP8Module(nn.Module):
         self._slots = {role: history.slot(first_row + index) for index, role in enumerate(self.roles)}
         history.owners.add(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles
+        """Without what the last forward left: a setting may hold a process group, which neither copies nor pickles."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_last_setting", "_weight_cache")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.history is not None:
             self.history.owners.add(self)

@@ -115,10 +115,12 @@ class LinearLayer(FP8Module):
         assert slots is not None
         x = input.to(dtype)
         observe = torch.is_grad_enabled() and self.training and setting.observe
-        if observe and isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
+        if isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
             history = slots[Role.INPUT].history
-            if history.recipe is not recipe:
+            if observe and history.recipe is not recipe:
                 history.follow(recipe)
+            elif not observe and setting.observe and torch.is_grad_enabled() and weight.requires_grad:
+                history.trained_in_eval = True
         cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         grad = torch.is_grad_enabled()
