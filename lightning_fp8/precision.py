@@ -62,6 +62,8 @@ class FP8FabricPrecision(FabricPrecision):
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
+
+    ``summary`` is the table of the model that was converted or judged last; with several models that is one of them.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class FP8FabricPrecision(FabricPrecision):
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
         self.plan: ConversionSummary | None = None
-        self._first_step: FirstStep | None = None
+        self._first_steps: dict[AmaxHistory, FirstStep] = {}
+        self._told: set[tuple[str, str]] = set()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
@@ -126,7 +129,9 @@ class FP8FabricPrecision(FabricPrecision):
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         if self._take_charge_of(history):
-            self._first_step = self._watch(module, self.plan)
+            self._told = set()
+            if (first_step := self._watch(module, self.plan)) is not None:
+                self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
                 rank_zero_warn(NOTHING_RUNS_IN_FP8)
@@ -141,13 +146,15 @@ class FP8FabricPrecision(FabricPrecision):
         """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
         if summary == self.summary:
             return  # another callback has told it
-        self.summary = summary
-        if idle := list(idle_layers(summary)):
+        before, self.summary = self.summary, summary
+        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._told]
+        self._told |= {(layer.name, layer.reason) for layer in idle}
+        if reasons := list(idle_layers(idle)):
             rank_zero_warn(
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"plugin.summary holds the reasons, and skip=(...) takes them out: {'; '.join(idle)}"
+                f"plugin.summary holds the reasons: {'; '.join(reasons)}"
             )
-        if summary.share_of_flops is not None:
+        if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
 
     def _refuse(self, wrong: str) -> None:
@@ -200,11 +207,19 @@ class FP8FabricPrecision(FabricPrecision):
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
-        if self._first_step is not None:
-            first_step, self._first_step = self._first_step, None
-            self.take_what_ran(first_step.finish())
+        self._judge_first_steps()
         if isinstance(self.recipe, DelayedScaling):
             update_together(list(self.histories.values()), self.recipe)
+
+    def _judge_first_steps(self) -> None:
+        """Tell what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
+        one_stepped = any(history.steps > 0 for history in self.histories.values())
+        for history, first_step in list(self._first_steps.items()):
+            if history.steps > 0 or not one_stepped:
+                if (summary := first_step.after_step()) is not None:
+                    self.take_what_ran(summary)
+                if first_step.settled:
+                    del self._first_steps[history]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self._one_update():
