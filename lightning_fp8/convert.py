@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_fp8.arguments import require_bool, require_module
+from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.calls import reads_weight_only
 from lightning_fp8.globs import globs_of_nothing
 from lightning_fp8.history import AmaxHistory
@@ -39,13 +39,16 @@ class Policy:
     skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
         for field in ("first_last_layers_bf16", "replace_layers"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{field}={value!r} must be an integer of at least 0")
-        if not isinstance(self.skip, (list, tuple, set, frozenset)) or not all(isinstance(x, str) for x in self.skip):
+        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
+        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
             raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
         object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import require_mapping, require_module
+from lightning_fp8.arguments import dtype_named, require_mapping, require_module
 from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import (
     NOTHING_RUNS_IN_FP8,
@@ -51,7 +51,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters.
+        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"``.
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: how many first layers.
         num_layers_at_end_in_bf16: how many last layers.
@@ -76,28 +76,29 @@ class FP8FabricPrecision(FabricPrecision):
             | Float8BlockScaling
             | MXFP8BlockScaling
         ) = "delayed",
-        weights_dtype: torch.dtype = torch.bfloat16,
+        weights_dtype: torch.dtype | str = torch.bfloat16,
         first_last_layers_bf16: bool = True,
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
         replace_layers: bool = True,
         skip: Sequence[str] = (),
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | str | None = None,
     ) -> None:
-        compute_dtype = weights_dtype if compute_dtype is None else compute_dtype
-        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
+        weights: torch.dtype = dtype_named(weights_dtype)
+        compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+        for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
             if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
                 raise ValueError(
-                    f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+                    f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
                 )
-        if weights_dtype != torch.float32 and compute_dtype != weights_dtype:
+        if weights != torch.float32 and compute != weights:
             raise ValueError(
-                f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
+                f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
                 "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
         self.recipe = make_recipe(recipe)
-        self.weights_dtype = weights_dtype
-        self.compute_dtype = compute_dtype
+        self.weights_dtype = weights
+        self.compute_dtype = compute
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
