@@ -20,11 +20,11 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named, require_mapping, require_module
 from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import (
-    NOTHING_RUNS_IN_FP8,
     ConversionSummary,
     Policy,
     apply_conversion,
     globs_without_layers,
+    nothing_runs_in_fp8,
     plan_conversion,
 )
 from lightning_fp8.first_step import FirstStep, idle_layers
@@ -135,7 +135,7 @@ class FP8FabricPrecision(FabricPrecision):
                 self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
-                rank_zero_warn(NOTHING_RUNS_IN_FP8)
+                rank_zero_warn(nothing_runs_in_fp8(self.summary))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module

@@ -137,10 +137,10 @@ def _behind(model: nn.Module, towers: list[_Tower], linears: Mapping[str, nn.Mod
     holding = [any(tower.prefix.startswith(part) for tower in towers) for part in prefixes]
     last = max((index for index, holds in enumerate(holding) if holds), default=len(prefixes))
     for part in prefixes[last + 1 :]:
-        name = [linear for linear in linears if f"{linear}.".startswith(part)][-1]
-        out_features, in_features = features_of(linears[name])
-        if out_features < in_features and not _is_of_a_loss(name):
-            yield name
+        for name in [linear for linear in linears if f"{linear}.".startswith(part)][-1:]:  # none: shared with another
+            out_features, in_features = features_of(linears[name])
+            if out_features < in_features and not _is_of_a_loss(name):
+                yield name
 
 
 def _last(towers: list[_Tower], linears: list[str], known: dict[str, str]) -> set[str]:
