@@ -136,7 +136,7 @@ class FirstStep:
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step so far has called are said to be such, once."""
-        if self.settled or not self.steps:
+        if self.settled or self.steps < 2:  # one step says nothing of the others
             return None
         self.settled = True
         first = self._found or self.finish()
@@ -150,8 +150,7 @@ class FirstStep:
             return self._late(layer)
         if high_precision:
             return replace(layer, reason=OUTSIDE)
-        steps = f"{self.steps} training steps" if self.steps > 1 else "training step"
-        return replace(layer, reason=f"it was not called in the first {steps}")
+        return replace(layer, reason=f"it was not called in the first {self.steps} training steps")
 
     def later(self, summary: ConversionSummary) -> ConversionSummary:
         """``summary``, in which layers that were idle in the first step and have run in FP8 since are idle no more."""
@@ -216,8 +215,10 @@ class FirstStep:
     def _flops(self, layer: LayerDecision) -> int | None:
         owner = self._owner(layer)
         calls, own = self._calls.get(owner, _Calls()), _own_parameters(self._modules[owner])
-        if not calls.rows and any(parameter.grad is not None for parameter in own):
-            calls = self._calls.get(owner.rpartition(".")[0], calls)  # its parent read the weight
+        parent = owner.rpartition(".")[0]
+        reads = isinstance(self._modules.get(parent), nn.MultiheadAttention)
+        if not calls.rows and (reads or any(parameter.grad is not None for parameter in own)):
+            calls = self._calls.get(parent, calls)  # its parent read the weight
         trained = any(parameter.requires_grad for parameter in own if parameter.dim() > 1)
         if calls.unknown:
             return None

@@ -254,6 +254,25 @@ def test_a_step_that_calls_nothing_is_not_the_first() -> None:
     assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
 
 
+def test_one_step_says_nothing_of_the_others() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()], max_steps=1)
+        trainer.fit(module, DataLoader(torch.randn(8, 16), 4))
+    assert not [warning for warning in caught if "multiplied nothing" in str(warning.message)]
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.1.fc", "blocks.1.out"]
+
+
+def test_flops_of_attention_are_known_after_its_gradients_are_gone() -> None:
+    module = Attends()
+    watched = FirstStep(module, plan_conversion(module, Policy()))
+    module(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    module.zero_grad()
+    assert decision(watched.finish(), "attention.out_proj").flops == 3 * 2 * 2 * 3 * 256
+
+
 def test_copies_that_nobody_trains_or_calls_are_not_named() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     module.average = copy.deepcopy(module.blocks).requires_grad_(False)
