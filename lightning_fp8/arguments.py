@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def plain(value: Any) -> Any:
+    """Python's bool, int or float for a scalar of numpy; anything else as it is."""
+    generic = getattr(sys.modules.get("numpy"), "generic", ())
+    return value.item() if isinstance(value, generic) else value
+
+
+def dtype_named(value: Any) -> Any:
+    """The dtype that ``"bfloat16"`` or ``"torch.bfloat16"`` names; anything else as it is."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) else value
 
 
 def require_bool(name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fp8.arguments import require_bool
+from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.history import any_living, update_living
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
@@ -104,6 +104,7 @@ class fp8_autocast(ContextDecorator):
         fp8_recipe: Any = None,
         fp8_group: dist.ProcessGroup | None = None,
     ) -> None:
+        enabled, calibrating = plain(enabled), plain(calibrating)
         _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.setting = Setting(recipe, enabled, calibrating, fp8_group)

@@ -11,37 +11,61 @@ from functools import lru_cache
 from torch import nn
 
 _NO_PRODUCT = ("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_meta", "data_ptr")
+_ALL_CHILDREN = ("children", "modules", "_modules", "apply", "get_submodule")
+_ENTRIES = ("forward", "training_step")
+_CALL_NO_CHILDREN = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
+_Uses = dict[str, frozenset[str]]
 
 
 def reads_weight_only(module: nn.Module, child: str) -> bool:
-    """Whether the forward of ``module`` reads ``self.<child>.weight`` and never calls, or passes on, ``self.<child>``.
+    """Whether ``module`` reads ``self.<child>.weight`` and never calls, or passes on, ``self.<child>``.
 
-    False where the source is not to be had, or leaves it open.
+    Judged are the forward, a LightningModule's ``training_step``, and the methods that they reach. False where the
+    source is not to be had, or leaves it open: it speaks of ``super`` or of all children, or passes ``self`` on.
     """
     uses = _uses(type(module))  # type: ignore[arg-type]
-    return "weight" in uses.get(child, ()) and "module" not in uses[child]
+    return uses is not None and "weight" in uses.get(child, ()) and "module" not in uses[child]
 
 
 @lru_cache(maxsize=1024)
-def _uses(cls: type) -> dict[str, frozenset[str]]:
-    """For each attribute that forward and the methods it reaches read from self: ``"weight"``, ``"module"`` or both."""
+def _uses(cls: type) -> _Uses | None:
+    """For each attribute that the methods read from self: ``"weight"``, ``"module"`` or both; None if it is open."""
     found: dict[str, set[str]] = {}
-    methods = ["forward"]
+    methods = [name for name in _ENTRIES if inspect.isfunction(inspect.getattr_static(cls, name, None))]
     for method in methods:  # which grows
-        function = inspect.getattr_static(cls, method)
-        for attribute, use in _uses_in(function):
-            if not inspect.isfunction(inspect.getattr_static(cls, attribute, None)):
+        tree = _tree_of(inspect.getattr_static(cls, method))
+        if tree is None or _is_open(tree):
+            return None
+        for attribute, use in _uses_in(tree):
+            helper = inspect.getattr_static(cls, attribute, None)
+            if not inspect.isfunction(helper):
                 found.setdefault(attribute, set()).add(use)
-            elif attribute not in methods:
+            elif attribute not in methods and not helper.__module__.startswith(_CALL_NO_CHILDREN):
                 methods.append(attribute)
     return {attribute: frozenset(uses) for attribute, uses in found.items()}
 
 
-def _uses_in(function: object) -> Iterator[tuple[str, str]]:
+def _tree_of(function: object) -> ast.AST | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError, ValueError):
-        return
+        return None
+
+
+def _is_open(tree: ast.AST) -> bool:
+    """Whether a child may be called where its name does not stand."""
+    # What it calls as self(...) is its forward.
+    known = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    known |= {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and (node.id == "super" or (node.id == "self" and id(node) not in known)):
+            return True
+        if isinstance(node, ast.Attribute) and (node.attr in _ALL_CHILDREN or node.attr.startswith("named_")):
+            return True
+    return False
+
+
+def _uses_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":

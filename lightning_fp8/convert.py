@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_fp8.arguments import require_bool, require_module
+from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.calls import reads_weight_only
 from lightning_fp8.globs import globs_of_nothing
 from lightning_fp8.history import AmaxHistory
@@ -24,7 +24,7 @@ from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.retype import retype, unsharded_class
 from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
-from lightning_fp8.summary import ConversionSummary, LayerDecision
+from lightning_fp8.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
 
 
@@ -39,13 +39,16 @@ class Policy:
     skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
         for field in ("first_last_layers_bf16", "replace_layers"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{field}={value!r} must be an integer of at least 0")
-        if not isinstance(self.skip, (list, tuple, set, frozenset)) or not all(isinstance(x, str) for x in self.skip):
+        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
+        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
             raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
         object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
 
@@ -71,6 +74,7 @@ def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
     """Decide for every matrix of ``model`` that takes part in a product; changes nothing."""
     heads, places = find_heads(model), find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
+    names = _all_names(model)
     decisions = []
     for name, module in modules.items():
         if is_linear(module):
@@ -78,12 +82,26 @@ def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
             reason = (
                 eligible(module, name, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
+                or _skipped_by(names[id(module)], policy)
                 or _reason_for_bf16(name, module, heads, places.get(name), policy)
             )
             shape = features_of(module)
             decisions.append(LayerDecision(name, shape, not reason, reason or "eligible", parameters=math.prod(shape)))
         decisions += other_matrices(module, name)
     return ConversionSummary(tuple(decisions))
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
+    """By ``id`` every name of a module: a shared one has several."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(clean_name(name))
+    return names
+
+
+def _skipped_by(names: Sequence[str], policy: Policy) -> str:
+    matching = (glob for glob in policy.skip if any(fnmatchcase(name, glob) for name in names))
+    return next((f"skip={glob!r}" for glob in matching), "")
 
 
 def _read_by_parent(parent: nn.Module | None, child: str) -> str:
@@ -131,20 +149,33 @@ def convert_module(
         raise ValueError(wrong)
     apply_conversion(model, summary)
     if not summary.num_fp8:
-        warnings.warn(f"{NOTHING_RUNS_IN_FP8}:\n{summary}", stacklevel=2)
+        warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     return model
 
 
-NOTHING_RUNS_IN_FP8 = (
-    "no layer of the model runs in FP8 (the table says why); lower num_layers_at_start_in_bf16 or "
-    "num_layers_at_end_in_bf16, or pass first_last_layers_bf16=False"
-)
+def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
+    """That no layer does, and the ways out that fit the reasons of ``summary``."""
+    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
+    ways = {
+        ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
+        "first_last_layers_bf16=False",
+        "skip=": "let skip= match fewer of them",
+        "replace_layers=False": "pass replace_layers=True, or make layers as lightning_fp8.Linear",
+        "output head": "make an output head as lightning_fp8.Linear",
+    }
+    fitting = [way for key, way in ways.items() if any(key in reason for reason in reasons)]
+    others = [reason for reason in reasons if not any(key in reason for key in ways)]
+    said = "; ".join([*fitting, *others[:3]]) if reasons else "it has no linear layer"
+    return f"no layer of the model runs in FP8 (the table says why); {said}"
 
 
 def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
     """What is wrong with globs of ``policy.skip`` that match no layer of ``summary``."""
-    modules = [clean_name(name) for name, _ in model.named_modules() if name]
-    return globs_of_nothing(policy.skip, [layer.name for layer in summary.layers], modules)
+    known = {layer.name for layer in summary.layers}
+    names = list(_all_names(model).values())
+    others = [name for own in names if known & {*own} for name in own if name not in known]
+    modules = [name for own in names for name in own if name]
+    return globs_of_nothing(policy.skip, [*(layer.name for layer in summary.layers), *others], modules)
 
 
 def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
@@ -182,9 +213,6 @@ def _share_history(model: nn.Module) -> AmaxHistory:
 def _reason_for_bf16(
     name: str, module: nn.Module, heads: Mapping[str, str], place: Place | None, policy: Policy
 ) -> str:
-    for pattern in policy.skip:
-        if fnmatchcase(name, pattern):
-            return f"skip={pattern!r}"
     if name in heads and not isinstance(module, LinearLayer):
         return f"output head: {heads[name]}"
     if place is not None and policy.first_last_layers_bf16:

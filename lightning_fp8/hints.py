@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_fp8 import recipes
+from lightning_fp8.formats import Format
 from lightning_fp8.precision import FP8Precision
 
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
@@ -39,6 +40,10 @@ def _complaint(arguments: Mapping[str, Any]) -> str:
     for name in arguments:
         if name not in valid:
             return f"FP8Precision has no argument {name!r}; its arguments are {', '.join(valid)}"
+    recipe = arguments.get("recipe")
+    given = recipe.get("init_args", recipe).get("fp8_format") if isinstance(recipe, Mapping) else None
+    if isinstance(given, str) and given not in Format.__members__:
+        return f"fp8_format={given!r} is not one of {', '.join(Format.__members__)}, which YAML has in upper case"
     try:
         FP8Precision(**{name: _read(name, value) for name, value in arguments.items()})
     except (ValueError, TypeError) as error:

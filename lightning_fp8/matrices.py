@@ -13,10 +13,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_fp8.summary import LayerDecision
 from lightning_fp8.towers import is_linear
 
-# Looked up, added or scaled by; a product has other names.
+# Parts of the names of what is looked up, added or scaled by; a product has other names, or says that it is one.
 _NO_MATRIX = re.compile(
-    r"bias|embed|token|pos|table|mask|quer(y|ies)$|latent|prompt|log|scale|gamma|beta|norm|init|mean|std"
+    r"bias(es)?|pos(ition\w*|emb\w*)?|tokens?|tables?|masks?|latents?|prompts?|log|scales?|gammas?|betas?|\w*norm|"
+    r"init(ial)?|means?|stds?"
 )
+_LOOKED_UP = re.compile(r"emb(ed\w*)?")
 # ... and what a layer computes its weight from, which is in the table as the layer.
 _NOTHING_TO_LIST = (
     nn.Embedding,
@@ -55,7 +57,12 @@ def _is_matrix(name: str, key: str, parameter: Tensor) -> bool:
     if not parameter.is_floating_point() or sum(size > 1 for size in parameter.shape) < 2:
         return False
     said = key if not key.isdecimal() else name.rpartition(".")[2]  # a ParameterList numbers its own
-    return not _NO_MATRIX.search(said.lower())
+    parts = said.lower().split("_")
+    if any(map(_LOOKED_UP.fullmatch, parts)):
+        return False
+    if parts[0] == "w" or parts[-1] in ("weight", "proj", "projection"):
+        return True
+    return parts[-1] not in ("query", "queries") and not any(map(_NO_MATRIX.fullmatch, parts))
 
 
 def _kind_and_reason(module: nn.Module, key: str, parameter: Tensor) -> tuple[str, str]:

@@ -19,14 +19,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import require_mapping, require_module
+from lightning_fp8.arguments import dtype_named, require_mapping, require_module
 from lightning_fp8.autocast import Setting, in_backward, region
 from lightning_fp8.convert import (
-    NOTHING_RUNS_IN_FP8,
     ConversionSummary,
     Policy,
     apply_conversion,
     globs_without_layers,
+    nothing_runs_in_fp8,
     plan_conversion,
 )
 from lightning_fp8.first_step import FirstStep, idle_layers
@@ -54,7 +54,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters.
+        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"``.
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: how many first layers.
         num_layers_at_end_in_bf16: how many last layers.
@@ -65,6 +65,8 @@ class FP8FabricPrecision(FabricPrecision):
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
+
+    ``summary`` is the table of the model that was converted or judged last; with several models that is one of them.
     """
 
     def __init__(
@@ -77,33 +79,34 @@ class FP8FabricPrecision(FabricPrecision):
             | Float8BlockScaling
             | MXFP8BlockScaling
         ) = "delayed",
-        weights_dtype: torch.dtype = torch.bfloat16,
+        weights_dtype: torch.dtype | str = torch.bfloat16,
         first_last_layers_bf16: bool = True,
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
         replace_layers: bool = True,
         skip: Sequence[str] = (),
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | str | None = None,
     ) -> None:
-        compute_dtype = weights_dtype if compute_dtype is None else compute_dtype
-        for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
+        weights: torch.dtype = dtype_named(weights_dtype)
+        compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+        for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
             if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
                 raise ValueError(
-                    f"{name}={dtype} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+                    f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
                 )
-        if weights_dtype != torch.float32 and compute_dtype != weights_dtype:
+        if weights != torch.float32 and compute != weights:
             raise ValueError(
-                f"compute_dtype={compute_dtype} with weights_dtype={weights_dtype}: only float32 weights can compute "
+                f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
                 "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
             )
-        if weights_dtype != compute_dtype == torch.float16:
+        if weights != compute == torch.float16:
             rank_zero_warn(
                 "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
                 "bfloat16, or scale the loss yourself"
             )
         self.recipe = make_recipe(recipe)
-        self.weights_dtype = weights_dtype
-        self.compute_dtype = compute_dtype
+        self.weights_dtype = weights
+        self.compute_dtype = compute
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
@@ -117,7 +120,8 @@ class FP8FabricPrecision(FabricPrecision):
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
         self.plan: ConversionSummary | None = None
-        self._first_step: FirstStep | None = None
+        self._first_steps: dict[AmaxHistory, FirstStep] = {}
+        self._told: set[tuple[str, str]] = set()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
@@ -134,10 +138,12 @@ class FP8FabricPrecision(FabricPrecision):
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         if self._take_charge_of(history):
-            self._first_step = self._watch(module, self.plan)
+            self._told = set()
+            if (first_step := self._watch(module, self.plan)) is not None:
+                self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
-                rank_zero_warn(NOTHING_RUNS_IN_FP8)
+                rank_zero_warn(nothing_runs_in_fp8(self.summary))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         return module
@@ -149,13 +155,15 @@ class FP8FabricPrecision(FabricPrecision):
         """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
         if summary == self.summary:
             return  # another callback has told it
-        self.summary = summary
-        if idle := list(idle_layers(summary)):
+        before, self.summary = self.summary, summary
+        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._told]
+        self._told |= {(layer.name, layer.reason) for layer in idle}
+        if reasons := list(idle_layers(idle)):
             rank_zero_warn(
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"plugin.summary holds the reasons, and skip=(...) takes them out: {'; '.join(idle)}"
+                f"plugin.summary holds the reasons: {'; '.join(reasons)}"
             )
-        if summary.share_of_flops is not None:
+        if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
 
     def _refuse(self, wrong: str) -> None:
@@ -218,9 +226,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
-        if self._first_step is not None:
-            first_step, self._first_step = self._first_step, None
-            self.take_what_ran(first_step.finish())
+        self._judge_first_steps()
         due: dict[DelayedScaling, list[AmaxHistory]] = {}
         for history in self.histories.values():
             # Under another recipe than delayed scaling a region inside may have it, and knows how.
@@ -229,6 +235,16 @@ class FP8FabricPrecision(FabricPrecision):
                 due.setdefault(recipe, []).append(history)
         for recipe, histories in due.items():
             update_together(histories, recipe)
+
+    def _judge_first_steps(self) -> None:
+        """Tell what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
+        one_stepped = any(history.steps > 0 for history in self.histories.values())
+        for history, first_step in list(self._first_steps.items()):
+            if history.steps > 0 or not one_stepped:
+                if (summary := first_step.after_step()) is not None:
+                    self.take_what_ran(summary)
+                if first_step.settled:
+                    del self._first_steps[history]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self._one_update():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_fp8.arguments import require_bool, require_number
+from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
 from lightning_fp8.scaled import Cast, Layout, Role
 from lightning_fp8.scaling import FLOAT32_MAX, AmaxAlgorithm
@@ -31,6 +31,11 @@ def _require_format(recipe: Any, *allowed: Format) -> None:
     if recipe.fp8_format not in allowed:
         names = ", ".join(format.name for format in allowed)
         raise ValueError(f"fp8_format={recipe.fp8_format.name} is not supported by {recipe.name!r}; use one of {names}")
+
+
+def _take_plain(recipe: Any) -> None:
+    for field in dataclasses.fields(recipe):
+        object.__setattr__(recipe, field.name, plain(getattr(recipe, field.name)))
 
 
 def _require_name(recipe: Any) -> None:
@@ -81,6 +86,7 @@ class DelayedScaling:
     name: Literal["delayed"] = "delayed"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require_name(self)
         _require_format(self, Format.HYBRID, Format.E4M3)
         too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
@@ -116,6 +122,7 @@ class Float8CurrentScaling:
     name: Literal["tensorwise"] = "tensorwise"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require_name(self)
         _require_format(self, Format.HYBRID, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
@@ -141,6 +148,7 @@ class Float8RowwiseScaling:
     name: Literal["rowwise"] = "rowwise"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
         _keep_casts(self)
@@ -165,6 +173,7 @@ class Float8BlockScaling:
     name: Literal["blockwise"] = "blockwise"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
@@ -189,6 +198,7 @@ class MXFP8BlockScaling:
     name: Literal["mxfp8"] = "mxfp8"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
         _keep_casts(self)

@@ -56,7 +56,9 @@ class ConversionSummary:
     @property
     def share_of_flops(self) -> float | None:
         """Of the first training step's products with these matrices, the part in FP8; None while it is not known."""
-        return self._share(lambda layer: layer.flops or 0)
+        return (
+            None if any(layer.flops is None for layer in self.layers) else self._share(lambda layer: layer.flops or 0)
+        )
 
     def _share(self, size: Callable[[LayerDecision], int]) -> float | None:
         total = sum(map(size, self.layers))

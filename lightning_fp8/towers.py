@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -91,7 +91,8 @@ def find_heads(model: nn.Module) -> dict[str, str]:
         for embedding_name, embedding in embeddings.items()
         if getattr(module, "weight", None) is embedding.weight
     }
-    own = {id(head) for module in model.modules() if (head := _output_embeddings(module)) is not None}
+    given = [head for module in model.modules() if (head := _output_embeddings(module)) is not None]
+    own = {id(module) for head in given for module in head.modules()}  # adapters wrap a head
     heads |= {
         name: "the model's get_output_embeddings()"
         for name, module in linears.items()
@@ -99,12 +100,47 @@ def find_heads(model: nn.Module) -> dict[str, str]:
     }
     vocabulary = max((embedding.num_embeddings for embedding in embeddings.values()), default=0)
     towers = _towers(model)
-    for name in _last(towers, list(linears), heads):
+    candidates = [name for name in linears if not _is_of_a_loss(name)]
+    for name in _last(towers, candidates, heads):
         if features_of(linears[name])[0] == vocabulary:
             heads[name] = f"the last linear layer, out_features={vocabulary} is the vocabulary"
         elif towers:
             heads[name] = "the last linear layer, after the blocks"
-    return heads
+    for name in _behind(model, towers, linears):
+        heads.setdefault(name, "the last linear layer of its part, after the blocks")
+    return _with_adapters(heads, linears)
+
+
+def _is_of_a_loss(name: str) -> bool:
+    return any("loss" in part or "criterion" in part for part in name.lower().split("."))
+
+
+def _with_adapters(heads: dict[str, str], linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """``heads`` and the layers that adapt them, or that they adapt."""
+    found = dict(heads)
+    for name, why in heads.items():
+        parts = name.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            wrapper = ".".join(parts[:depth])
+            if f"{wrapper}.base_layer" in linears or f"{wrapper}.original_module" in linears:
+                found |= {other: why for other in linears if other.startswith(f"{wrapper}.") and other not in found}
+                break
+    return found
+
+
+def _behind(model: nn.Module, towers: list[_Tower], linears: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Of each part behind the one with the blocks, the last linear layer, if it gives fewer values than it takes."""
+    prefix, module = "", model
+    while len(children := [key for key, child in module.named_children() if _linear_names(child)]) == 1:
+        prefix, module = f"{prefix}{children[0]}.", module.get_submodule(children[0])
+    prefixes = [clean_name(f"{prefix}{key}.") for key in children]
+    holding = [any(tower.prefix.startswith(part) for tower in towers) for part in prefixes]
+    last = max((index for index, holds in enumerate(holding) if holds), default=len(prefixes))
+    for part in prefixes[last + 1 :]:
+        for name in [linear for linear in linears if f"{linear}.".startswith(part)][-1:]:  # none: shared with another
+            out_features, in_features = features_of(linears[name])
+            if out_features < in_features and not _is_of_a_loss(name):
+                yield name
 
 
 def _last(towers: list[_Tower], linears: list[str], known: dict[str, str]) -> set[str]:
@@ -132,16 +168,28 @@ def _output_embeddings(module: nn.Module) -> nn.Module | None:
     give = getattr(module, "get_output_embeddings", None)
     try:
         head = give() if callable(give) else None
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError, TypeError):  # others give it another meaning
         return None
     return head if isinstance(head, nn.Module) else None
 
 
 def _towers(model: nn.Module) -> list[_Tower]:
-    """All lists of blocks; where there are none, the longest list of bare linear layers."""
+    """All lists of blocks; where there are none, of each network the longest list of bare linear layers in a chain."""
     found = list(_block_lists(model, ""))
-    blocks = [tower for tower in found if not tower.bare]
-    return blocks or sorted(found, key=lambda tower: -len(tower.blocks))[:1]
+    if blocks := [tower for tower in found if not tower.bare]:
+        return blocks
+    sizes = {clean_name(name): features_of(module) for name, module in model.named_modules() if is_linear(module)}
+    chains = [tower for tower in found if _is_chain([sizes[name] for name in tower.blocks])]
+    networks: dict[str, _Tower] = {}
+    for part in (chains and _parts(chains)) or {""}:
+        inside = [tower for tower in chains if tower.prefix.startswith(part)]
+        networks |= {part: max(inside, key=lambda tower: len(tower.blocks))} if inside else {}
+    return [tower for tower in chains if tower in networks.values()]
+
+
+def _is_chain(sizes: list[tuple[int, int]]) -> bool:
+    """Whether each layer takes what the one before gives; heads beside each other do not."""
+    return all(before[0] == after[1] for before, after in zip(sizes, sizes[1:]))
 
 
 def _block_lists(module: nn.Module, prefix: str) -> Iterator[_Tower]:

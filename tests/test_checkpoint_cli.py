@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import Linear, export_te_state_dict
+from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, export_te_state_dict, fp8_state_dict
 from lightning_fp8.checkpoint.cli import inspect
 from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.cli import main
 from lightning_fp8.history import AmaxHistory
-from tests.small import Regression, fp8_trainer, regression_data
+from tests.small import Regression, fp8_trainer, mlp, regression_data
 from tests.te_models import blocks, expected_rows, lightning_checkpoints
 
 
@@ -70,6 +70,26 @@ def test_inspect_of_a_converted_file_and_of_one_without_state(
     torch.save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "plain.ckpt")
     main(["checkpoint", "inspect", str(tmp_path / "plain.ckpt")])
     assert "no FP8 state" in capsys.readouterr().out
+
+
+def test_inspect_finds_our_state_wherever_it_is_saved(tmp_path: Path) -> None:
+    model = convert_module(mlp())
+    plugin = FP8FabricPrecision("delayed")
+    plugin.convert_module(model)
+    state = fp8_state_dict(model)
+    contents = {
+        "fabric": {"model": model.state_dict(), "fp8": plugin.state_dict()},
+        "nested": {"model": model.state_dict(), "scales": state},
+        "plain": state,
+    }
+    for name, content in contents.items():
+        torch.save(content, tmp_path / name)
+        printed = inspect(tmp_path / name)
+        assert "written by lightning_fp8" in printed
+        assert [line.split()[0] for line in printed.splitlines()[2:]] == state["names"]
+    torch.save({"fp8": {**state, "updates": -1}}, tmp_path / "damaged")
+    with pytest.raises(CheckpointError, match=r"^fp8: FP8 state's 'updates' must be a count"):
+        inspect(tmp_path / "damaged")
 
 
 def test_attention_moves_to_where_later_versions_keep_it(tmp_path: Path) -> None:

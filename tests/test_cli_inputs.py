@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a bool": ({"replace_layers": 0}, "replace_layers=0 must be True or False"),
     "a dtype's short name": (
         {"weights_dtype": "bf16"},
-        "weights_dtype=bf16 is not supported; use one of torch.bfloat16",
+        "weights_dtype='bf16' is not supported; use one of torch.bfloat16",
     ),
     "another dtype": ({"weights_dtype": "torch.float64"}, "weights_dtype=torch.float64 is not supported"),
     "skip of one": ({"skip": "*.head"}, "skip='*.head' must be a sequence of module-name globs"),
@@ -48,6 +48,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a format": (
         {"recipe": {"name": "delayed", "fp8_format": "E5M2"}},
         "fp8_format=E5M2 is not supported by 'delayed'",
+    ),
+    "a format in lower case": (
+        {"recipe": {"name": "delayed", "fp8_format": "hybrid"}},
+        "fp8_format='hybrid' is not one of E4M3, E5M2, HYBRID",
     ),
     "a class's option": (
         {"recipe": {"class_path": "lightning_fp8.Float8BlockScaling", "init_args": {"power_2_scale": "maybe"}}},
@@ -69,6 +73,7 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"first_last_layers_bf16": "false", "replace_layers": "true"}, {"first_last_layers_bf16": False}),
     ({"num_layers_at_end_in_bf16": "2"}, {"num_layers_at_end_in_bf16": 2}),
     ({"weights_dtype": "torch.float32", "compute_dtype": "torch.bfloat16"}, {"compute_dtype": "torch.bfloat16"}),
+    ({"weights_dtype": "float32"}, {"weights_dtype": "float32"}),
     ({"recipe": {"name": "delayed", "margin": "1", "reduce_amax": "false"}}, {"margin": 1, "reduce_amax": False}),
     (
         {"recipe": {"class_path": "lightning_fp8.Float8BlockScaling", "init_args": {"power_2_scale": "false"}}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -376,3 +377,27 @@ def test_other_ranks_print_nothing(messages: list[str], monkeypatch: pytest.Monk
     plugin.convert_module(LanguageModel())
     assert plugin.summary is not None
     assert not messages
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "hint"),
+    [
+        (nn.Conv2d(3, 3, 3), {}, "it has no linear layer"),
+        (nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))), {}, "first_last_layers_bf16=False"),
+        (nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), {"skip": ["*"]}, "skip="),
+        (nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), {"replace_layers": False}, "replace_layers=True"),
+        (nn.Sequential(*(Renamed(16, 16) for _ in range(4))), {}, "Renamed is a subclass of nn.Linear"),
+    ],
+)
+def test_the_way_out_where_nothing_runs_in_fp8_fits_the_reasons(
+    model: nn.Module, policy: dict[str, Any], hint: str
+) -> None:
+    with pytest.warns(UserWarning, match="no layer of the model runs in FP8") as caught:
+        convert_module(model, **policy)
+    said = str(caught[0].message).splitlines()[0]
+    assert hint in said
+    assert ("first_last" in said) == ("first_last" in hint)

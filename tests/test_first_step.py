@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.convert import Policy, plan_conversion
+from lightning_fp8.convert import Policy, apply_conversion, plan_conversion
 from lightning_fp8.first_step import FirstStep
 from lightning_fp8.summary import ConversionSummary
 from tests.small import quiet_trainer
@@ -108,6 +109,66 @@ def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
     assert f"{100 * summary.share_of_flops:.3g} % of a step's FLOPs with them" in str(summary)
 
 
+class Attends(nn.Module):
+    """A query of 3 rows and a key of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x.repeat(1, 2, 1)[:, :5], x.repeat(1, 2, 1)[:, :5], need_weights=False)[0]
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](checkpoint(self[0], x, use_reentrant=True))
+
+
+def normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "expected"),
+    [
+        (nn.Sequential(nn.ConvTranspose2d(4, 8, 4, stride=4)), (5, 4, 2, 3), 3 * 2 * 5 * 2 * 3 * 4 * 8 * 16),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), (3, 7, 5), 3 * 2 * 7 * 5 * 8 * 27),
+        (Attends(), (2, 3, 16), 3 * 2 * 2 * 256 * (3 + 5 + 5 + 3)),
+        (nn.Sequential(normed()), (4, 16), 3 * 2 * 4 * 256),
+        (Checkpointed(nn.Linear(16, 16), nn.Linear(16, 16)), (4, 16), 2 * 3 * 2 * 4 * 256),
+    ],
+)
+def test_flops_of_unusual_shapes(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    """A product forward and two backward, by hand."""
+    summary = plan_conversion(module, Policy(first_last_layers_bf16=False))
+    apply_conversion(module, summary)
+    watched = FirstStep(module, summary)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        module(torch.randn(shape, requires_grad=True)).sum().backward()
+    assert sum(layer.flops for layer in watched.finish().layers) == expected
+
+
+def test_flops_are_unknown_where_rows_cannot_be_counted() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.mix = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.fc(batch["x"]) @ self.mix
+
+    model = Hidden()
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    apply_conversion(model, plan)
+    watched = FirstStep(model, plan)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        model({"x": torch.randn(4, 16)}).sum().backward()
+    summary = watched.finish()
+    assert decision(summary, "mix").flops is None
+    assert summary.share_of_flops is None
+
+
 class Trained(L.LightningModule):
     def __init__(self, *blocks: Block) -> None:
         super().__init__()
@@ -174,7 +235,56 @@ def test_layers_that_are_not_called() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     module.used = lambda index: index != 1
     (said,) = fit(module, plugin)
-    assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
+
+
+def test_layers_that_another_step_of_the_epoch_calls_are_not_named() -> None:
+    class Drops(Trained):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.used = lambda index: index != 1 + batch_idx % 2
+
+    module, plugin = Drops(), FP8Precision("tensorwise")
+    assert not fit(module, plugin)
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
+
+
+def test_a_step_that_calls_nothing_is_not_the_first() -> None:
+    class Skips(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    module, plugin = Skips(), FP8Precision("tensorwise")
+    assert not fit(module, plugin)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8} == {True}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
+
+
+def test_one_step_says_nothing_of_the_others() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()], max_steps=1)
+        trainer.fit(module, DataLoader(torch.randn(8, 16), 4))
+    assert not [warning for warning in caught if "multiplied nothing" in str(warning.message)]
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.1.fc", "blocks.1.out"]
+
+
+def test_flops_of_attention_are_known_after_its_gradients_are_gone() -> None:
+    module = Attends()
+    watched = FirstStep(module, plan_conversion(module, Policy()))
+    module(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    module.zero_grad()
+    assert decision(watched.finish(), "attention.out_proj").flops == 3 * 2 * 2 * 3 * 256
+
+
+def test_copies_that_nobody_trains_or_calls_are_not_named() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.average = copy.deepcopy(module.blocks).requires_grad_(False)
+    assert not fit(module, plugin)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8 and "average" in layer.name} == {None}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
 
 
 def test_a_second_fit_judges_anew() -> None:
@@ -195,7 +305,7 @@ def test_layers_that_are_called_later_have_run_in_the_end() -> None:
 
     module, plugin = Late(), FP8Precision("tensorwise")
     (said,) = fit(module, plugin, epochs=2)
-    assert ": blocks.1.fc, blocks.1.out: it was not called in the first training step" in said
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
     assert not plugin.summary.idle
     assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
     assert plugin.summary.num_fp8 == 4
@@ -278,4 +388,24 @@ def test_fabric() -> None:
             fabric.backward(model(torch.randn(4, 16)).square().mean())
             optimizer.step()
     assert sum("blocks.2.fc: Block read its weight" in str(warning.message) for warning in caught) == 1
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]
+
+
+def test_two_models_of_fabric_are_judged_at_steps_of_their_own() -> None:
+    plugin = FP8FabricPrecision("delayed")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    first, second = Trained(), Trained(Block(), Block(reads=True))
+    one = fabric.setup(first, torch.optim.SGD(first.parameters(), 1e-3))
+    two = fabric.setup(second, torch.optim.SGD(second.parameters(), 1e-3))
+    said = []
+    for _ in range(2):
+        for model, optimizer in (one, two):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fabric.backward(model(torch.randn(4, 16)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            said.append([str(warning.message) for warning in caught if "multiplied nothing" in str(warning.message)])
+    assert [len(texts) for texts in said] == [0, 1, 0, 0]
+    assert ": blocks.2.fc: Block read its weight" in said[1][0]
     assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]

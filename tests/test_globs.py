@@ -52,6 +52,14 @@ def test_a_glob_of_something_is_not(glob: str) -> None:
         convert_module(Decoder(), first_last_layers_bf16=False, skip=(glob,))
 
 
+@pytest.mark.parametrize("glob", ["alias", "al*", "twin.0"])
+def test_a_module_may_be_named_by_any_of_its_names(glob: str) -> None:
+    model = Decoder()
+    model.alias, model.twin = model.blocks[1][0], model.blocks[1]
+    convert_module(model, first_last_layers_bf16=False, skip=(glob,))
+    assert [isinstance(block[0], Linear) for block in model.blocks] == [True, False, True, True]
+
+
 def test_a_model_without_layers_is_said_so() -> None:
     assert globs_of_nothing(["a"], [], []) == [
         "skip='a' matches no module of the model; it has no layer that could run in FP8"

@@ -62,6 +62,15 @@ def is_bool(value: Any) -> bool:
     return type(value) is bool
 
 
+def means_int(minimum: int, maximum: int | None = None) -> Accepts:
+    """A recipe and a policy take numpy's scalars, too."""
+    return lambda value: is_int(minimum, maximum)(value.item() if isinstance(value, np.generic) else value)
+
+
+def means_bool(value: Any) -> bool:
+    return type(value) in (bool, np.bool_)
+
+
 def is_epsilon(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 3.5e38
 
@@ -86,17 +95,17 @@ is_norm_dtype = or_none(one_of(torch.bfloat16, torch.float32, torch.float64))
 is_size = is_int(1)
 SIZES = ("in_features", "out_features", "normalized_shape", "hidden_size")
 POLICY: dict[str, Accepts] = {
-    "first_last_layers_bf16": is_bool,
-    "num_layers_at_start_in_bf16": is_int(0),
-    "num_layers_at_end_in_bf16": is_int(0),
-    "replace_layers": is_bool,
+    "first_last_layers_bf16": means_bool,
+    "num_layers_at_start_in_bf16": means_int(0),
+    "num_layers_at_end_in_bf16": means_int(0),
+    "replace_layers": means_bool,
     "skip": is_skip,
 }
 PLUGIN: dict[str, Accepts] = {
     **POLICY,
     "recipe": is_recipe,
-    "weights_dtype": is_dtype,
-    "compute_dtype": or_none(one_of(torch.bfloat16)),
+    "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16"),
+    "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16")),
     # Matched where a model is converted.
     "skip": lambda value: type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value),
 }
@@ -118,8 +127,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         fp8_autocast,
         {},
         {
-            "enabled": is_bool,
-            "calibrating": is_bool,
+            "enabled": means_bool,
+            "calibrating": means_bool,
             "fp8_recipe": or_none(is_recipe),
             "fp8_group": one_of(None),
         },
@@ -129,12 +138,12 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         DelayedScaling,
         {},
         {
-            "margin": is_int(0, 18),
-            "interval": is_int(1),
+            "margin": means_int(0, 18),
+            "interval": means_int(1),
             "fp8_format": one_of(HYBRID, E4M3),
-            "amax_history_len": is_int(1, 65536),
+            "amax_history_len": means_int(1, 65536),
             "amax_compute_algo": one_of("max"),
-            "reduce_amax": is_bool,
+            "reduce_amax": means_bool,
             "name": one_of("delayed"),
         },
     ),
@@ -143,8 +152,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         {},
         {
             "fp8_format": one_of(HYBRID, E4M3),
-            "power_2_scale": is_bool,
-            "amax_epsilon": is_epsilon,
+            "power_2_scale": means_bool,
+            "amax_epsilon": lambda value: is_epsilon(value) or type(value) is np.int64,
             "name": one_of(),
         },
     ),
@@ -152,7 +161,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
     "Float8BlockScaling": (
         Float8BlockScaling,
         {},
-        {"fp8_format": one_of(E4M3), "power_2_scale": is_bool, "name": one_of("blockwise")},
+        {"fp8_format": one_of(E4M3), "power_2_scale": means_bool, "name": one_of("blockwise")},
     ),
     "MXFP8BlockScaling": (MXFP8BlockScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
     "Linear": (

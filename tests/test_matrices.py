@@ -103,6 +103,16 @@ def test_what_is_looked_up_added_or_scaled_by_is_no_matrix() -> None:
     assert kinds(Vision()) == {}
 
 
+def test_names_that_only_sound_like_what_is_added_are_matrices() -> None:
+    model = nn.Module()
+    names = ("logits_weight", "W_pos_proj", "w_compose", "catalog", "W_query", "query_kernel", "possible", "betatron")
+    for name in names:
+        model.register_parameter(name, nn.Parameter(torch.randn(16, 16)))
+    for name in ("pos_emb", "posEmbed", "token_embedding_weight", "queries", "layernorm", "init_state", "h_mean"):
+        model.register_parameter(name, nn.Parameter(torch.randn(16, 16)))
+    assert tuple(kinds(model)) == names
+
+
 def test_parameters_that_a_linear_layer_holds_beside_its_weight() -> None:
     class Adapted(nn.Linear):
         def __init__(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
-from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, make_recipe
+from lightning_fp8 import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    FP8Callback,
+    FP8FabricPrecision,
+    FP8Precision,
+    fp8_autocast,
+    make_recipe,
+)
+from lightning_fp8.convert import Policy
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import Role
 
@@ -425,3 +436,22 @@ def test_float16_has_no_loss_scaler_and_says_so() -> None:
         warnings.simplefilter("error")
         FP8Precision(weights_dtype=torch.float32, compute_dtype=torch.bfloat16)
         FP8Precision(weights_dtype=torch.float16)
+
+
+def test_values_that_mean_the_same_are_taken() -> None:
+    plugin = FP8Precision(
+        DelayedScaling(margin=np.int32(1), amax_history_len=np.int64(16), reduce_amax=np.bool_(False)),
+        weights_dtype="float32",
+        compute_dtype="torch.bfloat16",
+        first_last_layers_bf16=np.bool_(True),
+        num_layers_at_start_in_bf16=np.int64(2),
+        skip=UserList(["*.head"]),
+    )
+    assert plugin.recipe == DelayedScaling(margin=1, amax_history_len=16, reduce_amax=False)
+    assert (type(plugin.recipe.margin), type(plugin.recipe.reduce_amax)) == (int, bool)
+    assert (plugin.weights_dtype, plugin.compute_dtype) == (torch.float32, torch.bfloat16)
+    assert plugin.policy == Policy(True, 2, skip=("*.head",))
+    assert type(plugin.policy.num_layers_at_start_in_bf16) is int
+    assert FP8Precision(skip={"*.head": 1}.keys()).policy.skip == ("*.head",)
+    assert Float8CurrentScaling(amax_epsilon=np.float32(0.5)).amax_epsilon == 0.5
+    assert fp8_autocast(enabled=np.bool_(False)).setting.enabled is False

@@ -129,6 +129,29 @@ def test_short_lists_of_bare_layers_beside_blocks_are_no_towers() -> None:
     assert fp8_names(model) == ["tower.blocks.1.fc", "tower.blocks.2.fc", *(f"adapters.{i}" for i in range(6))]
 
 
+class Chain(nn.Module):
+    """A network whose layers are a bare list."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+
+
+def test_each_network_of_a_bare_list_has_first_and_last_layers() -> None:
+    model = Pair("generator", "critic", Chain(8, 64, 64, 32), Chain(32, 64, 64, 64, 1))
+    assert fp8_names(model) == ["generator.layers.1", "critic.layers.1", "critic.layers.2"]
+    model.critic.more = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+    assert fp8_names(model)[:3] == ["generator.layers.1", "critic.layers.1", "critic.layers.2"]
+
+
+def test_a_list_of_heads_beside_a_trunk_is_no_tower() -> None:
+    model = nn.Module()
+    model.fc1, model.fc2, model.fc3 = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+    model.heads = nn.ModuleList(nn.Linear(64, 5) for _ in range(5))
+    assert fp8_names(model)[:2] == ["fc2", "fc3"]
+    assert reason(model, "fc1") == "in layer 0 of 8, one of the first 1"
+
+
 # Heads
 
 
@@ -169,6 +192,59 @@ def test_the_models_own_word_counts_wherever_the_head_is_registered() -> None:
     model = Early()
     assert reason(model, "classes") == "output head: the model's get_output_embeddings()"
     assert fp8_names(model) == ["tower.blocks.1.fc", "after"]
+
+
+class Adapted(nn.Module):
+    """As peft wraps a layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, layer.out_features, bias=False)})
+
+
+def test_every_layer_of_a_wrapped_head_is_the_head() -> None:
+    class Speaking(Tower):
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    for cls in (Tower, Speaking):
+        model = cls(3, 10)
+        model.head = Adapted(model.head)
+        assert fp8_names(model) == ["blocks.1.fc"]
+        assert reason(model, "head.base_layer").startswith("output head")
+    model = Tower(3, 10)
+    model.head = nn.ModuleDict({"original_module": model.head, "modules_to_save": nn.Sequential(nn.Linear(16, 10))})
+    assert fp8_names(model) == ["blocks.1.fc"]
+
+
+def test_second_heads() -> None:
+    class Pretraining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Tower(3)
+            self.body.pooler = nn.Linear(16, 8)
+            self.scores = Pair("words", "follows", nn.Linear(16, 40), nn.Linear(16, 2))
+            self.boxes = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.scores.words
+
+    assert fp8_names(Pretraining()) == ["body.blocks.1.fc", "body.pooler", "boxes.0"]
+
+
+def test_a_layer_of_the_loss_is_not_the_last() -> None:
+    model = Pair("net", "loss", Tower(3, 10), nn.Sequential(nn.Linear(10, 10)))
+    assert reason(model, "net.head") == "output head: the last linear layer, after the blocks"
+
+
+def test_a_get_output_embeddings_that_takes_arguments() -> None:
+    class Other(Tower):
+        def get_output_embeddings(self, ids: Tensor) -> Tensor:
+            return ids
+
+    assert fp8_names(Other()) == ["blocks.1.fc"]
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, AttributeError])

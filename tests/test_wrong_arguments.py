@@ -104,7 +104,7 @@ CASES: dict[str, Case] = {
     "replace_layers": (lambda: FP8Precision(replace_layers="false"), TypeError, "replace_layers='false'"),
     "skip None": (lambda: convert_module(mlp(), skip=None), TypeError, "skip=None.*sequence"),
     "skip used up": (lambda: convert_module(mlp(), skip=(x for x in "2")), TypeError, "generator.*sequence"),
-    "weights_dtype": (lambda: FP8Precision(weights_dtype="bf16"), ValueError, "weights_dtype=bf16.*torch.bfloat16"),
+    "weights_dtype": (lambda: FP8Precision(weights_dtype="bf16"), ValueError, "weights_dtype='bf16'.*torch.bfloat16"),
     "compute_dtype": (lambda: FP8Precision(compute_dtype=""), ValueError, "compute_dtype="),
     "plugin converts None": (lambda: FP8FabricPrecision().convert_module(None), TypeError, "NoneType"),
     "plugin loads a file": (lambda: FP8Precision().load_state_dict("a.ckpt"), TypeError, "'a.ckpt'.*torch.load"),

@@ -319,7 +319,7 @@ ZOO: dict[str, Animal] = {
             logit_scale_init_value=0.0,
         ),
         lambda: image(return_loss=True)() | tokens("input_ids")(),
-        "{text,vision}_model.encoder.layers.1.{self_attn.{k,v,q,out}_proj,mlp.{fc1,fc2}} visual_projection",
+        "{text,vision}_model.encoder.layers.1.{self_attn.{k,v,q,out}_proj,mlp.{fc1,fc2}}",
         other="vision_model.embeddings.patch_embedding",
         near=0.05,  # its loss comes in BF16
     ),

@@ -24,7 +24,8 @@ class FP8Callback(Callback):
 
     The plugin sees every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or
     not. A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
-    After the first training step the plugin's table says what really ran, and a warning names what did not.
+    After the first training step the plugin's table says what really ran, and a warning names what did not; layers
+    that nothing called are only named at the end of the first epoch, or after 50 steps.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
@@ -36,7 +37,6 @@ class FP8Callback(Callback):
     te_report: LoadReport | None = None
     _load_hook: Any = None
     _first_step: FirstStep | None = None
-    _judged = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
@@ -79,15 +79,19 @@ class FP8Callback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
         if self._first_step is None and plugin.plan is not None:
-            self._first_step, self._judged = FirstStep(pl_module, plugin.plan), False
+            self._first_step = FirstStep(pl_module, plugin.plan)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the table with what ran, once."""
-        if self._first_step is not None and not self._judged:
-            self._judged = True
-            _plugin(trainer).take_what_ran(self._first_step.finish())
+        """Compare the table with what ran."""
+        if self._first_step is not None and (summary := self._first_step.after_step()) is not None:
+            _plugin(trainer).take_what_ran(summary)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An epoch has called whatever is called."""
+        if self._first_step is not None and (summary := self._first_step.settle()) is not None:
+            _plugin(trainer).take_what_ran(summary)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers that not every step calls may have run since."""

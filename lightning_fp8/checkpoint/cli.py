@@ -114,15 +114,32 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                 raise CheckpointError(f"{key}: {error}") from None
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
             yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_rows(owner)
-    ours = file.get(PLUGIN) if isinstance(file, dict) else None
-    for model, state in (ours or {}).items() if isinstance(ours, dict) else ():
-        if model != "recipe":
-            try:
-                names, scale, window, _ = validated_state(_loaded(state, Path(PLUGIN)))
-            except ValueError as error:
-                raise CheckpointError(f"{PLUGIN}: {error}") from None
-            rows = {name: Row(scale[index].item(), window[:, index]) for index, name in enumerate(names)}
-            yield f"{PLUGIN}.{model}", "lightning_fp8", rows
+    for key, state in _our_states(file):
+        try:
+            names, scale, window, _ = validated_state(_loaded(state, Path(key)))
+        except ValueError as error:
+            raise CheckpointError(f"{key}: {error}") from None
+        rows = {name: Row(scale[index].item(), window[:, index]) for index, name in enumerate(names)}
+        yield key, "lightning_fp8", rows
+
+
+def _our_states(file: Any) -> Iterator[tuple[str, Any]]:
+    """Each FP8 state in the file and its key: Lightning's, what Fabric saved under any key, and one by itself."""
+    if not isinstance(file, dict):
+        return
+    if _is_ours(file):
+        yield "FP8 state", file
+    for key, value in file.items():
+        if isinstance(value, dict) and _is_ours(value):
+            yield str(key), value
+        elif isinstance(value, dict):
+            for model, state in value.items():
+                if model != "recipe" and (key == PLUGIN or _is_ours(state)):
+                    yield f"{key}.{model}", state
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, dict) and {"names", "scale", "amax_history", "updates"} <= value.keys()
 
 
 def _state_dict_in(file: Any) -> dict[str, Any] | None:
