@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,8 @@ class FirstStep:
         self.steps = 0
         self._found: ConversionSummary | None = None
         self.settled = False
-        self._modules = {clean_name(name): module for name, module in model.named_modules()}
+        # Weak, since a plugin keeps this until a step comes: a model that is gone before is nobody's.
+        self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._before = {
             name: _counts(module) for name, module in self._modules.items() if isinstance(module, FP8Module)
         }
@@ -166,10 +168,10 @@ class FirstStep:
 
     def _since(self, name: str) -> tuple[int, int, int]:
         """Forwards in FP8, in high precision, and in evaluation mode, since this watches."""
-        fp8, high_precision, evaluations = (
-            now - then
-            for now, then in zip(_counts(self._modules[name]), self._before[name])  # type: ignore[arg-type]
-        )
+        module = self._modules.get(name)
+        if not isinstance(module, FP8Module):  # gone
+            return 0, 0, 0
+        fp8, high_precision, evaluations = (now - then for now, then in zip(_counts(module), self._before[name]))
         return fp8, high_precision, evaluations
 
     def _called(self, name: str) -> bool:
@@ -181,7 +183,9 @@ class FirstStep:
 
     def _anything_ran(self) -> bool:
         calls = any(calls.rows or calls.unknown for calls in self._calls.values())
-        return calls or any(self._called(name) for name in self._before if isinstance(self._modules[name], LinearLayer))
+        return calls or any(
+            self._called(name) for name in self._before if isinstance(self._modules.get(name), LinearLayer)
+        )
 
     def stop(self) -> None:
         """Take the hooks away."""
@@ -214,7 +218,10 @@ class FirstStep:
 
     def _flops(self, layer: LayerDecision) -> int | None:
         owner = self._owner(layer)
-        calls, own = self._calls.get(owner, _Calls()), _own_parameters(self._modules[owner])
+        module = self._modules.get(owner)
+        if module is None:  # gone
+            return None
+        calls, own = self._calls.get(owner, _Calls()), _own_parameters(module)
         parent = owner.rpartition(".")[0]
         reads = isinstance(self._modules.get(parent), nn.MultiheadAttention)
         if not calls.rows and (reads or any(parameter.grad is not None for parameter in own)):

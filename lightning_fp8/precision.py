@@ -240,7 +240,9 @@ class FP8FabricPrecision(FabricPrecision):
         """Tell what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
         one_stepped = any(history.steps > 0 for history in self.histories.values())
         for history, first_step in list(self._first_steps.items()):
-            if history.steps > 0 or not one_stepped:
+            if not history.owners:  # its model is gone
+                del self._first_steps[history]
+            elif history.steps > 0 or not one_stepped:
                 if (summary := first_step.after_step()) is not None:
                     self.take_what_ran(summary)
                 if first_step.settled:

@@ -377,7 +377,9 @@ def test_deepcopy_of_a_converted_model_is_independent() -> None:
     losses_so_far = len(twin.losses)
     twin_plugin = fit(twin, steps=20)
     assert history_of(twin_plugin) is not history
-    assert torch.equal(history_of(twin_plugin).window[-25:-20], history.window[-5:])
+    window = history_of(twin_plugin).window
+    assert (window[:-20] == 0).all(), "a copy starts without amaxes"
+    assert (window[-20:-1] > 0).any()
     assert_same_bits(parameters(module), before)
     assert torch.equal(history.scale, scale)
     assert (history.seen == 0).all()
