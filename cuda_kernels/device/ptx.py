@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u32, u32x, void
 
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
@@ -12,23 +14,28 @@ load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 
 # The register is zeroed before the predicated load: with a pair of complementary predicates instead, ptxas would extend
 # its live range through a whole loop.
-_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.L1::no_allocate.%s; }"
+_STREAMED, _KEPT = ".L1::no_allocate", ""
+
+
+def _load_if(cache: str, registers: int) -> Any:
+    """A load of ``registers`` 32-bit words, side by side, where its last operand is not 0; else they are 0."""
+    words = ", ".join(f"${index}" for index in range(registers))
+    vector, words = (f"v{registers}.", f"{{{words}}}") if registers > 1 else ("", words)
+    zeros = " ".join(f"mov.b32 ${index}, 0;" for index in range(registers))
+    address, flag = f"${registers}", f"${registers + 1}"
+    load = f"ld.global.nc{cache}.{vector}b32 {words}, [{address}];"
+    template = f"{{ .reg .pred p; setp.ne.s32 p, {flag}, 0; {zeros} @p {load} }}"
+    return asm(template, u32x(registers) if registers > 1 else u32, i64, i32)
+
+
 load_2_if = asm(
     "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"
     " cvt.u32.u16 $0, h; }",
     u32, i64, i32,
 )  # fmt: skip
-load_4_if = asm(_GUARD % ("$2", "mov.b32 $0, 0;", "b32 $0, [$1]"), u32, i64, i32)
-load_8_if = asm(_GUARD % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
-load_16_if = asm(
-    _GUARD
-    % (
-        "$5",
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "v4.b32 {$0, $1, $2, $3}, [$4]",
-    ),
-    u32x(4), i64, i32,
-)  # fmt: skip
+load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, registers) for registers in (1, 2, 4))
+kept_8_if, kept_16_if = (_load_if(_KEPT, registers) for registers in (2, 4))
+"""The same of what other rows read again."""
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
 store_2 = asm("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", void, i64, u32)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32, u32x
+from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
     from_bits,
+    kept_8_if,
+    kept_16_if,
     load_8_if,
     load_16_if,
     shared_load_4,
@@ -25,19 +27,6 @@ from cuda_kernels.device.sizes import ceil_div
 
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
-
-# As _GUARD in ptx.py, but kept in L1.
-_KEPT = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s @p ld.global.nc.%s; }"
-_kept_8_if = asm(_KEPT % ("$3", "mov.b32 $0, 0; mov.b32 $1, 0;", "v2.b32 {$0, $1}, [$2]"), u32x(2), i64, i32)
-_kept_16_if = asm(
-    _KEPT
-    % (
-        "$5",
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "v4.b32 {$0, $1, $2, $3}, [$4]",
-    ),
-    u32x(4), i64, i32,
-)  # fmt: skip
 
 _pair = {
     "bfloat16": asm("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, pure=True),
@@ -199,7 +188,7 @@ def parameter_quad(dtype: str) -> Any:
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
     num_registers = quad_registers(dtype)
-    load = _kept_16_if if num_registers == 4 else _kept_8_if
+    load = kept_16_if if num_registers == 4 else kept_8_if
     decode = quad_decoder(dtype)
 
     @device
