@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.export import export_te_state_dict
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert import convert_module
+    from lightning_fp8.fabric import FP8FabricPrecision
     from lightning_fp8.formats import Format
     from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
-    from lightning_fp8.precision import FP8FabricPrecision, FP8Precision
+    from lightning_fp8.precision import FP8Precision
     from lightning_fp8.recipes import (
         DelayedScaling,
         Float8BlockScaling,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DelayedScaling": "recipes",
     "FP8Callback": "callbacks",
-    "FP8FabricPrecision": "precision",
+    "FP8FabricPrecision": "fabric",
     "FP8Precision": "precision",
     "Float8BlockScaling": "recipes",
     "Float8CurrentScaling": "recipes",

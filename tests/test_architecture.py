@@ -98,24 +98,29 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
     assert "lightning_fp8.ops" in _reached("lightning_fp8.functions")
 
 
+PLUGIN = ("fabric", "precision", "callbacks", "cli")
+"""The highest rooms, upwards."""
+
+
 @pytest.mark.parametrize(
     ("room", "above"),
     [
-        ("ops", ("functions", "modules", "convert", "precision", "callbacks", "autocast", "history", "state", "cli")),
-        ("functions", ("modules", "convert", "precision", "callbacks", "state", "cli")),
-        ("history", ("functions", "modules", "convert", "precision", "callbacks", "autocast", "state", "cli")),
-        ("modules", ("convert", "precision", "callbacks", "state", "cli")),
-        ("convert", ("precision", "callbacks", "cli", "first_step")),
-        ("first_step", ("convert", "precision", "callbacks", "cli")),
+        ("ops", ("functions", "modules", "convert", "autocast", "history", "state", *PLUGIN)),
+        ("functions", ("modules", "convert", "state", *PLUGIN)),
+        ("history", ("functions", "modules", "convert", "autocast", "state", *PLUGIN)),
+        ("modules", ("convert", "state", *PLUGIN)),
+        ("convert", ("first_step", *PLUGIN)),
+        ("first_step", ("convert", *PLUGIN)),
         (
             "summary",
-            ("functions", "modules", "convert", "precision", "callbacks", "autocast", "history", "state", "cli"),
+            ("functions", "modules", "convert", "autocast", "history", "state", *PLUGIN),
         ),
-        ("towers", ("convert", "matrices", "precision", "callbacks", "cli")),
-        ("precision", ("callbacks", "cli")),
-        ("checkpoint.te_state", ("functions", "modules", "convert", "precision", "callbacks", "state", "cli")),
-        ("checkpoint.remap", ("convert", "precision", "callbacks", "cli")),
-        ("checkpoint.load", ("precision", "callbacks", "cli")),
+        ("towers", ("convert", "matrices", *PLUGIN)),
+        ("fabric", PLUGIN[1:]),
+        ("precision", PLUGIN[2:]),
+        ("checkpoint.te_state", ("functions", "modules", "convert", "state", *PLUGIN)),
+        ("checkpoint.remap", ("convert", *PLUGIN)),
+        ("checkpoint.load", PLUGIN),
     ],
 )
 def test_a_room_imports_nothing_above_it(room: str, above: tuple[str, ...]) -> None:
@@ -189,7 +194,7 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
         if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
     }
     assert "lightning_fp8.precision" in knowing
-    rooms = ("precision", "callbacks", "cli", "checkpoint", "parallel")
+    rooms = (*PLUGIN, "checkpoint", "parallel")
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
 
 

@@ -17,10 +17,10 @@ from lightning_fp8 import (
     FP8FabricPrecision,
     Linear,
     convert_module,
+    fabric,
     fp8_autocast,
     fp8_state_dict,
     load_fp8_state_dict,
-    precision,
 )
 from tests.small import mlp
 from tests.test_hostile_values import HOSTILE
@@ -126,7 +126,7 @@ def test_models_that_only_their_order_tells_apart_are_named() -> None:
 
 def test_another_recipe_than_the_saved_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(precision, "rank_zero_info", said.append)
+    monkeypatch.setattr(fabric, "rank_zero_info", said.append)
     saved = plugin_with(mlp()).state_dict()
     for recipe, is_said in (("delayed", False), (DelayedScaling(margin=1), True), (Float8BlockScaling(), True)):
         plugin = plugin_with(mlp(), recipe=recipe)
