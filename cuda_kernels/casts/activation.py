@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
+from cuda_kernels.device.language import cuda, device, i64, u32
 from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
+from cuda_kernels.device.ptx import exp2_approx as _exp2
+from cuda_kernels.device.ptx import reciprocal_approx as _reciprocal
 from cuda_kernels.device.tile import WARP_ROWS, Source
-
-_exp2 = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
-_reciprocal = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
