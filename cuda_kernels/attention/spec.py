@@ -1,8 +1,8 @@
-"""What attention's kernels agree on: how operands lie in memory, which tiles are visited, and what a kernel is built for.
+"""What attention's kernels agree on: how operands lie in memory, which tiles are visited, what a kernel is built for.
 
 **Packed rows.** Queries and keys have a row space each: the sequences one after the other, each from a multiple of 128
-rows on. Heads come first, so that one two-dimensional tensor map serves every layout of a batch. With ``R`` rows in all,
-a multiple of 128:
+rows on. Heads come first, so that one two-dimensional tensor map serves every layout of a batch. With ``R`` rows in
+all, a multiple of 128:
 
 - row copy, uint8 codes ``[H, R, D]``;
 - transposed copy, uint8 codes ``[H, D, R]``, each 16 of its columns in the order :data:`ORDER_A`;
@@ -41,8 +41,8 @@ TILE_FIELDS = (
 - ``sequence``, ``out_row``, ``out_rows``: where the tile's result begins, and how many rows of it are written.
 """
 ROW_FIELDS = ("sequence", "source_row", "valid", "row")
-"""An entry of the table of blocks that are cast, int32: 128 rows of a sequence, from ``source_row`` of the tensor on, of
-which ``valid`` are read; the others are 0. ``row``: the first packed row."""
+"""An entry of the table of blocks that are cast, int32: 128 rows of a sequence, from ``source_row`` of the tensor on,
+of which ``valid`` are read; the others are 0. ``row``: the first packed row."""
 
 
 @dataclass(frozen=True)

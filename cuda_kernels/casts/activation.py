@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import cuda, device, i64, u32
+from cuda_kernels.device.language import cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
 from cuda_kernels.device.ptx import exp2_approx as _exp2
 from cuda_kernels.device.ptx import reciprocal_approx as _reciprocal
