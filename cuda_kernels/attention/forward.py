@@ -142,7 +142,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     words_0, words_1, words_2, words_3 = (slice_words(scores_count // 4, start, 4) for start in (0, 4, 8, 12))
     hide, softmax = mask_rows(scores_count), make_softmax(ROWS)
     scaled, rescale_add, finish = scale_all(out_count), rescale_add_rows(out_count), scale_seen_rows(out_count)
-    store_rows = make_row_store(columns, spec.out)
+    store_rows, store_more_rows = make_row_store(columns, spec.out), make_row_store(columns, spec.out, again=True)
     next_stage, _ = stage_counters(stages)
 
     @device
@@ -252,6 +252,13 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             named_barrier(_TURN, 256)
         return out, out_high, unit, state
 
+    @device
+    def work_of(block, table, heads, group):
+        """A block's tile of queries and its heads: of all heads the tiles with most to do come first."""
+        tile_idx = quotient(block, heads)
+        head = i32(block - tile_idx * heads)
+        return load_tile(table, tile_idx), head, quotient(head, group)
+
     def attention_forward(
         map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
@@ -272,24 +279,22 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 mbarrier_init(smem + empty_v + 8 * stage, 2)
             fence_mbarrier_init()
         cuda.syncthreads()
-        tile_idx = quotient(cuda.blockIdx.x, heads)
-        head = cuda.blockIdx.x - tile_idx * heads
-        kv_head = quotient(head, group)
-        tile = load_tile(table, tile_idx)
+        tile, head, kv_head = work_of(cuda.blockIdx.x, table, heads, group)
         if wg_idx == 2:
             warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
             if warp == 8 and elect_sync():
                 produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
         else:
             warpgroup_reg_alloc(_REGISTERS)
-            row, keys, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
-            key_block = i64(kv_head) * (rows_k >> 7) + (keys >> 7)
+            query_block = i64(head) * (rows_q >> 7) + (tile[0] >> 7)
+            key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
             acc, acc_high, unit, state = consume(
-                smem, tile, wg_idx,
-                scale_q + (i64(head) * (rows_q >> 7) + (row >> 7)) * 4,
-                scale_k + key_block * 4, scale_v + key_block * 4,
+                smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
+            # Found again: kept, they would take registers from the loop.
+            tile, head, _ = work_of(shfl_sync_0(cuda.blockIdx.x), table, heads, group)
+            row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
             lane = cuda.threadIdx.x & 31
             warp_row = warp * 16
             line = warp_row + (lane >> 2)
@@ -313,7 +318,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 shared, out + first_row * item, stride_l * item, out_rows - warp_row, lane,
             )  # fmt: skip
             if two_halves:
-                store_rows(
+                store_more_rows(
                     finish(acc_high, inverse, inverse_below, seen, seen_below),
                     shared, out + first_row * item + half_bytes, stride_l * item, out_rows - warp_row, lane,
                 )  # fmt: skip

@@ -56,6 +56,11 @@ def cast_table(rows: PackedRows) -> Tensor:
     return _table(sequence, rows.first[sequence] + start, valid, rows.starts[sequence] + start)
 
 
+def sequence_table(rows: PackedRows) -> Tensor:
+    """Each sequence's first block of 128 packed rows and its length: int32 ``[B, 2]``."""
+    return _table(rows.starts // ROWS, rows.lengths)
+
+
 def tile_table(
     rows: PackedRows,
     others: PackedRows,
