@@ -1,7 +1,7 @@
 """D = rowsum(dO ∘ O), and what else the backward pass knows of each query: see :mod:`.statistics`.
 
-A block has 128 rows of one head. dO is taken from its codes: dP multiplies them, and only with the same ones do the rows
-of dS sum to 0.
+A block has 128 rows of one head. dO is taken from its codes: dP multiplies them, and only with the same ones do the
+rows of dS sum to 0.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
 """dK and dV of FP8 attention on Hopper: rows are keys; a producer warp copies with TMA, two warpgroups multiply.
 
-A block has 128 keys of one head, 64 for each warpgroup, whose codes of K and V stay in shared memory, and walks over the
-queries that see them, of all heads that share them: no block adds to another's results. Codes of Q and dO, both
+A block has 128 keys of one head, 64 for each warpgroup, whose codes of K and V stay in shared memory, and walks over
+the queries that see them, of all heads that share them: no block adds to another's results. Codes of Q and dO, both
 transposed too, and their statistics lie in a ring of stages of 128 queries. Of each 64 queries a warpgroup computes
 Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns them into Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q.
+While one warpgroup computes exponentials the other multiplies; nothing orders them. A warpgroup's own products all end
+with a tile: with some of them in flight behind it the assembler puts a wait after each (its advice C7513).
 
 **Scales.** A row of Pᵀ, times dO's scale, has one scale for all tiles, which changes only when the row outgrows it
 (:mod:`.running_scale`), and so has dSᵀ times Q's. So the tensor cores accumulate from tile to tile; adding each tile in
 float32, as :mod:`.dq` does, would cost four instructions for each score, and registers that there are not.
 
-**Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437) and rounds towards 0:
-sums over many tiles shrink, by about 0.4 % in 1024 queries of one sign. Each :data:`FLUSH` queries they leave for float32
-sums in global memory, of each thread its own, which only that thread adds to: results are deterministic.
+**Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437). Modelled as 13 bits
+behind the point, cut off, sums of one sign shrink by 0.4 % in 1024 products and by 12 % in 16,384. So each
+:data:`FLUSH` queries they leave for float32 sums in global memory, which no other thread adds to: results are
+deterministic. Each 1024, since in that time the tensor cores need some 16,000 cycles, and the 128 KB of a block some
+thousand, beside them.
 
 Numerics: ``lightning_fp8.ops.attention.reference._dk_dv``.
 """
@@ -46,8 +50,8 @@ from cuda_kernels.device.fragments import (
     pack_a_words,
     rows_amax,
     rows_max,
-    scale_all,
     scale_rows,
+    scale_seen_rows,
     score_gradients_columns,
     zeros,
 )
@@ -99,6 +103,7 @@ _LINE = 4 * ROWS
 """Bytes of one statistic of a stage."""
 _SHARED_BYTES = 227 * 1024
 """The most a block may have."""
+_ONE = np.float32(1)
 
 
 def stages_of(spec: AttentionSpec) -> int:
@@ -129,7 +134,7 @@ def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
 
 
 def scratch_floats(spec: AttentionSpec) -> int:
-    """float32 numbers of global memory that each block needs, if any of them visits more than ``FLUSH`` queries."""
+    """float32 zeros in global memory that each block needs, if any of them visits more than ``FLUSH`` queries."""
     return 2 * ROWS * spec.head_dim
 
 
@@ -139,10 +144,10 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
 
     Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
-    keys, which sees queries in tiles of 64, of the scales of K and V, of dk, dv and :func:`scratch_floats` for each block;
-    the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of the band that
-    a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of dk and dv
-    in elements, from a sequence to the next, a row and a head.
+    keys, which sees queries in tiles of 64, of the scales of K and V, of dk, dv and :func:`scratch_floats` for each
+    block; the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of the
+    band that a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of
+    dk and dv in elements, from a sequence to the next, a row and a head.
 
     Args:
         flush: a multiple of 128; see :data:`FLUSH`.
@@ -152,10 +157,19 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     stages = stages_of(spec)
     head_dim = spec.head_dim
     offsets = smem_offsets(spec, stages)
-    k_offset, v_offset, q_offset, do_offset, qt_offset, dot_offset, out_offset, statistics_offset, full_kv, full, empty = (
-        offsets[name]
-        for name in ("k", "v", "q", "do", "qt", "dot", "out", "statistics", "full_kv", "full", "empty")
-    )
+    (
+        k_offset,
+        v_offset,
+        q_offset,
+        do_offset,
+        qt_offset,
+        dot_offset,
+        out_offset,
+        statistics_offset,
+        full_kv,
+        full,
+        empty,
+    ) = (offsets[name] for name in ("k", "v", "q", "do", "qt", "dot", "out", "statistics", "full_kv", "full", "empty"))
     transposed_bytes, statistics_bytes = head_dim * 128, (STATISTICS - CORRECTED) * _LINE
     stage_bytes = 2 * _TILE + 2 * transposed_bytes + statistics_bytes
     item = 4 if spec.out == "float32" else 2
@@ -166,12 +180,16 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
     scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
     scores_wait_1, sums_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(sums_count, 0)
-    hide, exp2, gradients_of = mask_rows(scores_count), exp2_columns(scores_count), score_gradients_columns(scores_count)
+    hide, exp2, gradients_of = (
+        mask_rows(scores_count),
+        exp2_columns(scores_count),
+        score_gradients_columns(scores_count),
+    )
     max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
     scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
-    scale_sums, scale_all_sums = scale_rows(sums_count), scale_all(sums_count)
+    scale_sums, finish = scale_rows(sums_count), scale_seen_rows(sums_count)
     leave, come_back = add_rows_to_global(sums_count, _MULTIPLYING), add_from_global(sums_count, _MULTIPLYING)
-    store_rows = make_row_store(head_dim, spec.out)
+    store_rows, store_rows_again = make_row_store(head_dim, spec.out), make_row_store(head_dim, spec.out, True)
     next_stage, _ = stage_counters(stages)
 
     @device
@@ -196,7 +214,11 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 tma_load(smem + q_offset + stage_idx * _TILE, map_q, barrier, 0, head * rows_q + query)
                 tma_load(smem + do_offset + stage_idx * _TILE, map_do, barrier, 0, head * rows_q + query)
                 tma_load(
-                    smem + statistic(stage_idx, CORRECTED, 0), map_statistics, barrier, query, head * STATISTICS + CORRECTED
+                    smem + statistic(stage_idx, CORRECTED, 0),
+                    map_statistics,
+                    barrier,
+                    query,
+                    head * STATISTICS + CORRECTED,
                 )
                 tma_load(smem + dot_offset + stage_idx * transposed_bytes, map_dot, barrier, query, head * head_dim)
                 tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
@@ -238,8 +260,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         for _ in range(group):
             for i in range(first >> 1, (last + 1) >> 1):
                 if accumulated == flush_stages:
-                    leave(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT, scratch, more)
-                    leave(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT, scratch + dk_scratch, more)
+                    leave(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT, scratch)
+                    leave(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT, scratch + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()
                     accumulated, more = i32(0), i32(1)
                 mbarrier_wait(smem + full + 8 * stage_idx, phase)
@@ -270,7 +292,9 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     wgmma_fence()
                     dv = add_products(dv, words, descriptor(smem + dot_offset + of_columns), 1)
                     dp = scores_wait_1(dp)
-                    ds = gradients_of(dp, p, value_scale * gradient_scale, smem + statistic(stage_idx, CORRECTED, query))
+                    ds = gradients_of(
+                        dp, p, value_scale * gradient_scale, smem + statistic(stage_idx, CORRECTED, query)
+                    )
                     amax, amax_below = amax_of(ds)
                     dk, ds_limits = refit_sums(
                         dk, quad_max(amax) * query_scale, quad_max(amax_below) * query_scale, ds_limits
@@ -319,7 +343,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 produce(smem, maps, tile, head, group, rows_q, rows_k)
         else:
             warpgroup_reg_alloc(_REGISTERS)
-            row, _, _, _, _, _, _, _, _, sequence, out_row, out_rows = tile
+            row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
             block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
             mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
             dv, dk = consume(
@@ -328,8 +352,11 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
             lane, warp_row = cuda.threadIdx.x & 31, warp * 16
             place = (i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h) * item
             shared = smem + out_offset + warp * WARP_BYTES
+            inside, inside_below = warp_row + (lane >> 2) < valid, warp_row + (lane >> 2) + 8 < valid
+            dv = finish(dv, _ONE, _ONE, inside, inside_below)
             store_rows(dv, shared, dv_out + place, stride_l * item, out_rows - warp_row, lane)
-            store_rows(scale_all_sums(dk, softmax_scale), shared, dk_out + place, stride_l * item, out_rows - warp_row, lane)
+            dk = finish(dk, softmax_scale, softmax_scale, inside, inside_below)
+            store_rows_again(dk, shared, dk_out + place, stride_l * item, out_rows - warp_row, lane)
 
     return Kernel(
         f"attention_dkv({spec}, {stages=}, {flush=})",

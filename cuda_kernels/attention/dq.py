@@ -1,7 +1,7 @@
 """dQ of FP8 attention on Hopper: rows are queries; a producer warp copies with TMA, two warpgroups multiply.
 
-A block has 128 queries of one head, 64 for each warpgroup, whose codes of Q and dO stay in shared memory, and walks over
-the keys that they see, 128 at a time: K, V and transposed K lie in a ring of stages. Of each tile a warpgroup computes
+A block has 128 queries of one head, 64 for each warpgroup, whose codes of Q and dO stay in shared memory, and walks
+over the keys that they see, 128 at a time: K, V and transposed K lie in a ring of stages. Of each tile a warpgroup computes
 S = Q Kᵀ and dP = dO Vᵀ, turns them into dS in registers, scales each row of it by 448 over its largest magnitude, and
 multiplies it, from registers, with K. That product is added in float32 together with the scale, so that the tensor
 cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
@@ -40,8 +40,8 @@ from cuda_kernels.device.fragments import (
     pack_a_words,
     rows_amax,
     rows_sum,
-    scale_all,
     scale_rows,
+    scale_seen_rows,
     score_gradients_rows,
     zeros,
 )
@@ -103,7 +103,7 @@ def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
 
 @cache
 def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of :func:`lightning_fp8.ops.attention.reference.backward` in ``spec.out``, and the statistic ``CORRECTED``.
+    """``dq`` of :func:`lightning_fp8.ops.attention.reference.backward`, in ``spec.out``, and ``CORRECTED``.
 
     Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed ones of K; the addresses of the
     table of tiles, of the scales of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how many of
@@ -128,7 +128,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     hide, exp2, gradients_of = mask_rows(scores_count), exp2_rows(scores_count), score_gradients_rows(scores_count)
     amax_of, sum_of = rows_amax(scores_count), rows_sum(scores_count)
     scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
-    promote, finish, store_rows = add_rows(sums_count), scale_all(sums_count), make_row_store(head_dim, spec.out)
+    promote, finish, store_rows = add_rows(sums_count), scale_seen_rows(sums_count), make_row_store(head_dim, spec.out)
     next_stage, _ = stage_counters(stages)
 
     @device
@@ -238,7 +238,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
         else:
             warpgroup_reg_alloc(_REGISTERS)
-            row, keys, _, _, _, _, _, _, _, sequence, out_row, out_rows = tile
+            row, keys, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
             lane, warp_row = cuda.threadIdx.x & 31, warp * 16
             mine = statistics + (i64(head) * STATISTICS * rows_q + row + warp_row + (lane >> 2)) * 4
             line = i64(rows_q) * 4
@@ -257,7 +257,9 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 store_f32(mine + CORRECTED * line + 32, delta_below + rest_below)
             place = (i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h) * item
             shared = smem + out_offset + warp * WARP_BYTES
-            store_rows(finish(dq, softmax_scale), shared, out + place, stride_l * item, out_rows - warp_row, lane)
+            inside, inside_below = warp_row + (lane >> 2) < valid, warp_row + (lane >> 2) + 8 < valid
+            dq = finish(dq, softmax_scale, softmax_scale, inside, inside_below)
+            store_rows(dq, shared, out + place, stride_l * item, out_rows - warp_row, lane)
 
     return Kernel(
         f"attention_dq({spec}, {stages=})",

@@ -88,30 +88,24 @@ def rows_amax(count: int) -> Any:
     return _reduced("rows_amax", template, count)
 
 
-_SPILL = (
-    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.relaxed.gpu.global.add.f32 [$0], $1;"
-    " @!p st.relaxed.gpu.global.f32 [$0], $1; }"
-)
-
-
 @cache
 def add_rows_to_global(count: int, threads: int) -> Any:
-    """``(acc, s, t, address, more)``: store ``acc`` with its rows scaled as ``scale_rows`` does; if ``more``, add it.
+    """``(acc, s, t, address)``: add ``acc``, rows scaled as ``scale_rows`` does, to float32 numbers in global memory.
 
-    Register ``i`` goes to ``address + 4 threads i``: that of ``threads`` threads lies side by side. Nothing is loaded,
-    and nobody but the thread itself writes there, so that sums have one order.
+    Register ``i`` is added at ``address + 4 threads i``: those of ``threads`` threads lie side by side. Nothing is
+    loaded, and where a thread adds to numbers of its own the sums have one order.
     """
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, *scales, address, more = values
+        packed, *scales, address = values
         for index, x in enumerate(unpack_tuple(builder, packed)):
             scaled = _pure(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, scales[_row_of(index)])
             place = builder.add(address, _I64(4 * threads * index))
-            inline(builder, _SPILL, ir.VoidType(), "l,f,r", [place, scaled, more], convergent=False)
+            inline(builder, "red.global.add.f32 [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
         return context.get_dummy_value()
 
-    kinds = fragment_type(count), f32, f32, i64, i32
-    return intrinsic_of("add_rows_to_global", 5, lambda context, *args: (signature(void, *kinds), lower))
+    kinds = fragment_type(count), f32, f32, i64
+    return intrinsic_of("add_rows_to_global", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
 @cache
