@@ -1,10 +1,10 @@
 """dQ of FP8 attention on Hopper: rows are queries; a producer warp copies with TMA, two warpgroups multiply.
 
 A block has 128 queries of one head, 64 for each warpgroup, whose codes of Q and dO stay in shared memory, and walks
-over the keys that they see, 128 at a time: K, V and transposed K lie in a ring of stages. Of each tile a warpgroup computes
-S = Q Kᵀ and dP = dO Vᵀ, turns them into dS in registers, scales each row of it by 448 over its largest magnitude, and
-multiplies it, from registers, with K. That product is added in float32 together with the scale, so that the tensor
-cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
+over the keys that they see, 128 at a time: K, V and transposed K lie in a ring of stages. Of each tile a warpgroup
+computes S = Q Kᵀ and dP = dO Vᵀ, turns them into dS in registers, scales each row of it by 448 over its largest
+magnitude, and multiplies it, from registers, with K. That product is added in float32 together with the scale, so that
+the tensor cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
 
 While one warpgroup computes exponentials the other multiplies; nothing orders them. The rows of dS are summed up, too:
 with exact numbers that is 0, and :mod:`.dkv` corrects D by it. Numerics: ``lightning_fp8.ops.attention.reference._dq``.
