@@ -98,16 +98,39 @@ class BackwardLaunch:
         ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy. ``o`` is in bfloat16; ``m`` and ``l`` are as
         the forward pass left them, float32 ``[H, R]`` of packed rows of queries.
         """
+        statistics = self.start_delta(do, q, o, m, l)
+        self.start_dq(do, q, k, v, statistics, dq)
+        self.start_dkv(do, q, k, v, statistics, dk, dv)
+
+    def start_delta(self, do: PackedCodes, q: PackedCodes, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+        """What the others know of each query: float32 ``[H, 5, R]``, see :mod:`cuda_kernels.attention.statistics`."""
         assert o.dtype == torch.bfloat16
-        address = self._address
-        of_queries, of_keys = self._tables
         statistics = torch.empty(self._heads[0], STATISTICS, self._rows, device=self._device)
+        if self._delta.blocks:
+            inputs = self._tables[0], _row_copy(do), do.scale_inv, q.scale_inv, o, m, l, statistics
+            self._delta.start(*map(self._address, inputs))
+        return statistics
+
+    def start_dq(
+        self, do: PackedCodes, q: PackedCodes, k: PackedCodes, v: PackedCodes, statistics: Tensor, dq: Tensor
+    ) -> None:
+        """Write ``dq`` and the statistic ``CORRECTED``."""
         if self._dq.blocks:
-            inputs = of_queries, _row_copy(do), do.scale_inv, q.scale_inv, o, m, l, statistics
-            self._delta.start(*map(address, inputs))
             maps = (*map(self._codes, (q, do, k, v)), self._codes_t(k))
-            inputs = of_queries, k.scale_inv, v.scale_inv, statistics, dq
-            self._dq.start(*maps, *map(address, inputs))
+            inputs = self._tables[0], k.scale_inv, v.scale_inv, statistics, dq
+            self._dq.start(*maps, *map(self._address, inputs))
+
+    def start_dkv(
+        self,
+        do: PackedCodes,
+        q: PackedCodes,
+        k: PackedCodes,
+        v: PackedCodes,
+        statistics: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """Write ``dk`` and ``dv``."""
         if self._dkv.blocks:
             absent: Argument = 0
             scratch = torch.zeros(self._scratch_floats, device=self._device) if self._scratch_floats else None
@@ -115,8 +138,8 @@ class BackwardLaunch:
                 *map(self._codes, (k, v, q, do)), *map(self._codes_t, (q, do)),
                 self._statistics_box(statistics.flatten(0, 1)),
             )  # fmt: skip
-            inputs = of_keys, k.scale_inv, v.scale_inv, dk, dv
-            self._dkv.start(*maps, *map(address, inputs), absent if scratch is None else address(scratch))
+            inputs = self._tables[1], k.scale_inv, v.scale_inv, dk, dv
+            self._dkv.start(*maps, *map(self._address, inputs), absent if scratch is None else self._address(scratch))
 
     def _codes(self, x: PackedCodes) -> Argument:
         return self._box(_row_copy(x).flatten(0, 1))
