@@ -104,7 +104,9 @@ def test_tiles_are_those_that_somebody_sees(
             low = each["diagonal"] + row - (1 << 29 if band.left is None else band.left)
             high = each["diagonal"] + row + (1 << 29 if band.right is None else band.right)
             assert bool(see[row, column]) == (low <= column <= min(high, count - 1))
-    assert len(starts) == len(entries) == queries.total // ROWS
+    tiles = {(b, s) for b, held in enumerate(queries.held.tolist()) for s in range(0, held, ROWS)}
+    assert len(entries) == len(starts)
+    assert set(starts) == tiles
     work = [each["last"] - each["first"] for each in entries]
     assert work == sorted(work, reverse=True)
 
@@ -115,8 +117,8 @@ def test_rows_that_are_cast(form: str) -> None:
     rows = rows_of(lengths, form)
     found = sorted(map(tuple, cast_table(rows).tolist()))
     if form == "ragged":
-        assert found == [(0, 0, 128, 0), (0, 128, 2, 128), (2, 130, 128, 256), (2, 258, 128, 384), (2, 386, 1, 512)]
-        assert rows.total == 640
+        assert found == [(0, 0, 128, 0), (0, 128, 2, 128), (2, 130, 128, 384), (2, 258, 128, 512), (2, 386, 1, 640)]
+        assert rows.total == 768
     else:
         expected = [(b, s, max(0, min(128, lengths[b] - s)), 384 * b + s) for b in range(3) for s in (0, 128, 256)]
         assert found == expected
