@@ -215,7 +215,7 @@ CASES = [
     _forward("causal", 128, rows=(130, 600), band=Band(right=0, bottom_right=True), dtype=BF16),
     _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=FP16),
     _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
-    _forward("scales of V", 128, rows=(128, 640), sizes=(1.0, 1e-30, 1e25, 1e-3, 1e-20)),
+    _forward("scales of V", 128, rows=(128, 640), sizes=(1.0, 1e-30, 1e12, 1e-3, 1e-20)),
     _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
     _forward("grouped causal", 64, heads=(4, 2), rows=(260, 260), band=CAUSAL),
     _forward("many keys", 64, rows=(128, 780)),
