@@ -78,8 +78,8 @@ _TURN = 2
 """The first of two named barriers, one for each warpgroup's turn to multiply."""
 _ONE = np.float32(1)
 _SMALLEST = np.finfo(np.float32).tiny
-_LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-40), np.float32(2.0**40)
-"""Scales of V in which a sum may be kept: no quotient of two overflows float32 with what it multiplies."""
+_LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
+"""Scales of V that sums may be multiples of: near 1, so that sums have the range that the specification's have."""
 
 
 def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:

@@ -41,12 +41,15 @@ def padded_rows(batch: int, rows: int, lengths: Tensor | None = None) -> PackedR
 
 
 def ragged_rows(cu_seqlens: Tensor) -> PackedRows:
-    """Of ``[T, H, D]``: sequence ``b`` has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``."""
+    """Of ``[T, H, D]``: sequence ``b`` has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
+
+    Its packed rows begin with block ``cu_seqlens[b] // 128 + b`` of ``T // 128 + B``, room for every choice of lengths,
+    so that shapes follow from T and B. Blocks between two sequences, at most one, belong to nobody.
+    """
     bounds = cu_seqlens.cpu().long()
-    lengths = bounds[1:] - bounds[:-1]
-    ends = _rounded_up(lengths, ROWS).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends])
-    return PackedRows(lengths, lengths, bounds[:-1], starts[:-1], int(starts[-1]))
+    lengths, sequences = bounds[1:] - bounds[:-1], len(bounds) - 1
+    starts = (bounds[:-1] // ROWS + torch.arange(sequences)) * ROWS
+    return PackedRows(lengths, lengths, bounds[:-1], starts, (int(bounds[-1]) // ROWS + sequences) * ROWS)
 
 
 def cast_table(rows: PackedRows) -> Tensor:
@@ -109,12 +112,11 @@ def limits(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _tiles(rows: PackedRows) -> tuple[Tensor, Tensor]:
-    """The sequence of each tile of 128 packed rows, and its first row there."""
-    ends = torch.cat([rows.starts[1:], rows.starts.new_tensor([rows.total])])
-    counts = (ends - rows.starts) // ROWS
+    """The sequence of each tile of 128 rows, and its first row there; padding that is held has tiles, too."""
+    counts = _rounded_up(rows.held, ROWS) // ROWS
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    packed = torch.arange(0, rows.total, ROWS)
-    return sequence, packed - rows.starts[sequence]
+    before = counts.cumsum(0) - counts
+    return sequence, (torch.arange(len(sequence)) - before[sequence]) * ROWS
 
 
 def _rounded_up(x: Tensor, multiple: int) -> Tensor:
