@@ -63,12 +63,12 @@ def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
     """With the tensor cores' short accumulator, sums of one sign shrink from tile to tile, but for what has left."""
     emulator.accumulation, emulator.races = "hopper", False
     errors = []
-    for flush in (1024, 128):
-        problem = Problem((1024,), (128,), head_dim=96, out="float16", offset=1.0, flush=flush)
+    for kernel in ({"head_dim": 64}, {"head_dim": 96, "out": "float16", "flush": 128}):
+        problem = Problem((640,), (128,), offset=1.0, **kernel)  # type: ignore[arg-type]
         on = OnDevice(given(problem), "cpu")
         on.start_dkv(given(problem).statistics())
         errors.append(error(on.dv, on.packed(given(problem).right[2])))
-    assert errors[0] < 5e-3
+    assert errors[0] < 1e-2
     assert errors[1] < errors[0] / 2
 
 
@@ -135,7 +135,7 @@ def test_a_tile_of_keys_in_machine_code(channels: int) -> None:
     code = code_of(attention_dq_kernel(AttentionSpec(channels, "bfloat16")))
     (step,) = sass.steps(code)
     found, names = (Counter(getattr(code[at], field) for at in step) for field in ("opcode", "name"))
-    assert [*sass.faults_of_steps(code, {channels // 32, 4}, ahead=6)] == []
+    assert [*sass.faults_of_steps(code, {channels // 32, 4}, ahead=4)] == []
     assert not sass.gpu_wide_barriers(code)
     assert found["QGMMA"] == 2 * channels // 32 + 4
     assert found["SHFL"] == 4, "of both rows' largest gradients over four lanes; gradients stay where they are"

@@ -12,7 +12,7 @@ with a tile: with some of them in flight behind it the assembler puts a wait aft
 float32, as :mod:`.dq` does, would cost four instructions for each score, and registers that there are not.
 
 **Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437). Modelled as 13 bits
-behind the point, cut off, sums of one sign shrink by 0.4 % in 1024 products and by 12 % in 16,384. So each
+behind the point, cut off, sums of one sign shrink by up to 1 % in 1024 products and by 12 % in 16,384. So each
 :data:`FLUSH` queries they leave for float32 sums in global memory, which no other thread adds to: results are
 deterministic. Each 1024, since in that time the tensor cores need some 16,000 cycles, and the 128 KB of a block some
 thousand, beside them.
