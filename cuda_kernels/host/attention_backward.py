@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from cuda_kernels.attention.dkv import FLUSH, QUERIES, attention_dkv_kernel, scr
 from cuda_kernels.attention.dq import attention_dq_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.statistics import CORRECTED, STATISTICS
-from cuda_kernels.host.attention import _LOG2_E, PackedCodes, Visible
+from cuda_kernels.host.attention import PackedCodes, Visible
 from cuda_kernels.host.attention_tiles import PackedRows, limits, tile_table
 from cuda_kernels.host.launch import Argument, Launch, address_on
 from cuda_kernels.host.tensor_maps import Box, map_on
@@ -67,7 +69,7 @@ class BackwardLaunch:
         needs_scratch = max(stages.tolist(), default=0) * ROWS * group > flush
         self._scratch_floats = len(of_keys) * heads[1] * scratch_floats(spec) if needs_scratch else 0
         rows = queries.total, keys.total
-        scales = softmax_scale * _LOG2_E, softmax_scale
+        scales = softmax_scale * math.log2(math.e), softmax_scale
         blocks = len(of_queries) * heads[0]
         self._delta = Launch(
             attention_delta_kernel(spec.head_dim), blocks, (heads[0], queries.total, *query_strides), device
