@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.dkv import FLUSH
+from cuda_kernels.attention.backward_memory import FLUSH
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.host.attention import Visible
@@ -39,7 +39,7 @@ class Problem:
         heads, sharing: of queries, and how many of them share a head of keys.
         ragged: the sequences lie one after the other; else in a padded batch.
         offset: what is added to V and dO, so that sums have a sign.
-        flush: see :data:`cuda_kernels.attention.dkv.FLUSH`.
+        flush: see :data:`cuda_kernels.attention.backward_memory.FLUSH`.
     """
 
     queries: tuple[int, ...]

@@ -26,6 +26,20 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.attention.backward_memory import (
+    FLUSH,
+    LINE,
+    MULTIPLYING,
+    PRODUCER_REGISTERS,
+    QUERIES,
+    REGISTERS,
+    STATISTICS_BYTES,
+    THREADS,
+    TILE,
+    dkv_offsets,
+    dkv_stages,
+    scratch_floats,
+)
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.running_scale import START, outgrown, refitted
 from cuda_kernels.attention.softmax import quad_max
@@ -87,55 +101,7 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.kernel import Kernel
 
-QUERIES = 64
-"""Queries of a tile; a stage has two tiles."""
-FLUSH = 1024
-"""Queries whose products the tensor cores accumulate before they are added up in float32."""
-
-_THREADS = 384
-_MULTIPLYING = 256
-"""Threads of the warpgroups that multiply."""
-_PRODUCER_REGISTERS = 24
-_REGISTERS = 240
-_TILE = ROWS * 128
-"""Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
-_LINE = 4 * ROWS
-"""Bytes of one statistic of a stage."""
-_SHARED_BYTES = 227 * 1024
-"""The most a block may have."""
 _ONE = np.float32(1)
-
-
-def stages_of(spec: AttentionSpec) -> int:
-    """Stages of the ring of queries that fit into shared memory beside K, V and what leaves."""
-    stage = 2 * _TILE + 2 * spec.head_dim * 128 + (STATISTICS - CORRECTED) * _LINE
-    return min(4, (_SHARED_BYTES - 2 * _TILE - 8 * WARP_BYTES - 128) // stage)
-
-
-def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
-    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, size in (
-        ("k", _TILE),
-        ("v", _TILE),
-        ("q", stages * _TILE),
-        ("do", stages * _TILE),
-        ("qt", stages * spec.head_dim * 128),
-        ("dot", stages * spec.head_dim * 128),
-        ("out", 8 * WARP_BYTES),
-        ("statistics", stages * (STATISTICS - CORRECTED) * _LINE),
-        ("full_kv", 8),
-        ("full", 8 * stages),
-        ("empty", 8 * stages),
-    ):
-        offsets[name], end = end, end + size
-    return {**offsets, "end": end}
-
-
-def scratch_floats(spec: AttentionSpec) -> int:
-    """float32 zeros in global memory that each block needs, if any of them visits more than ``FLUSH`` queries."""
-    return 2 * ROWS * spec.head_dim
 
 
 @cache
@@ -154,9 +120,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     """
     assert spec.panels == 1, "sums of 256 channels do not fit into registers"
     assert flush % ROWS == 0
-    stages = stages_of(spec)
+    stages, offsets = dkv_stages(spec), dkv_offsets(spec)
     head_dim = spec.head_dim
-    offsets = smem_offsets(spec, stages)
     (
         k_offset,
         v_offset,
@@ -170,12 +135,12 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         full,
         empty,
     ) = (offsets[name] for name in ("k", "v", "q", "do", "qt", "dot", "out", "statistics", "full_kv", "full", "empty"))
-    transposed_bytes, statistics_bytes = head_dim * 128, (STATISTICS - CORRECTED) * _LINE
-    stage_bytes = 2 * _TILE + 2 * transposed_bytes + statistics_bytes
+    transposed_bytes = head_dim * 128
+    stage_bytes = 2 * TILE + 2 * transposed_bytes + STATISTICS_BYTES
     item = 4 if spec.out == "float32" else 2
     scores_count, sums_count = QUERIES // 2, head_dim // 2
     flush_stages = flush // ROWS
-    dk_scratch = 4 * _MULTIPLYING * sums_count
+    dk_scratch = 4 * MULTIPLYING * sums_count
     block_floats = scratch_floats(spec)
     zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
     scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
@@ -188,20 +153,20 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
     scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
     scale_sums, finish = scale_rows(sums_count), scale_seen_rows(sums_count)
-    leave, come_back = add_rows_to_global(sums_count, _MULTIPLYING), add_from_global(sums_count, _MULTIPLYING)
+    leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
     store_rows, store_rows_again = make_row_store(head_dim, spec.out), make_row_store(head_dim, spec.out, True)
     next_stage, _ = stage_counters(stages)
 
     @device
     def statistic(stage_idx, which, query):
         """Where a statistic of a stage's query lies."""
-        return i32(statistics_offset + stage_idx * statistics_bytes + (which - CORRECTED) * _LINE + 4 * query)
+        return i32(statistics_offset + stage_idx * STATISTICS_BYTES + (which - CORRECTED) * LINE + 4 * query)
 
     @device
     def produce(smem, maps, tile, kv_head, group, rows_q, rows_k):
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
-        mbarrier_arrive_expect_tx(smem + full_kv, 2 * _TILE)
+        mbarrier_arrive_expect_tx(smem + full_kv, 2 * TILE)
         tma_load(smem + k_offset, map_k, smem + full_kv, 0, kv_head * rows_k + row)
         tma_load(smem + v_offset, map_v, smem + full_kv, 0, kv_head * rows_k + row)
         stage_idx, phase = i32(0), i32(0)
@@ -211,8 +176,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 query = queries + i * ROWS
                 mbarrier_wait(smem + empty + 8 * stage_idx, phase ^ 1)
                 mbarrier_arrive_expect_tx(barrier, stage_bytes)
-                tma_load(smem + q_offset + stage_idx * _TILE, map_q, barrier, 0, head * rows_q + query)
-                tma_load(smem + do_offset + stage_idx * _TILE, map_do, barrier, 0, head * rows_q + query)
+                tma_load(smem + q_offset + stage_idx * TILE, map_q, barrier, 0, head * rows_q + query)
+                tma_load(smem + do_offset + stage_idx * TILE, map_do, barrier, 0, head * rows_q + query)
                 tma_load(
                     smem + statistic(stage_idx, CORRECTED, 0),
                     map_statistics,
@@ -266,7 +231,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     accumulated, more = i32(0), i32(1)
                 mbarrier_wait(smem + full + 8 * stage_idx, phase)
                 for half in range(2):
-                    of_rows = stage_idx * _TILE + half * (QUERIES * 128)
+                    of_rows = stage_idx * TILE + half * (QUERIES * 128)
                     of_columns = stage_idx * transposed_bytes + half * QUERIES
                     wgmma_fence()
                     scores = scores_of(zero_scores(), desc_k, descriptor(smem + q_offset + of_rows), 0)
@@ -331,18 +296,18 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
             mbarrier_init(smem + full_kv, 1)
             for stage in range(stages):
                 mbarrier_init(smem + full + 8 * stage, 1)
-                mbarrier_init(smem + empty + 8 * stage, _MULTIPLYING // 32)
+                mbarrier_init(smem + empty + 8 * stage, MULTIPLYING // 32)
             fence_mbarrier_init()
         cuda.syncthreads()
         tile_idx = quotient(cuda.blockIdx.x, heads)
         head = i32(cuda.blockIdx.x - tile_idx * heads)
         tile = load_tile(table, tile_idx)
         if wg_idx == 2:
-            warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
+            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
             if warp == 8 and elect_sync():
                 produce(smem, maps, tile, head, group, rows_q, rows_k)
         else:
-            warpgroup_reg_alloc(_REGISTERS)
+            warpgroup_reg_alloc(REGISTERS)
             row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
             block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
             mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
@@ -362,7 +327,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         f"attention_dkv({spec}, {stages=}, {flush=})",
         attention_dkv,
         (*[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3),
-        _THREADS,
+        THREADS,
         shared_bytes=offsets["end"],
         architectures=("90a",),
     )

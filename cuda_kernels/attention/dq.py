@@ -16,6 +16,14 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.attention.backward_memory import (
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    THREADS,
+    TILE,
+    dq_offsets,
+    dq_stages,
+)
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import quad_max, quad_sum
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -67,38 +75,7 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.kernel import Kernel
 
-_THREADS = 384
-_PRODUCER_REGISTERS = 24
-_REGISTERS = 240
-_TILE = ROWS * 128
-"""Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
-_SHARED_BYTES = 227 * 1024
-"""The most a block may have."""
 _ZERO = np.float32(0)
-
-
-def stages_of(spec: AttentionSpec) -> int:
-    """Stages of the ring of keys that fit into shared memory beside Q, dO and what leaves."""
-    return min(4, (_SHARED_BYTES - 2 * _TILE - 8 * WARP_BYTES - 128) // (2 * _TILE + spec.head_dim * 128))
-
-
-def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
-    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, size in (
-        ("q", _TILE),
-        ("do", _TILE),
-        ("k", stages * _TILE),
-        ("v", stages * _TILE),
-        ("kt", stages * spec.head_dim * 128),
-        ("out", 8 * WARP_BYTES),
-        ("full_q", 8),
-        ("full", 8 * stages),
-        ("empty", 8 * stages),
-    ):
-        offsets[name], end = end, end + size
-    return {**offsets, "end": end}
 
 
 @cache
@@ -112,9 +89,8 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     row and a head.
     """
     assert spec.panels == 1, "sums of 256 channels do not fit into registers"
-    stages = stages_of(spec)
+    stages, offsets = dq_stages(spec), dq_offsets(spec)
     head_dim = spec.head_dim
-    offsets = smem_offsets(spec, stages)
     q_offset, do_offset, k_offset, v_offset, kt_offset, out_offset, full_q, full, empty = (
         offsets[name] for name in ("q", "do", "k", "v", "kt", "out", "full_q", "full", "empty")
     )
@@ -135,7 +111,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
         map_q, map_do, map_k, map_v, map_kt = maps
         row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
-        mbarrier_arrive_expect_tx(smem + full_q, 2 * _TILE)
+        mbarrier_arrive_expect_tx(smem + full_q, 2 * TILE)
         tma_load(smem + q_offset, map_q, smem + full_q, 0, head * rows_q + row)
         tma_load(smem + do_offset, map_do, smem + full_q, 0, head * rows_q + row)
         stage_idx, phase = i32(0), i32(0)
@@ -143,9 +119,9 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             barrier = smem + full + 8 * stage_idx
             key = keys + j * ROWS
             mbarrier_wait(smem + empty + 8 * stage_idx, phase ^ 1)
-            mbarrier_arrive_expect_tx(barrier, 2 * _TILE + transposed_bytes)
-            tma_load(smem + k_offset + stage_idx * _TILE, map_k, barrier, 0, kv_head * rows_k + key)
-            tma_load(smem + v_offset + stage_idx * _TILE, map_v, barrier, 0, kv_head * rows_k + key)
+            mbarrier_arrive_expect_tx(barrier, 2 * TILE + transposed_bytes)
+            tma_load(smem + k_offset + stage_idx * TILE, map_k, barrier, 0, kv_head * rows_k + key)
+            tma_load(smem + v_offset + stage_idx * TILE, map_v, barrier, 0, kv_head * rows_k + key)
             tma_load(smem + kt_offset + stage_idx * transposed_bytes, map_kt, barrier, key, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
@@ -186,8 +162,8 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
             mbarrier_wait(smem + full + 8 * stage_idx, phase)
             wgmma_fence()
-            scores = scores_of(zero_scores(), desc_q, descriptor(smem + k_offset + stage_idx * _TILE), 0)
-            dp = scores_of(zero_scores(), desc_do, descriptor(smem + v_offset + stage_idx * _TILE), 0)
+            scores = scores_of(zero_scores(), desc_q, descriptor(smem + k_offset + stage_idx * TILE), 0)
+            dp = scores_of(zero_scores(), desc_do, descriptor(smem + v_offset + stage_idx * TILE), 0)
             scores = scores_wait_1(scores)
             if j < whole_first or j >= whole_last:
                 start = i32(j * ROWS)
@@ -233,11 +209,11 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         kv_head = quotient(head, group)
         tile = load_tile(table, tile_idx)
         if wg_idx == 2:
-            warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
+            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
             if warp == 8 and elect_sync():
                 produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
         else:
-            warpgroup_reg_alloc(_REGISTERS)
+            warpgroup_reg_alloc(REGISTERS)
             row, keys, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
             lane, warp_row = cuda.threadIdx.x & 31, warp * 16
             mine = statistics + (i64(head) * STATISTICS * rows_q + row + warp_row + (lane >> 2)) * 4
@@ -265,7 +241,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         f"attention_dq({spec}, {stages=})",
         attention_dq,
         (*[tensor_map] * 5, *[i64] * 5, *[i32] * 6, f32, f32, *[i64] * 3),
-        _THREADS,
+        THREADS,
         shared_bytes=offsets["end"],
         architectures=("90a",),
     )

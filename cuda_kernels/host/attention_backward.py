@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward_memory import FLUSH, QUERIES, scratch_floats
 from cuda_kernels.attention.delta import attention_delta_kernel
-from cuda_kernels.attention.dkv import FLUSH, QUERIES, attention_dkv_kernel, scratch_floats
+from cuda_kernels.attention.dkv import attention_dkv_kernel
 from cuda_kernels.attention.dq import attention_dq_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.statistics import CORRECTED, STATISTICS
@@ -32,7 +33,7 @@ class BackwardLaunch:
         softmax_scale: greater than 0.
         query_strides: of o and dq; multiples of 16 bytes, as are the addresses.
         key_strides: the same of dk and dv.
-        flush: see :data:`cuda_kernels.attention.dkv.FLUSH`.
+        flush: see :data:`cuda_kernels.attention.backward_memory.FLUSH`.
 
     Raises:
         ValueError: an argument is none that the kernels take.
