@@ -122,19 +122,10 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     assert flush % ROWS == 0
     stages, offsets = dkv_stages(spec), dkv_offsets(spec)
     head_dim = spec.head_dim
-    (
-        k_offset,
-        v_offset,
-        q_offset,
-        do_offset,
-        qt_offset,
-        dot_offset,
-        out_offset,
-        statistics_offset,
-        full_kv,
-        full,
-        empty,
-    ) = (offsets[name] for name in ("k", "v", "q", "do", "qt", "dot", "out", "statistics", "full_kv", "full", "empty"))
+    k_offset, v_offset, out_offset, full_kv = (offsets[name] for name in ("k", "v", "out", "full_kv"))
+    q_offset, do_offset, qt_offset, dot_offset, statistics_offset, full, empty = (
+        offsets[name] for name in ("q", "do", "qt", "dot", "statistics", "full", "empty")
+    )
     transposed_bytes = head_dim * 128
     stage_bytes = 2 * TILE + 2 * transposed_bytes + STATISTICS_BYTES
     item = 4 if spec.out == "float32" else 2
