@@ -23,7 +23,8 @@ from lightning_fp8.modules import Linear
 from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.retype import retype, unsharded_class
-from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
+from lightning_fp8.names import clean_name
+from lightning_fp8.state import fp8_modules, fp8_state_dict
 from lightning_fp8.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
 

@@ -14,7 +14,7 @@ from lightning_fp8.autocast import in_backward
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import was_traced
-from lightning_fp8.state import clean_name
+from lightning_fp8.names import clean_name
 from lightning_fp8.summary import ConversionSummary, LayerDecision
 
 STEPS = 50

@@ -9,21 +9,13 @@ from torch import nn
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.history import AmaxHistory
-from lightning_fp8.modules.base import FP8Module, row_name
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.names import clean_name, row_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
 from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """A module's name without what torch.compile, activation checkpointing and FSDP wrap around modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:

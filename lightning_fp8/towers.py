@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fp8.modules.conv1d import is_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.state import clean_name
+from lightning_fp8.names import clean_name
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -14,12 +14,11 @@ from torch import nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.checkpoint.te_parameters import linears_of, prefix_of, rename_parameters
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
-from lightning_fp8.checkpoint.torch_file import TensorRecord
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.modules.base import row_name
+from lightning_fp8.names import clean_name, row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
-from lightning_fp8.state import clean_name
+from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
+from lightning_fp8.te.torch_file import TensorRecord
+from lightning_fp8.te.unpickle import CheckpointError
 
 FP8Rows = Mapping[str, tuple[Role, ...]]
 """The modules of a model that keep history rows, by name, and their roles."""

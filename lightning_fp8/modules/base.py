@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
-from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.functions import Slots
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.names import row_name
 from lightning_fp8.scaled import Role
+from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
+from lightning_fp8.te.unpickle import CheckpointError
 
 
 class FP8Module(nn.Module):
@@ -105,8 +106,3 @@ class FP8Module(nn.Module):
             rows = {role: state.row(role) for role in self.roles}
             for role, row in rows.items():
                 self._slots[role].history.set_row(self._slots[role].row, row.scale, row.amax_history)
-
-
-def row_name(module: str, role: Role) -> str:
-    """The name of the row of ``role`` in the module called ``module``."""
-    return f"{module}.{role.value}" if module else role.value
