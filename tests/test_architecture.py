@@ -94,8 +94,8 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
     assert "lightning_fp8.precision" in _reached("lightning_fp8.callbacks.fp8")
     assert "lightning_fp8.convert" in _reached("lightning_fp8.precision")
     assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert")
-    assert "lightning_fp8.functions" in _reached("lightning_fp8.modules.linear")
-    assert "lightning_fp8.ops" in _reached("lightning_fp8.functions")
+    assert "lightning_fp8.functions.linear" in _reached("lightning_fp8.modules.linear")
+    assert "lightning_fp8.ops" in _reached("lightning_fp8.functions.linear")
 
 
 PLUGIN = ("fabric", "precision", "callbacks", "cli")

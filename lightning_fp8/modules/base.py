@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_fp8.functions import Slots
+from lightning_fp8.functions.linear import Slots
 from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import row_name

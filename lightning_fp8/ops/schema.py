@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.functions.transforms import WAYS_OUT
 from lightning_fp8.ops.config import QuantizeConfig, parse_quantize_config, parse_scaled_mm_config
 from lightning_fp8.scaled import Layout, block_shape
-from lightning_fp8.transforms import WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 
