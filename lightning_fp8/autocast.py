@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
-from lightning_fp8.history import any_living, update_living
+from lightning_fp8.delayed.instances import any_history
+from lightning_fp8.delayed.updates import update_all_scales
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -121,7 +122,7 @@ class fp8_autocast(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
-        if self.setting.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_living():
+        if self.setting.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
         if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
             self._update_scales(calibrated=True)
@@ -129,7 +130,7 @@ class fp8_autocast(ContextDecorator):
     def _update_scales(self, calibrated: bool = False) -> None:
         recipe, setting = self.setting.recipe, self.setting
         if isinstance(recipe, DelayedScaling) and (setting.enabled or setting.calibrating):
-            update_living(recipe, setting.group, calibrated)
+            update_all_scales(recipe, setting.group, calibrated)
 
 
 def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:

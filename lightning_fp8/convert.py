@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.calls import reads_weight_only
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.globs import globs_of_nothing
-from lightning_fp8.history import AmaxHistory
 from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
 from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d

@@ -26,8 +26,10 @@ from lightning_fp8.convert import (
     nothing_runs_in_fp8,
     plan_conversion,
 )
+from lightning_fp8.delayed.history import AmaxHistory, update_scales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.first_step import FirstStep, idle_layers
-from lightning_fp8.history import AmaxHistory, update_together
 from lightning_fp8.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -37,8 +39,6 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
-from lightning_fp8.saved import validated_state
-from lightning_fp8.spans import span_of
 from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 
@@ -230,7 +230,7 @@ class FP8FabricPrecision(FabricPrecision):
             if recipe is not None:
                 due.setdefault(recipe, []).append(history)
         for recipe, histories in due.items():
-            update_together(histories, recipe)
+            update_scales(histories, recipe)
 
     def _judge_first_steps(self) -> None:
         """Tell what ran of the models that stepped; of all where no torch optimizer says whose step it was."""

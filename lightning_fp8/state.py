@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name, row_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
-from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
 
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_fp8.checkpoint.remap import has_te_state, is_grouped, rows_by_name
-from lightning_fp8.saved import validated_state
+from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.te.te_state import EXTRA_STATE, Row, read_te_state
 from lightning_fp8.te.torch_file import Storage, TensorRecord, open_checkpoint
 from lightning_fp8.te.unpickle import CheckpointError, Global, Standin

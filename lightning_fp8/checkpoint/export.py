@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.history import Slot
+from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.modules import LayerNorm, RMSNorm
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.names import clean_name

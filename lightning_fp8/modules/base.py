@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.linear import Slots
-from lightning_fp8.history import AmaxHistory
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import row_name
 from lightning_fp8.scaled import Role

@@ -8,13 +8,10 @@ rank fold in by the same operation, in any order.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.host_copy import HostCopy
+from lightning_fp8.delayed import instances
+from lightning_fp8.delayed.nonzero_scales import NonzeroScales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
 PATIENCE = 1000
 """Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
@@ -35,12 +34,8 @@ PATIENCE = 1000
 UNOBSERVED = 100
 """Updates after which a warning says that the model trains in eval mode."""
 
-_serial = itertools.count()
-_newest = -1
-"""The serial of the newest history that an update knew."""
 _not_for_inference = torch.inference_mode(False)
-"""State made while ``inference_mode`` rules has to change outside it too."""
-_living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
+"""Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
 
 
 class AmaxHistory:
@@ -85,13 +80,12 @@ class AmaxHistory:
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.updates, self.steps, self.waited = 0, -1, 0
-        self.scaled = HostCopy()
+        self.nonzero_scales = NonzeroScales()
         self._register()
 
     def _register(self) -> None:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.serial = next(_serial)
-        _living.add(self)
+        self.creation_index = instances.register(self)
         self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
 
@@ -180,7 +174,7 @@ class AmaxHistory:
             recipe: the margin, interval, history length and algorithm.
             group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
         """
-        update_together([self], recipe, group)
+        update_scales([self], recipe, group)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
@@ -212,7 +206,7 @@ class AmaxHistory:
         )
         if kept is not None:
             self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
-        self.scaled.follow(self.scale)
+        self.nonzero_scales.poll(self.scale)
 
     def _make_for(self, span: Span) -> None:
         """An update keeps some scales: they become what they would be, made for ``span``."""
@@ -233,7 +227,7 @@ class AmaxHistory:
     def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
-        self.scaled = HostCopy()
+        self.nonzero_scales = NonzeroScales()
         self.scale[row], self.amax[row], self.counts[row] = scale, 0.0, 0.0
         self.amax_history[:, row] = 0.0
         self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
@@ -277,7 +271,7 @@ class AmaxHistory:
             new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
         self.amax_history, self.updates, self.span = new_history, updates, span_in(state)
-        self.scaled = HostCopy()
+        self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.counts.zero_()
         if known:  # files of others hold neither
@@ -287,44 +281,7 @@ class AmaxHistory:
         return [name for name in names if name not in column]
 
 
-@dataclass(eq=False)
-class Slot:
-    """One row of an :class:`AmaxHistory`, as a module sees it.
-
-    No tuple: what is compiled for one module would be for its row alone, and again for every other's.
-
-    Attributes:
-        history: what the row is of.
-        row: which.
-        scale: float32 ``[]``; read by value, it changes at the next update.
-        amax: float32 ``[]`` that a cast writes its amax into.
-    """
-
-    history: AmaxHistory
-    row: int
-    scale: Tensor
-    amax: Tensor
-
-    def __reduce__(self) -> Any:
-        return AmaxHistory.slot, (self.history, self.row)  # copies and pickles share what their history has
-
-    @property
-    def name(self) -> str:
-        return self.history.names[self.row]
-
-    def scale_for(self, span: Span) -> Tensor:
-        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
-        if self.history.span is None or self.history.span == span:
-            return self.scale
-        ratio = span_ratio(self.history.span, span, self.history.roles[self.row])
-        return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
-
-    def may_be_0(self) -> bool:
-        """Whether the scale may be 0, as far as the host knows without waiting for a card."""
-        return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)
-
-
-def update_together(
+def update_scales(
     histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
 ) -> None:
     """Update several histories with one collective: the element-wise maximum of all their amaxes."""
@@ -339,42 +296,3 @@ def update_together(
             history.amax.copy_(amax)
     for history in histories:
         history._advance(recipe)
-
-
-def any_living() -> bool:
-    """Whether there is a history, without which nothing runs in FP8."""
-    return len(_living) > 0
-
-
-def living() -> list[AmaxHistory]:
-    """Every history, in the order they were made: ranks must agree."""
-    return sorted(_living, key=lambda history: history.serial)
-
-
-def _collect_the_gone(group: dist.ProcessGroup | None) -> None:
-    """Once for each new model, so that no rank updates together with another's a history that waits for its collector.
-
-    Models in reference cycles, as with a Trainer's, live until then; a new one is made on all ranks alike.
-    """
-    global _newest
-    newest = max((history.serial for history in _living), default=-1)
-    if newest > _newest:
-        _newest = newest
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            gc.collect()
-
-
-def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
-    """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
-
-    After calibration (``calibrated``) no optimizer is waited for.
-    """
-    due: dict[DelayedScaling, list[AmaxHistory]] = {}
-    _collect_the_gone(group)
-    for history in living():
-        if history.after_step is None and (history.steps or calibrated):
-            due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
-        elif history.after_step is None:
-            history.wait()
-    for own, histories in due.items():
-        update_together(histories, own, group)

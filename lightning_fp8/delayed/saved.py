@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.spans import span_in
+from lightning_fp8.delayed.spans import span_in
 
 
 def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
