@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named, require_mapping, require_module
 from lightning_fp8.autocast import Setting, in_backward, region
-from lightning_fp8.convert import (
+from lightning_fp8.convert.conversion import (
     ConversionSummary,
     Policy,
     apply_conversion,
@@ -26,10 +26,11 @@ from lightning_fp8.convert import (
     nothing_runs_in_fp8,
     plan_conversion,
 )
+from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.delayed.history import AmaxHistory, update_scales
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.first_step import FirstStep, idle_layers
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
 from lightning_fp8.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -39,7 +40,6 @@ from lightning_fp8.recipes import (
     RecipeName,
     make_recipe,
 )
-from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
 
 
 class FP8FabricPrecision(FabricPrecision):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fp8.autocast import Setting, region
-from lightning_fp8.convert import ConversionSummary
+from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.fabric import FP8FabricPrecision
 from lightning_fp8.modules.record import any_traced

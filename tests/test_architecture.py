@@ -92,8 +92,8 @@ def later():
 
 def test_the_arrow_points_from_plugin_to_ops() -> None:
     assert "lightning_fp8.precision" in _reached("lightning_fp8.callbacks.fp8")
-    assert "lightning_fp8.convert" in _reached("lightning_fp8.precision")
-    assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert")
+    assert "lightning_fp8.convert.conversion" in _reached("lightning_fp8.precision")
+    assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert.conversion")
     assert "lightning_fp8.functions.linear" in _reached("lightning_fp8.modules.linear")
     assert "lightning_fp8.ops" in _reached("lightning_fp8.functions.linear")
 
@@ -204,7 +204,7 @@ def test_lightning_is_imported_on_first_use_only() -> None:
 import sys
 import lightning_fp8, lightning_fp8.cli
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
-import lightning_fp8.convert
+import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
 assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))

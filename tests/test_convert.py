@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import FP8Precision, convert_module
-from lightning_fp8.convert import ConversionSummary, Policy, eligible, plan_conversion
+from lightning_fp8.convert.conversion import ConversionSummary, Policy, eligible, plan_conversion
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 

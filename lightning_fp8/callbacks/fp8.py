@@ -10,12 +10,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
-from lightning_fp8.convert import plan_conversion
+from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.delayed.history import PATIENCE
-from lightning_fp8.first_step import FirstStep
+from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.state import fp8_modules
 from lightning_fp8.te.unpickle import CheckpointError
 
 

@@ -15,10 +15,10 @@ from lightning_fp8.arguments import require_module
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.modules import LayerNorm, RMSNorm
 from lightning_fp8.modules.conv1d import TransposedLinear
+from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, make_recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.state import fp8_modules
 from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
 from lightning_fp8.te.unpickle import Standin
 

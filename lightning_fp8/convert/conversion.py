@@ -15,18 +15,17 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool, require_module
-from lightning_fp8.calls import reads_weight_only
+from lightning_fp8.convert.calls import reads_weight_only
+from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.matrices import other_matrices
+from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
+from lightning_fp8.convert.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
+from lightning_fp8.convert.towers import Place, features_of, find_heads, find_places, is_linear
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.globs import globs_of_nothing
-from lightning_fp8.matrices import other_matrices
 from lightning_fp8.modules import Linear
-from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.retype import retype, unsharded_class
+from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
 from lightning_fp8.names import clean_name
-from lightning_fp8.state import fp8_modules, fp8_state_dict
-from lightning_fp8.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
         if is_linear(module):
             decision = decisions[clean_name(name)]
             if decision.fp8 and not isinstance(module, LinearLayer):
-                retype_conv1d(module) if is_conv1d(module) else retype(module, Linear)
+                swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
     history = _share_history(model)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.autocast import in_backward
+from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import was_traced
 from lightning_fp8.names import clean_name
-from lightning_fp8.summary import ConversionSummary, LayerDecision
 
 STEPS = 50
 """Training steps after which a layer that none of them called is named: some are drawn by chance, or rarely needed."""
