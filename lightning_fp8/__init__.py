@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.export import export_te_state_dict
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
-    from lightning_fp8.fabric import FP8FabricPrecision
     from lightning_fp8.formats import Format
     from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
-    from lightning_fp8.precision import FP8Precision
+    from lightning_fp8.plugin.fabric import FP8FabricPrecision
+    from lightning_fp8.plugin.precision import FP8Precision
     from lightning_fp8.recipes import (
         DelayedScaling,
         Float8BlockScaling,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "DelayedScaling": "recipes",
     "FP8Callback": "callbacks",
-    "FP8FabricPrecision": "fabric",
-    "FP8Precision": "precision",
+    "FP8FabricPrecision": "plugin.fabric",
+    "FP8Precision": "plugin.precision",
     "Float8BlockScaling": "recipes",
     "Float8CurrentScaling": "recipes",
     "Float8RowwiseScaling": "recipes",

@@ -78,7 +78,7 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
 
     class Parser(LightningArgumentParser):
         def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-            from lightning_fp8.hints import complaints, plugins_in
+            from lightning_fp8.plugin.hints import complaints, plugins_in
 
             hints = recipe_hints(message) or complaints(plugins_in(message))
             super().error(f"{message}\n\n{hints}" if hints else message, *args, **kwargs)
@@ -92,7 +92,7 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
             return parser
 
         def instantiate_classes(self) -> None:
-            from lightning_fp8.hints import complaints
+            from lightning_fp8.plugin.hints import complaints
 
             try:
                 super().instantiate_classes()

@@ -91,8 +91,8 @@ def later():
 
 
 def test_the_arrow_points_from_plugin_to_ops() -> None:
-    assert "lightning_fp8.precision" in _reached("lightning_fp8.callbacks.fp8")
-    assert "lightning_fp8.convert.conversion" in _reached("lightning_fp8.precision")
+    assert "lightning_fp8.plugin.precision" in _reached("lightning_fp8.callbacks.fp8")
+    assert "lightning_fp8.convert.conversion" in _reached("lightning_fp8.plugin.precision")
     assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert.conversion")
     assert "lightning_fp8.functions.linear" in _reached("lightning_fp8.modules.linear")
     assert "lightning_fp8.ops" in _reached("lightning_fp8.functions.linear")
@@ -193,7 +193,7 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
         for module, imports in IMPORTS.items()
         if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
     }
-    assert "lightning_fp8.precision" in knowing
+    assert "lightning_fp8.plugin.precision" in knowing
     rooms = (*PLUGIN, "checkpoint", "parallel")
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
 

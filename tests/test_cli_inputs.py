@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_fp8.cli import main
-from lightning_fp8.hints import complaints, plugins_in
+from lightning_fp8.plugin.hints import complaints, plugins_in
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

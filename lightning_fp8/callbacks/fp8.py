@@ -14,7 +14,7 @@ from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.delayed.history import PATIENCE
 from lightning_fp8.modules.state import fp8_modules
-from lightning_fp8.precision import FP8Precision
+from lightning_fp8.plugin.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.te.unpickle import CheckpointError
 

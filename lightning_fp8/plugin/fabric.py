@@ -1,4 +1,4 @@
-"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.precision`."""
+"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.plugin.precision`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fp8 import recipes
 from lightning_fp8.formats import Format
-from lightning_fp8.precision import FP8Precision
+from lightning_fp8.plugin.precision import FP8Precision
 
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 

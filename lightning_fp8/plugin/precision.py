@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_fp8.autocast import Setting, region
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.fabric import FP8FabricPrecision
 from lightning_fp8.modules.record import any_traced
+from lightning_fp8.plugin.fabric import FP8FabricPrecision
 
 
 class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
