@@ -202,7 +202,7 @@ def test_lightning_is_imported_on_first_use_only() -> None:
     """The command line starts without Lightning and torch; the plugin's names bring them in."""
     code = """
 import sys
-import lightning_fp8, lightning_fp8.cli
+import lightning_fp8, lightning_fp8.cli.main
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
 import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"

@@ -30,7 +30,7 @@ from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.bench import count, gemms_of, job_of, sizes
+from lightning_fp8.cli.bench import count, gemms_of, job_of, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops import planning
