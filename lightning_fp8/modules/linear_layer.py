@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import require_bool
+from lightning_fp8.arguments import refuse_transforms, require_bool
 from lightning_fp8.autocast import Setting
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.steps import generation
 from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
-from lightning_fp8.functions.transforms import refuse_transforms
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized

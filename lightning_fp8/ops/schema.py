@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.functions.transforms import WAYS_OUT
 from lightning_fp8.ops.config import QuantizeConfig, parse_quantize_config, parse_scaled_mm_config
 from lightning_fp8.scaled import Layout, block_shape
 
@@ -73,7 +73,9 @@ def refuse_batches(*ops: str) -> None:
     """An op has no rule for vmap, whose own way around, a loop, cannot be taken by ops that write to an argument."""
 
     def refuse(*args: object) -> None:
-        raise RuntimeError(f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {WAYS_OUT}")
+        raise RuntimeError(
+            f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {TRANSFORM_WAYS_OUT}"
+        )
 
     for op in ops:
         _refusals.impl(op, refuse, "FuncTorchBatched")
