@@ -20,7 +20,7 @@ from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 from lightning_fp8.steps import generation
-from lightning_fp8.transforms import refuse_transforms
+from lightning_fp8.transforms import refuse_sharded, refuse_transforms
 
 
 class LinearLayer(FP8Module):
@@ -105,6 +105,7 @@ class LinearLayer(FP8Module):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
     ) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
+        refuse_sharded("Linear", input=input, weight=weight)
         if input.layout is not torch.strided:
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = setting.recipe
