@@ -109,6 +109,24 @@ def refuse_transforms(layer: str, *tensors: Tensor | None) -> None:
         raise RuntimeError(f"{layer} has no forward-mode derivative in FP8; {TRANSFORM_WAYS_OUT}")
 
 
+def refuse_sharded(layer: str, **tensors: Tensor | None) -> None:
+    """Check that a layer computes with local tensors, as it does under FSDP2, which gathers its weights first.
+
+    Raises:
+        TypeError: one of ``tensors`` is a DTensor, as tensor parallelism makes them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, tensor in tensors.items():
+        if isinstance(tensor, sharded):
+            raise TypeError(
+                f"{layer}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}): tensor parallelism of FP8 "
+                "layers is not supported. Leave this layer in high precision, FP8Precision(skip=[...]) or "
+                "convert_module(skip=[...]), or shard the model with fully_shard (FSDP2)"
+            )
+
+
 def _what(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_transforms, require_bool
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import Setting
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.steps import generation
@@ -104,6 +104,7 @@ class LinearLayer(FP8Module):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
     ) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
+        refuse_sharded("Linear", input=input, weight=weight)
         if input.layout is not torch.strided:
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = setting.recipe

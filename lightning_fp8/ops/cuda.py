@@ -43,8 +43,8 @@ def _observe_plan(
     values = values_of(dtype, shape, strides, address)
     if values is None:
         return lambda x, amax: observe(x.contiguous(), amax)
-    source, stride, size = values.wide or values.source, values.stride, (values.rows, values.columns)
-    start = launch.Launch(amax_kernel(source, True), blocks_of(device, *size), size, device).start
+    loader, stride, size = values.wide or values.loader, values.stride, (values.rows, values.columns)
+    start = launch.Launch(amax_kernel(loader, True), blocks_of(device, *size), size, device).start
     at, checked = launch.address_on(device), Checked(device)
     known = checked.known
 

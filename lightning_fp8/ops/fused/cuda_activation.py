@@ -20,14 +20,14 @@ from lightning_fp8.ops.plans import Task, Values, casting, plan_of, task_of
 def _activated(
     config: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
 ) -> Values | None:
-    from cuda_kernels.casts.activation import activation_source
+    from cuda_kernels.casts.activation import activation_loader
 
     x, name = place_of(dtype, shape, strides, address), parse_activation_config(config).name
     if x is None:
         return None
     columns = shape[1] // 2 if is_gated(name) else shape[1]
-    source = activation_source(name, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
-    return Values(source, x.stride, shape[0], columns)
+    loader = activation_loader(name, NAMES[dtype], x.comes_in(4) and columns % 4 == 0)
+    return Values(loader, x.stride, shape[0], columns)
 
 
 activation_quantize = casting(reference.activation_quantize, _activated)
@@ -55,14 +55,14 @@ class _ActivationBackward:
     def __init__(
         self, device: torch.device, kind: ActivationConfig, shape: Sequence[int], x: Place, dy: Place, task: Task
     ) -> None:
-        from cuda_kernels.casts.activation import activation_backward_source
-        from cuda_kernels.casts.column_sums import summed_source
+        from cuda_kernels.casts.activation import activation_backward_loader
+        from cuda_kernels.casts.column_sums import summed_loader
 
         rows, columns = shape
         aligned = x.comes_in(4) and dy.comes_in(4)
-        source = activation_backward_source(kind.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        loader = activation_backward_loader(kind.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
         self._sums = ColumnSums(device, -(-rows // 16), columns, kind.bias, 1) if kind.bias else None
-        plan = plan_of(device, source, rows, columns, task, summed_source(source) if kind.bias else None)
+        plan = plan_of(device, loader, rows, columns, task, summed_loader(loader) if kind.bias else None)
         self._at, self._cast, self._strides = plan.at, plan.cast, (x.stride, dy.stride)
         self._allocate, self._dbias = allocator(device), ((columns,), (1,), kind.bias or torch.float32)
         self._no_bias = nothing(device, torch.float32)
@@ -71,11 +71,11 @@ class _ActivationBackward:
         self, dy: Tensor, x: Tensor, config: str, scale: Tensor | None, amax: Tensor | None, counts: Tensor | None
     ) -> Results:
         at, sums, (x_stride, dy_stride) = self._at, self._sums, self._strides
-        words = at(x), x_stride, at(dy), dy_stride
+        loader_args = at(x), x_stride, at(dy), dy_stride
         if sums is None:
-            return *self._cast(words, scale, amax, counts), self._no_bias
+            return *self._cast(loader_args, scale, amax, counts), self._no_bias
         dbias, partials = self._allocate(*self._dbias), sums.partials()
-        outputs = self._cast(words, scale, amax, counts, (*words, at(partials)))
+        outputs = self._cast(loader_args, scale, amax, counts, (*loader_args, at(partials)))
         sums.add(partials, dbias)
         return *outputs, dbias
 

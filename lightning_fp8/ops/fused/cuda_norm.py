@@ -203,7 +203,7 @@ class _StatisticsFirst(_NormPlan):
             blocks = of.rows
         self._start = launch.Launch(kernel, blocks, (of.rows, columns, of.kind.eps), of.device).start
         self._cast = plan_of(
-            of.device, statistics.normalized_source(of.norm, of.comes_in(4)), of.rows, columns, task
+            of.device, statistics.normalized_loader(of.norm, of.comes_in(4)), of.rows, columns, task
         ).cast
 
     def op(
@@ -215,8 +215,8 @@ class _StatisticsFirst(_NormPlan):
         statistics = self._allocate(*self._statistics)
         of_x, of_statistics = at(x), at(statistics)
         self._start(of_x, stride, of_statistics)
-        words = of_x, stride, of_weight, of_bias, of_statistics, self._offset
-        return *self._cast(words, scale, amax, counts), statistics
+        loader_args = of_x, stride, of_weight, of_bias, of_statistics, self._offset
+        return *self._cast(loader_args, scale, amax, counts), statistics
 
 
 @planned(reference.norm_quantize, config_arg=3)
