@@ -1,4 +1,4 @@
-"""What an FP8 tensor is: codes, the scale that divides them back, and how the two line up."""
+"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fp8.formats import Float8
 
 
 class Role(Enum):
-    """What a tensor is to the GEMMs of its layer."""
+    """The part that a tensor plays in the GEMMs of its layer."""
 
     INPUT = "input"
     WEIGHT = "weight"

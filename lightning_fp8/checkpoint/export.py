@@ -1,4 +1,4 @@
-"""The way back: a state dict in the layout that a given Transformer Engine version reads."""
+"""Writes a state dict in the layout that a given version of Transformer Engine reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thing that changes between steps: amaxes, their history, and the scales of delayed scaling.
+"""AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
 
 One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
 holds a :class:`Slot` for each of its roles. Within a step scales are constant and observing is
@@ -54,11 +54,14 @@ class AmaxHistory:
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
-        unobserved: updates in a row that found nothing because of it; -1 once it was told.
+        unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
-        recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
+        recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
+            know.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
-        after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
+        creation_index: orders the histories of a process alike on all ranks.
+        after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
+            training region.
 
     ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
@@ -79,7 +82,9 @@ class AmaxHistory:
         self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.updates, self.steps, self.waited = 0, -1, 0
+        self.updates = 0
+        self.steps = -1
+        self.waited = 0
         self.nonzero_scales = NonzeroScales()
         self._register()
 
@@ -100,7 +105,7 @@ class AmaxHistory:
                 tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
 
     def slot(self, row: int) -> Slot:
-        """What a module sees of one row."""
+        """The scale and amax of one row, as a module sees them."""
         return Slot(self, row, *self._rows[row])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
@@ -113,7 +118,10 @@ class AmaxHistory:
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps, self.stepped, self.trained_in_eval, self.unobserved = -1, False, False, 0
+        self.steps = -1
+        self.stepped = False
+        self.trained_in_eval = False
+        self.unobserved = 0
         self._register()
 
     @_not_for_inference
@@ -128,22 +136,22 @@ class AmaxHistory:
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Amaxes are observed under ``recipe`` from now on; scales of which nobody knows better are taken for its."""
+        """Note that amaxes are observed under ``recipe`` from now on; scales of unknown origin are taken for its."""
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
-        """Whether a parameter of an owner is among these, told by ``id``."""
+        """Whether a parameter of an owner is among these, compared by ``id``."""
         return any(id(parameter) in parameters for owner in self.owners for parameter in owner.parameters())
 
     def wait(self) -> None:
-        """Count a training forward that no update came before, and say so once when there are too many."""
+        """Count a training forward since the last update, and warn once when there are too many."""
         self.waited += 1
         if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
             return
         if any(owner.training for owner in self.owners):
-            self.patience = -1  # told
+            self.patience = -1  # warned
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
                 "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
@@ -152,14 +160,15 @@ class AmaxHistory:
             )
 
     def _watch_mode(self) -> None:
-        """Say once that updates find nothing because the model trains in eval mode."""
+        """Warn once that updates find no amax because the model trains in eval mode."""
         if self.unobserved < 0:
             return
-        trained, self.trained_in_eval = self.trained_in_eval, False
+        trained = self.trained_in_eval
+        self.trained_in_eval = False
         # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
         self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
         if self.unobserved >= UNOBSERVED:
-            self.unobserved = -1  # told
+            self.unobserved = -1  # warned
             warnings.warn(
                 f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
                 f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
@@ -181,19 +190,23 @@ class AmaxHistory:
         """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
         if self.amax_history.shape[0] != length:
             amax_history = self.amax_history.new_zeros(length, len(self.names))
-            kept = min(length, self.amax_history.shape[0])
-            if kept:
-                amax_history[length - kept :] = self.amax_history[self.amax_history.shape[0] - kept :]
+            num_kept = min(length, self.amax_history.shape[0])
+            if num_kept:
+                amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
     def _advance(self, recipe: DelayedScaling) -> None:
+        """One update of this history alone, with ``amax`` reduced over ranks already."""
         self.resize(recipe.amax_history_len)
-        self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
+        self.updates += 1
+        self.steps = min(self.steps, 0)
+        self.waited = 0
         self._watch_mode()
         self._make_for(span_of(recipe))
-        self.recipe, kept = None, None
+        self.recipe = None
+        previous_scale: Tensor | None = None
         if recipe.interval > 1:
-            kept = self.scale.clone()
+            previous_scale = self.scale.clone()
             self.counts += self.amax != 0  # an update that did not see a row brings it no nearer to its next scale
         ops.update_scales(
             self.amax,
@@ -204,12 +217,12 @@ class AmaxHistory:
             recipe.amax_compute_algo,
             recompute=True,
         )
-        if kept is not None:
-            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
+        if previous_scale is not None:
+            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, previous_scale))
         self.nonzero_scales.poll(self.scale)
 
     def _make_for(self, span: Span) -> None:
-        """An update keeps some scales: they become what they would be, made for ``span``."""
+        """Rescale the scales that an update keeps to the format and margin of ``span``."""
         ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
         if any(ratio != 1 for ratio in ratios.values()):
             self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
@@ -217,7 +230,7 @@ class AmaxHistory:
         self.span = span
 
     def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
-        """The largest value of each row's format; made once for a recipe and a device: a step copies nothing."""
+        """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
         key = recipe.fp8_format, self.scale.device
         if self._largest is None or self._largest[0] != key:
             values = [recipe.cast(role).float8.max for role in self.roles]
@@ -228,7 +241,9 @@ class AmaxHistory:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
         self.nonzero_scales = NonzeroScales()
-        self.scale[row], self.amax[row], self.counts[row] = scale, 0.0, 0.0
+        self.scale[row] = scale
+        self.amax[row] = 0.0
+        self.counts[row] = 0.0
         self.amax_history[:, row] = 0.0
         self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
 
@@ -270,14 +285,17 @@ class AmaxHistory:
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
-        self.amax_history, self.updates, self.span = new_history, updates, span_in(state)
+        self.amax_history = new_history
+        self.updates = updates
+        self.span = span_in(state)
         self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.counts.zero_()
         if known:  # files of others hold neither
             self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
             self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
-        self.steps, self.waited = state.get("steps", -1), 0
+        self.steps = state.get("steps", -1)
+        self.waited = 0
         return [name for name in names if name not in column]
 
 

@@ -19,7 +19,7 @@ _owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] 
 
 
 def generation() -> int:
-    """How many optimizers have stepped in this process: nothing computed from a weight may outlive it."""
+    """The number of optimizer steps in this process; a copy computed from a weight is stale once it has grown."""
     return _generation
 
 
@@ -28,8 +28,8 @@ def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     known, owned = _owned.get(optimizer, ([], {}))
     if parameters != known or any(history.creation_index not in owned for history in histories):
-        own = set(parameters)
-        owned = {history.creation_index: history.is_stepped_by(own) for history in histories}
+        ids = set(parameters)
+        owned = {history.creation_index: history.is_stepped_by(ids) for history in histories}
         _owned[optimizer] = parameters, owned
     return [history for history in histories if owned[history.creation_index]]
 

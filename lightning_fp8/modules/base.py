@@ -31,14 +31,14 @@ class FP8Module(nn.Module):
 
     @property
     def record(self) -> LayerRecord:
-        """What this module did since its record was last cleared."""
+        """The counts of this module's forwards since its record was last cleared."""
         if self._record is None:  # retyped in place, or never called
             self._record = LayerRecord()
         return self._record
 
     @property
     def slots(self) -> Slots | None:
-        """The rows of the amax history that this module reads and feeds."""
+        """By role the row of the amax history that this module reads its scale from and writes its amax to."""
         return self._slots
 
     @property
@@ -56,8 +56,8 @@ class FP8Module(nn.Module):
         history.owners.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles
-        """Without what the last forward left: a setting may hold a process group, which neither copies nor pickles."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_last_setting", "_weight_cache")}
+        """Without what the last forward left: a context may hold a process group, which neither copies nor pickles."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_last_context", "_weight_cache")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

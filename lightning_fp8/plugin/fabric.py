@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named, require_mapping, require_module
-from lightning_fp8.autocast import Setting, in_backward, region
+from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
     Policy,
@@ -201,7 +201,7 @@ class FP8FabricPrecision(FabricPrecision):
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
-            stack.enter_context(region(Setting(self.recipe, observe=self._observes)))
+            stack.enter_context(fp8_context(FP8Context(self.recipe, observe=self._observes)))
             if isinstance(self.recipe, DelayedScaling):
                 for history in self.histories.values():
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_fp8.autocast import Setting, region
+from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.record import any_traced
@@ -87,5 +87,5 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         # A compiled block that activation checkpointing recomputes reads the current setting, not its forward's, and a
         # setting is a thread's: autograd shall not recompute it in a thread of a device.
         one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
-        with region(Setting(self.recipe)), one_thread:
+        with fp8_context(FP8Context(self.recipe)), one_thread:
             super().backward(tensor, model, *args, **kwargs)
