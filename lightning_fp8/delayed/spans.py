@@ -21,7 +21,7 @@ def span_of(recipe: DelayedScaling) -> Span:
 
 
 def span_ratio(before: Span | None, after: Span, role: Role) -> float:
-    """The factor that turns a scale of ``role`` made for ``before`` into one for ``after``; 1 for an unknown ``before``."""
+    """The factor from a scale of ``role`` made for ``before`` to one for ``after``; 1 where ``before`` is unknown."""
     if before is None or before == after:
         return 1.0
     largest = [float8_for(fp8_format, role).max * 2.0**-margin for fp8_format, margin in (before, after)]
