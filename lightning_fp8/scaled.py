@@ -36,7 +36,7 @@ ATTENTION_ROLES = (Role.QKV, Role.S, Role.O, Role.DQKV, Role.DO, Role.DP)
 
 
 class Layout(Enum):
-    """Which elements of a K-major GEMM operand ``[R, K]`` share one scale."""
+    """The elements of a K-major GEMM operand ``[R, K]`` that share one scale."""
 
     TENSOR = "tensor"
     """One scale, shape ``[]``."""
@@ -57,7 +57,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How a recipe casts one role: format, layout, and how an amax becomes a scale."""
+    """The cast of one role under a recipe: format, layout, and how an amax becomes a scale."""
 
     float8: Float8
     layout: Layout

@@ -70,7 +70,7 @@ def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
 
 
 def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
-    """What computes the product of random operands: every plan but the slow exact one."""
+    """The functions that compute the product of random operands, one for every plan but the slow exact one."""
     from cuda_kernels.host.gemm_configs import Library, plans
 
     operands: list[Tensor] = []
@@ -130,7 +130,8 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
 
     if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
         raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
-    card, measured = launch.name_of(device), []
+    card = launch.name_of(device)
+    measured = []
     planned = [job_of(of, recipe, device) for of in gemms]
     if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)

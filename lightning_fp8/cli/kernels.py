@@ -67,7 +67,8 @@ def noted() -> Iterator[dict[str, Kernel]]:
         found[kernel.name] = kernel
 
     before = dict(launch.EXECUTORS), ops.gives_a_view
-    launch.EXECUTORS["cpu"], ops.gives_a_view = note, lambda *operand: False  # a card's products read one order only
+    launch.EXECUTORS["cpu"] = note
+    ops.gives_a_view = lambda *operand: False  # a card's products read one order only
     planning.forget()
     try:
         with _OnCardToo():
@@ -141,7 +142,8 @@ def _build_share(
     find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path, first: int, step: int
 ) -> tuple[dict[str, str], dict[str, str]]:
     kernels = {kernel.name: kernel for kernel in find(*arguments)}
-    built, failed = {}, {}
+    built = {}
+    failed = {}
     for name in sorted(kernels)[first::step]:
         key = machine_code.source_key(kernels[name], "cubin", arch)
         try:
@@ -153,14 +155,15 @@ def _build_share(
 
 
 def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
-    path, compilers = folder / MANIFEST, cache.compilers()
+    path = folder / MANIFEST
+    compilers = cache.compilers()
     kernels = json.loads(path.read_text()) if path.exists() else {}
     kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
     cache.write_whole(path, json.dumps(kernels, indent=1).encode())
 
 
 def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
-    """Those of all layers under all recipes, and the doctor's."""
+    """The kernels of all layers under all recipes, and the doctor's."""
     of_layers = [
         kernel
         for inputs, outputs in layers
@@ -171,7 +174,7 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 
 
 def doctors_kernels() -> list[Kernel]:
-    """What ``lightning-fp8 doctor`` casts with; its product is cuBLASLt's wherever that is not forbidden."""
+    """The kernels that ``lightning-fp8 doctor`` casts with; its GEMM is cuBLASLt's wherever that is not forbidden."""
     with noted() as found:
         probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
     return list(found.values())
