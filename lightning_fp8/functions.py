@@ -46,7 +46,7 @@ def quantize_role(
         recipe.cast(role),
         scale=scale,
         amax=slot.amax if slot and observe else None,
-        may_be_0=slot is None or slot.may_be_0(),
+        scale_is_nonzero=slot is not None and not slot.may_be_0(),
         rowwise=rowwise,
         columnwise=columnwise,
     )

@@ -206,7 +206,7 @@ import lightning_fp8, lightning_fp8.cli
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
 import lightning_fp8.convert
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
-assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops"
+assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.quantize"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
 from lightning_fp8 import *
 assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules
