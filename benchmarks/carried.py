@@ -57,7 +57,7 @@ def _casts() -> Iterator[Kernel]:
 def _products(arch: str) -> Iterator[Kernel]:
     plan = Plan(torch.device("cpu"), dry=False)
     for work in products.FULL:
-        problem = replace(products._job(work, plan).problem, architecture=arch, multiprocessors=2)
+        problem = replace(products._bound_gemm(work, plan).problem, architecture=arch, multiprocessors=2)
         yield from (function(*arguments) for function, arguments in builds_of(problem))
 
 

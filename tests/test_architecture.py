@@ -156,14 +156,14 @@ def test_every_module_is_in_a_room() -> None:
 def test_transformer_engines_files_are_read_without_the_rest() -> None:
     """Bytes to values: what reads them needs the roles of tensors alone."""
     ours = {name for module in _room("te") for name in _reached(module) if not _in_room(name, "lightning_fp8.te")}
-    assert ours == {"lightning_fp8.scaled", "lightning_fp8.formats"}
+    assert ours == {"lightning_fp8.scaled", "lightning_fp8.formats", "cuda_kernels.device.sizes"}
 
 
 MOST_MODULES = 10
 MOST_LINES = 350
 
-CROWDED = {"lightning_fp8/ops", "cuda_kernels/device"}
-"""Folders that have more modules than one can see at a glance."""
+CROWDED = {"cuda_kernels/device"}
+"""Folders with more modules: the words of kernels, one module for each part of the hardware or of a kernel."""
 
 
 def test_a_room_is_seen_at_a_glance() -> None:
@@ -250,7 +250,7 @@ import lightning_fp8, lightning_fp8.cli.main
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
 import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
-assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops"
+assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.quantize"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
 from lightning_fp8 import *
 assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules

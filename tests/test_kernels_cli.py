@@ -84,7 +84,7 @@ def test_what_a_layer_starts(recipe: str) -> None:
 def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products too: whichever tile is chosen, it is among those of the layer."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm"))
+    monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm.cuda"))
     layer = Linear(512, 256, bias=bias)  # float32 weights
     with kernels.noted() as found:
         for _ in range(3):

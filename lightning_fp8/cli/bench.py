@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_fp8.ops import jobs
-from lightning_fp8.ops.config import quantize_config, scaled_mm_config
-from lightning_fp8.ops.jobs import Operand
-from lightning_fp8.ops.multiply import multiplier
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
+from lightning_fp8.ops.gemm.schema import Operand
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
-from lightning_fp8.scaled import Layout, Role
+from lightning_fp8.scaled import Role
 
 if TYPE_CHECKING:
     from cuda_kernels.host.gemm_configs import Plan
@@ -60,32 +61,31 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
     ]
 
 
-def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
-    """The product of operands as the recipe casts them."""
-    a, b = recipe.cast(of.a), recipe.cast(of.b)
-    left, right = (
-        Operand.promised(cast.layout, cast.float8.dtype, rows, of.k) for cast, rows in ((a, of.m), (b, of.n))
-    )
-    return jobs.job_of(device, left, right, scaled_mm_config(a.layout, b.layout, torch.bfloat16, of.fast))
+def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
+    """The GEMM of operands as the recipe casts them."""
+    cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
+    a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
+    b = GemmOperand.canonical(cast_b.layout, cast_b.float8.dtype, gemm.n, gemm.k)
+    return bind_gemm(device, a, b, scaled_mm_config(a.layout, b.layout, torch.bfloat16, gemm.fast))
 
 
-def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
-    """The functions that compute the product of random operands, one for every plan but the slow exact one."""
+def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[Plan, Callable[[], Tensor]]:
+    """The functions that compute the GEMM of random operands: every plan but the slow exact one."""
     from cuda_kernels.host.gemm_configs import Library, plans
 
-    operands: list[Tensor] = []
-    for role, rows in ((of.a, of.m), (of.b, of.n)):
+    def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
-        x = torch.randn(rows, of.k, device=job.device, dtype=torch.bfloat16)
+        x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
         data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, quantize_config(cast))
-        operands += jobs.laid_out(data, scale_inv, cast.layout)
-    a, scale_a, b, scale_b = operands
+        return with_kernel_strides((data, scale_inv), cast.layout)
+
+    a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
 
     def call_of(plan: Plan) -> Callable[[], Tensor]:
-        made = cache(partial(multiplier, job, plan))  # at the first call, whose error is reported
-        return lambda: made()(a, scale_a, b, scale_b, job.config, None, None, None)
+        built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
+        return lambda: built()(a, b, bound.config, None, None, None)
 
-    return {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
+    return {plan: call_of(plan) for plan in plans(bound.problem) if plan is not Library.BF16}
 
 
 def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
@@ -128,32 +128,32 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
     from cuda_kernels.host.precompile import compile_ahead, missing
 
-    if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
-        raise ValueError("recipe='mxfp8' multiplies exactly in BF16 here: there is nothing to choose from")
+    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
+        raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
     card = launch.name_of(device)
     measured = []
-    planned = [job_of(of, recipe, device) for of in gemms]
+    planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
     if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)
-        builds = missing([build for job in planned for build in builds_of(job.problem)], architecture)
+        builds = missing([build for bound in planned for build in builds_of(bound.problem)], architecture)
         for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):
             pass
-    for of, job in zip(tqdm(gemms, desc=card, unit="product"), planned):
-        times = timed(candidates(of, recipe, job), clock)
-        tqdm.write("\n".join(_lines(of, times)))
+    for gemm, bound in zip(tqdm(gemms, desc=card, unit="product"), planned):
+        times = timed(candidates(gemm, recipe, bound), clock)
+        tqdm.write("\n".join(_lines(gemm, times)))
         if times:
-            measured.append(Measured(str(job.problem.spec), (of.m, of.n, of.k), next(iter(times))))
+            measured.append(Measured(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {keep(card, measured)}")
 
 
-def _lines(of: Gemm, times: dict[Plan, float]) -> Iterator[str]:
+def _lines(gemm: Gemm, times: dict[Plan, float]) -> Iterator[str]:
     from cuda_kernels.host.gemm_configs import Library
 
-    yield f"{of.name}: [{of.m}, {of.k}] x [{of.n}, {of.k}]ᵀ"
+    yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
     for plan, seconds in times.items():
         name = plan.value if isinstance(plan, Library) else f"numba {plan}"
-        yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * of.m * of.n * of.k / seconds:7.0f} TFLOP/s  {name}"
+        yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * gemm.m * gemm.n * gemm.k / seconds:7.0f} TFLOP/s  {name}"
 
 
 def main(arguments: Sequence[str]) -> None:

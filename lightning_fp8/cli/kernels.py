@@ -28,20 +28,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cuda_kernels.host import cache, launch, machine_code
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
-from lightning_fp8 import ops
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.cli.bench import count, gemms_of, job_of, sizes
+from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
-from lightning_fp8.ops import planning
-from lightning_fp8.ops.schema import UNOBSERVED
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm.problem import SCALINGS
+from lightning_fp8.ops.quantize import operands
+from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
-from lightning_fp8.scaled import Layout, Role
+from lightning_fp8.scaled import Role
 
 MANIFEST = "built.json"
 """In a folder of built kernels: of each its name, its architecture, and what made it."""
 
-_CUDA_SIDES = ("lightning_fp8.ops.cuda", "lightning_fp8.ops.fused.cuda")
+_CUDA_SIDES = (
+    "lightning_fp8.ops.quantize.cuda",
+    "lightning_fp8.ops.scales.cuda",
+    "lightning_fp8.ops.norm.cuda",
+    "lightning_fp8.ops.norm.cuda_backward",
+    "lightning_fp8.ops.activation.cuda",
+)
 _STEPS = 3
 """Of training: delayed scaling has no scale in the first, and the host does not know of it in the second."""
 
@@ -53,7 +60,7 @@ class _OnCardToo(TorchDispatchMode):
         if func.namespace == "lightning_fp8":
             name = func._schema.name.split("::")[1].removesuffix(UNOBSERVED)
             for module in map(import_module, _CUDA_SIDES):
-                if hasattr(module, name):
+                if name in vars(module):
                     getattr(module, name)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -66,18 +73,18 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *launched: object) -> None:
         found[kernel.name] = kernel
 
-    before = dict(launch.EXECUTORS), ops.gives_a_view
+    before = dict(launch.EXECUTORS), operands.gives_a_view
     launch.EXECUTORS["cpu"] = note
-    ops.gives_a_view = lambda *operand: False  # a card's products read one order only
-    planning.forget()
+    operands.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    dispatch.clear_plan_cache()
     try:
         with _OnCardToo():
             yield found
     finally:
         launch.EXECUTORS.clear()
         launch.EXECUTORS.update(before[0])
-        ops.gives_a_view = before[1]
-        planning.forget()
+        operands.gives_a_view = before[1]
+        dispatch.clear_plan_cache()
 
 
 def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arch: str) -> list[Kernel]:
@@ -97,10 +104,10 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
                     y = layer(x)
                 y.backward(torch.randn_like(y))
     kernels = [kernel for kernel in found.values() if arch in kernel.architectures]
-    if recipe.cast(Role.INPUT).layout is Layout.MX_1X32:  # which multiplies in BF16
+    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:  # which multiplies in BF16
         return kernels
     forward, of_input, of_weight = (
-        job_of(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)
+        bound_gemm(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)
     )
     gradient = replace(of_weight.spec, out="float32")
     for problem, asked in (

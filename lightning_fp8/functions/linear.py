@@ -46,7 +46,7 @@ def quantize_role(
         recipe.cast(role),
         scale=scale,
         amax=slot.amax if slot and observe else None,
-        may_be_0=slot is None or not slot.scale_is_nonzero(),
+        scale_is_nonzero=slot is not None and slot.scale_is_nonzero(),
         rowwise=rowwise,
         columnwise=columnwise,
     )
