@@ -18,7 +18,6 @@ from lightning_fp8.ops.activation.schema import (
     Results,
     activated_shape,
     activation_backward_op,
-    is_gated,
     parse_activation_config,
 )
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
@@ -28,7 +27,7 @@ from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
-from lightning_fp8.ops.quantize.launches import CastVariant, build_cast, cast_variant, variant_key
+from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, variant_key
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
 
@@ -37,18 +36,14 @@ def activation_loaders(config: str, x: TensorKey) -> Loaders:
     """The loaders of the activations of a tensor."""
     name = parse_activation_config(config).name
     _, columns = activated_shape(name, x.shape)
-    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None
+    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
 
 
-def _num_columns(config: str, columns: int) -> int:
-    return columns // 2 if is_gated(parse_activation_config(config).name) else columns
-
-
-activation_quantize = cast_op(planned_cast(reference.activate, activation_loaders, _num_columns))
+activation_quantize = cast_op(planned_cast(reference.activate, activation_loaders))
 
 
 def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
-    op = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), *variant_key(config, io))
+    op = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), variant_key(config, io))
     return op(dy, x, config, io)
 
 
@@ -90,12 +85,10 @@ class ActivationBackwardLaunches:
 
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
-def _backward_plan(
-    device: torch.device, x_key: Key, dy_key: Key, config: str, *variant_of: object
-) -> Callable[..., Results]:
+def _backward_plan(device: torch.device, x_key: Key, dy_key: Key, variant_key: VariantKey) -> Callable[..., Results]:
     x, dy = TensorKey(*x_key), TensorKey(*dy_key)
-    variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
-    options = parse_activation_config(config)
+    variant = cast_variant(device, variant_key)
+    options = parse_activation_config(variant_key[0])
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):

@@ -26,7 +26,7 @@ from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, pla
 from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, norm_op, parse_norm_config
-from lightning_fp8.ops.quantize.launches import CastVariant, build_cast, cast_variant, variant_key
+from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, variant_key
 from lightning_fp8.ops.quantize.outputs import CastOutputs, with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, implement_cast
 
@@ -38,7 +38,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: C
     parameters_address = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
     op = _plan(
         x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
-        bias is not None, *variant_key(config, io),
+        bias is not None, variant_key(config, io),
     )  # fmt: skip
     return op(x, weight, bias, config, io)
 
@@ -189,19 +189,18 @@ def _plan(
     weight_dtype: torch.dtype,
     parameters_address: int,
     has_bias: bool,
-    config: str,
-    *variant_of: object,
+    variant_key: VariantKey,
 ) -> Callable[..., Results]:
     """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
-    own = TensorKey(*x_key)
-    x = own._replace(address=own.address | parameters_address)
+    x = TensorKey(*x_key)
+    x = x._replace(address=x.address | parameters_address)
     weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
     check_parameters(x.shape[1:], device, weight)
-    variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
+    variant = cast_variant(device, variant_key)
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
         return lambda x, *args: normalize(x.contiguous(), *args)
-    norm, cast = parse_norm_config(config), variant.config
+    norm, cast = parse_norm_config(variant_key[0]), variant.config
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None

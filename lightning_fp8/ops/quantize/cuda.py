@@ -19,20 +19,18 @@ from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device,
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.launches import build_cast, cast_variant, num_blocks, variant_key
+from lightning_fp8.ops.quantize.launches import VariantKey, build_cast, cast_variant, num_blocks, variant_key
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
 
-Loaders = tuple[TileLoader, TileLoader | None]
-"""The tile loader of some values, and that of the same in vectors of 16 bytes if they are vectorizable so."""
+Loaders = tuple[TileLoader, "TileLoader | None", int]
+"""The tile loader of some values, that of the same in vectors of 16 bytes if they come in such, and their columns."""
 
 
 def planned_cast(
-    reference_op: Op,
-    loaders: Callable[[str, TensorKey], Loaders],
-    num_columns: Callable[[str, int], int] = lambda config, columns: columns,
+    reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]
 ) -> Callable[[Tensor, str, CastIO], Outputs]:
-    """A function ``(x, config, io)`` that casts the values ``[rows, num_columns(config, columns)]`` computed from x.
+    """A function ``(x, config, io)`` that casts values which tile loaders compute from x, row by row.
 
     A tensor whose rows have gaps between their elements is made contiguous first.
 
@@ -42,25 +40,25 @@ def planned_cast(
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: Key, config: str, *variant_of: object) -> Op:
+    def plan(device: torch.device, x_key: Key, variant_key: VariantKey) -> Op:
         x = TensorKey(*x_key)
-        variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
+        variant = cast_variant(device, variant_key)
+        options, text = variant.config, variant_key[0]
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
             return lambda x, config, io: cast(x.contiguous(), config, io)
-        loader, wide = loaders(config, x)
-        config_of = variant.config
+        loader, wide, columns = loaders(text, x)
         # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
-        narrow = config_of.columnwise or config_of.layout.block == (1, 128)
-        amax_loader = wide or loader if config_of.layout.has_one_scale else loader
+        narrow = options.columnwise or options.layout.block == (1, 128)
+        amax_loader = wide or loader if options.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = build_cast(device, amax_loader, x.rows, num_columns(config, x.columns), variant, store_loader)
+        launches = build_cast(device, amax_loader, x.rows, columns, variant, store_loader)
         pointer = launch.address_on(device)
         stride = x.stride
         return lambda x, config, io: launches((pointer(x), stride), io)
 
     def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
-        op = plan(x.device, x.is_cuda and current_device(), key(x), *variant_key(config, io))
+        op = plan(x.device, x.is_cuda and current_device(), key(x), variant_key(config, io))
         return op(x, config, io)
 
     return cast
@@ -68,10 +66,9 @@ def planned_cast(
 
 def tensor_loaders(config: str, x: TensorKey) -> Loaders:
     """The loaders of a tensor's own values."""
-    item = x.dtype.itemsize
     vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
-    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and item == 2 else None
-    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide
+    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None
+    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide, x.columns
 
 
 quantize = cast_op(planned_cast(reference.cast, tensor_loaders))
@@ -94,7 +91,7 @@ def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor]
         raise TypeError(f"cannot observe {key_of_x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
     if not key_of_x.has_contiguous_rows:
         return lambda x, amax: observe(x.contiguous(), amax)
-    loader, wide = tensor_loaders("", key_of_x)
+    loader, wide, _ = tensor_loaders("", key_of_x)
     kernel = amax_kernel(wide or loader, True)
     start = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).start
     pointer = launch.address_on(device)

@@ -52,8 +52,11 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.config.scale_is_nonzero
 
 
-def variant_key(config: str, io: CastIO) -> tuple[str, bool, bool, Key | None]:
-    """What a plan depends on of a cast, as a plain tuple; planners make a :class:`CastVariant` of it.
+VariantKey = tuple[str, bool, bool, "Key | None"]
+
+
+def variant_key(config: str, io: CastIO) -> VariantKey:
+    """What a plan depends on of a cast: a plain tuple, ``config`` first; planners make a :class:`CastVariant` of it.
 
     Raises:
         ValueError: ``counts`` are not contiguous.
@@ -65,12 +68,13 @@ def variant_key(config: str, io: CastIO) -> tuple[str, bool, bool, Key | None]:
     return config, scale is not None, amax is not None, memoryless_key(counts)
 
 
-def cast_variant(device: torch.device, config: str, has_scale: bool, has_amax: bool, counts: Key | None) -> CastVariant:
-    """The variant of a cast on ``device`` that :func:`variant_key` describes.
+def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
+    """The variant of a cast on ``device`` of this key.
 
     Raises:
         TypeError, ValueError: ``counts`` have another dtype, shape or device; ``config`` has another form.
     """
+    config, has_scale, has_amax, counts = key
     check_counts(device, None if counts is None else TensorKey(*counts))
     return CastVariant(parse_quantize_config(config), has_scale, has_amax, counts is not None)
 

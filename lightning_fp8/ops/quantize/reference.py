@@ -80,13 +80,13 @@ quantize = cast_op(cast)
 def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, config: QuantizeConfig) -> Tensor:
     """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
     # Asking a GPU for the scale would wait for it.
-    may_be_0 = not config.scale_is_nonzero and (x.is_cuda or not scale.item())
-    if not may_be_0 and amax is None:
+    is_nonzero = config.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
+    if is_nonzero and amax is None:
         return scale
     x_amax = tensor_amax(x)
     if amax is not None:
         torch.maximum(amax, x_amax, out=amax)
-    return torch.where(scale == 0, scaling.current_scale(x_amax, config.float8.max), scale) if may_be_0 else scale
+    return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, config.float8.max), scale)
 
 
 def _absent(x: Tensor, config: QuantizeConfig) -> tuple[Tensor, Tensor]:
@@ -147,13 +147,13 @@ _SUBNORMAL = 5e-324
 
 
 def decode(data: Tensor) -> Tensor:
-    """FP8 codes as BF16 values, exactly: moves the bits, then multiplies by the difference of the exponents' biases."""
+    """Decode FP8 to BF16, exactly: shift the bits, then multiply by the difference of the exponents' biases."""
     if data.dtype == E4M3.dtype:
         shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
     else:
         shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
     if data.is_cuda or _SUBNORMAL == 0.0:
-        # Fast there, and asking for NaN would wait for the card; and where torch.set_flush_denormal(True) takes
+        # Fast there, and asking for NaN would wait for the GPU; and where torch.set_flush_denormal(True) takes
         # subnormal numbers for 0, moved bits may be some.
         return data.to(torch.bfloat16)
     bits = data.view(torch.int8)
