@@ -14,16 +14,22 @@ from lightning_fp8.scaled import Layout
 ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
 
-Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
 
 
 def key(x: Tensor) -> Key:
     """What a plan depends on of ``x``: a plain tuple, which is made fast; planners make a :class:`TensorKey` of it."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
+
+
+def key_and_device(x: Tensor) -> KeyAndDevice:
+    """As :func:`key`, of a tensor that may lie on another device than the one planned for."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
-def memoryless_key(x: Tensor) -> Key:
-    """As :func:`key`, of a tensor whose place in memory no plan depends on."""
+def memoryless_key(x: Tensor) -> KeyAndDevice:
+    """As :func:`key_and_device`, of a tensor whose place in memory no plan depends on."""
     return x.dtype, x.shape, (), 0, x.device
 
 

@@ -25,25 +25,31 @@ from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
 from lightning_fp8.ops.norm import reference
-from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, norm_op, parse_norm_config
-from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, variant_key
+from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, parse_norm_config
+from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, counts_key
 from lightning_fp8.ops.quantize.outputs import CastOutputs, with_kernel_strides
-from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, implement_cast
+from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io, implement_cast
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: str,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
     parameters_address = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-    op = _plan(
+    variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+    run = _plan(
         x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
-        bias is not None, variant_key(config, io),
+        bias is not None, variant_key,
     )  # fmt: skip
-    return op(x, weight, bias, config, io)
-
-
-norm_quantize = norm_op(normalize)
+    return run(x, weight, bias, config, (scale, amax, counts))
 
 
 class NormLaunches:
@@ -69,7 +75,7 @@ class NormLaunches:
         )  # fmt: skip
         if pointers not in self._checked.known:
             check_parameters(self._parameter_shape, self._device, weight, bias)
-            check_cast_io(self._device, CastIO(scale, amax))
+            check_cast_io(self._device, (scale, amax, None))
             self._checked.keep(pointers)
         return pointers
 
@@ -174,7 +180,7 @@ class TwoReadNorm(NormLaunches):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
         pointer = self._pointer
         stride = self._stride
-        weight_ptr, bias_ptr, _, _ = self._pointers(weight, bias, CastIO())
+        weight_ptr, bias_ptr, _, _ = self._pointers(weight, bias, NO_IO)
         statistics = self._allocate(*self._statistics)
         x_ptr, statistics_ptr = pointer(x), pointer(statistics)
         self._find_statistics(x_ptr, stride, statistics_ptr)
@@ -192,14 +198,14 @@ def _plan(
     variant_key: VariantKey,
 ) -> Callable[..., Results]:
     """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
-    x = TensorKey(*x_key)
+    x = TensorKey(*x_key, device)
     x = x._replace(address=x.address | parameters_address)
     weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
     check_parameters(x.shape[1:], device, weight)
     variant = cast_variant(device, variant_key)
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
-        return lambda x, *args: normalize(x.contiguous(), *args)
+        return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
     norm, cast = parse_norm_config(variant_key[0]), variant.config
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)

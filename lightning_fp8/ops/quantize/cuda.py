@@ -19,34 +19,32 @@ from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device,
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.launches import VariantKey, build_cast, cast_variant, num_blocks, variant_key
+from lightning_fp8.ops.quantize.launches import VariantKey, build_cast, cast_variant, counts_key, num_blocks
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
-from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
+from lightning_fp8.ops.quantize.schema import check_cast_io, implement_cast
 
 Loaders = tuple[TileLoader, "TileLoader | None", int]
 """The tile loader of some values, that of the same in vectors of 16 bytes if they come in such, and their columns."""
 
 
-def planned_cast(
-    reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]
-) -> Callable[[Tensor, str, CastIO], Outputs]:
-    """A function ``(x, config, io)`` that casts values which tile loaders compute from x, row by row.
+def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]) -> Callable[..., Outputs]:
+    """The op ``(x, config, scale, amax, counts)`` that casts values which tile loaders compute from x, row by row.
 
     A tensor whose rows have gaps between their elements is made contiguous first.
 
     Args:
-        reference_op: computes the same without kernels.
+        reference_op: ``(x, config, io)``, computes the same without kernels.
         loaders: ``(config, x)`` to the tile loaders that compute the values.
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
     def plan(device: torch.device, x_key: Key, variant_key: VariantKey) -> Op:
-        x = TensorKey(*x_key)
+        x = TensorKey(*x_key, device)
         variant = cast_variant(device, variant_key)
         options, text = variant.config, variant_key[0]
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
-            return lambda x, config, io: cast(x.contiguous(), config, io)
+            return lambda x, config, io: op(x.contiguous(), config, *io)
         loader, wide, columns = loaders(text, x)
         # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
         narrow = options.columnwise or options.layout.block == (1, 128)
@@ -57,11 +55,14 @@ def planned_cast(
         stride = x.stride
         return lambda x, config, io: launches((pointer(x), stride), io)
 
-    def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
-        op = plan(x.device, x.is_cuda and current_device(), key(x), variant_key(config, io))
-        return op(x, config, io)
+    def op(
+        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
+    ) -> Outputs:
+        variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+        run = plan(x.device, x.is_cuda and current_device(), key(x), variant_key)
+        return run(x, config, (scale, amax, counts))
 
-    return cast
+    return op
 
 
 def tensor_loaders(config: str, x: TensorKey) -> Loaders:
@@ -71,7 +72,7 @@ def tensor_loaders(config: str, x: TensorKey) -> Loaders:
     return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide, x.columns
 
 
-quantize = cast_op(planned_cast(reference.cast, tensor_loaders))
+quantize = planned_cast(reference.cast, tensor_loaders)
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
@@ -80,7 +81,7 @@ def observe(x: Tensor, amax: Tensor) -> None:
 
 @planned(fallback=reference.observe)
 def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor], None]:
-    key_of_x = TensorKey(*x_key)
+    key_of_x = TensorKey(*x_key, device)
     shape = key_of_x.shape
     check_not_empty(shape)
     if len(shape) != 2:
@@ -102,7 +103,7 @@ def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor]
     def op(x: Tensor, amax: Tensor) -> None:
         amax_ptr = pointer(amax)
         if amax_ptr not in known:
-            check_cast_io(device, CastIO(amax=amax))
+            check_cast_io(device, (None, amax, None))
             checked.keep(amax_ptr)
         start(pointer(x), stride, 0, amax_ptr)
 

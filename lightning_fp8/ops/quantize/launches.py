@@ -18,7 +18,7 @@ from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
-from lightning_fp8.ops.core.layout import Key, TensorKey, memoryless_key
+from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
 from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
@@ -30,7 +30,7 @@ Cast = Callable[..., Outputs]
 
 
 class CastVariant(NamedTuple):
-    """What a cast's kernels depend on beside tensors: its options, and which of :class:`CastIO` is given."""
+    """What a cast's kernels depend on beside tensors: its options, and which of :data:`CastIO` is given."""
 
     config: QuantizeConfig
     has_scale: bool
@@ -52,20 +52,18 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.config.scale_is_nonzero
 
 
-VariantKey = tuple[str, bool, bool, "Key | None"]
+VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
+"""What a plan depends on of a cast: its ``config``, whether ``scale`` and ``amax`` are given, and ``counts``' key."""
 
 
-def variant_key(config: str, io: CastIO) -> VariantKey:
-    """What a plan depends on of a cast: a plain tuple, ``config`` first; planners make a :class:`CastVariant` of it.
+def counts_key(counts: Tensor) -> KeyAndDevice:
+    """The last part of a :data:`VariantKey`.
 
     Raises:
         ValueError: ``counts`` are not contiguous.
     """
-    scale, amax, counts = io
-    if counts is None:
-        return config, scale is not None, amax is not None, None
     require_contiguous("counts", counts)
-    return config, scale is not None, amax is not None, memoryless_key(counts)
+    return memoryless_key(counts)
 
 
 def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
@@ -152,7 +150,7 @@ class TensorCast(CastLaunches):
         scale_ptr = 0 if scale is None else pointer(scale)
         amax_ptr = 0 if amax is None else pointer(amax)
         if scale_ptr not in known or amax_ptr not in known:
-            check_cast_io(self.device, CastIO(scale, amax))
+            check_cast_io(self.device, (scale, amax, None))
             self._checked.keep(scale_ptr, amax_ptr)
         outputs = data, scale_inv, data_t, _ = self.outputs.allocate()
         block_amax_ptr: Argument = 0
@@ -183,7 +181,7 @@ class RowCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        counts = io.counts
+        _, _, counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         amaxes = self._allocate(*self._amaxes)
         row_amax_ptr = pointer(amaxes)
@@ -210,7 +208,7 @@ class BlockCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        counts = io.counts
+        _, _, counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         self._store(
             *(store_args or loader_args), 0 if counts is None else pointer(counts),

@@ -55,26 +55,27 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
     See :func:`lightning_fp8.ops.quantize`.
     """
     check_cast_io(x.device, io)
+    scale, amax, counts = io
     options = parse_quantize_config(config)
     x = x.contiguous()
-    if io.scale is not None:
+    if scale is not None:
         options.refuse_scale()
-        return _quantize_tensor(x, _given_scale(x, io.scale, io.amax, options), options, io.counts)
+        return _quantize_tensor(x, _given_scale(x, scale, amax, options), options, counts)
     if options.layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), options.float8.max, options.power_2, options.epsilon)
-        return _quantize_tensor(x, scale, options, io.counts)
+        return _quantize_tensor(x, scale, options, counts)
     row = column = _absent(x, options)
     if options.rowwise:
-        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, io.counts)
+        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, counts)
     if options.columnwise:
         block_rows, block_columns = options.layout.block_shape(x.shape[1], x.shape[0])
-        counts = None if options.rowwise else io.counts
-        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, counts)
+        uncounted = None if options.rowwise else counts
+        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, uncounted)
         column = data.t(), scale_inv.t().contiguous()
     return (*row, *column)
 
 
-quantize = cast_op(cast)
+quantize = cast_op(cast, num_inputs=1)
 
 
 def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, config: QuantizeConfig) -> Tensor:
