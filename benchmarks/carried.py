@@ -18,8 +18,8 @@ from benchmarks import casts, layers, operations, products
 from benchmarks.plan import Plan
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.cli.kernels import build, doctors_kernels, kernels_of_layer, noted
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import build, doctors_kernels, kernels_of_layer, noted
 from lightning_fp8.recipes import RECIPES, make_recipe
 
 

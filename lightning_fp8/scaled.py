@@ -1,4 +1,4 @@
-"""What an FP8 tensor is: codes, the scale that divides them back, and how the two line up."""
+"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.formats import E8M0_DTYPE, Float8
 
 
 class Role(Enum):
-    """What a tensor is to the GEMMs of its layer."""
+    """The part that a tensor plays in the GEMMs of its layer."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -111,7 +111,7 @@ class Cast:
     amax_epsilon: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
-    """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.config`."""
+    """In words: ``"e4m3 1x128 power_2"``; see ``lightning_fp8.ops.quantize.config``."""
 
     def __post_init__(self) -> None:
         options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)

@@ -11,7 +11,8 @@ import torch
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
-from lightning_fp8 import bench, cli
+from lightning_fp8.cli import bench
+from lightning_fp8.cli import main as cli
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.recipes import make_recipe
 from tests.emulated import Emulator, executing, needs_compilers

@@ -14,7 +14,8 @@ from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.host import cache, gemm_selection, machine_code
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.lowering import compiler
-from lightning_fp8 import Linear, fp8_autocast, kernels
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.cli import kernels
 from lightning_fp8.doctor import probes
 from lightning_fp8.recipes import RECIPES, make_recipe
 from tests.emulated import needs_compilers

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.transforms import WAYS_OUT
+from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 
@@ -39,7 +39,9 @@ def refuse_vmap(*names: str) -> None:
     """Make vmap refuse ops; its own way around, a loop, is closed to ops that write to an argument."""
 
     def refuse(*args: object) -> None:
-        raise RuntimeError(f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {WAYS_OUT}")
+        raise RuntimeError(
+            f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {TRANSFORM_WAYS_OUT}"
+        )
 
     for name in names:
         _vmap_refusals.impl(name, refuse, "FuncTorchBatched")

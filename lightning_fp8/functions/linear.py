@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.history import Slot
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role, ScaledTensor
-from lightning_fp8.spans import span_of
 
 Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -46,7 +46,7 @@ def quantize_role(
         recipe.cast(role),
         scale=scale,
         amax=slot.amax if slot and observe else None,
-        scale_is_nonzero=slot is not None and not slot.may_be_0(),
+        scale_is_nonzero=slot is not None and slot.scale_is_nonzero(),
         rowwise=rowwise,
         columnwise=columnwise,
     )

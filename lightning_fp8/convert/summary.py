@@ -1,4 +1,4 @@
-"""What runs in FP8 and why, as data and as a table."""
+"""ConversionSummary: the decision for each layer and its reason, as data and as a table."""
 
 from __future__ import annotations
 

@@ -10,27 +10,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_fp8.history import AmaxHistory, living
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.instances import all_histories
 
 _generation = 0
 _owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
-"""For each optimizer the ``id`` of its parameters, and by serial which histories are its."""
+"""For each optimizer the ``id`` of its parameters, and by creation index which histories are its."""
 
 
 def generation() -> int:
-    """How many optimizers have stepped in this process: nothing computed from a weight may outlive it."""
+    """The number of optimizer steps in this process; a copy computed from a weight is stale once it has grown."""
     return _generation
 
 
 def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
-    histories = living()
+    histories = all_histories()
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     known, owned = _owned.get(optimizer, ([], {}))
-    if parameters != known or any(history.serial not in owned for history in histories):
-        own = set(parameters)
-        owned = {history.serial: history.is_stepped_by(own) for history in histories}
+    if parameters != known or any(history.creation_index not in owned for history in histories):
+        ids = set(parameters)
+        owned = {history.creation_index: history.is_stepped_by(ids) for history in histories}
         _owned[optimizer] = parameters, owned
-    return [history for history in histories if owned[history.serial]]
+    return [history for history in histories if owned[history.creation_index]]
 
 
 def _overflowed(optimizer: Optimizer) -> bool:
@@ -45,7 +46,7 @@ def _overflowed(optimizer: Optimizer) -> bool:
 # A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(history.steps < 0 for history in living()):
+    if any(history.steps < 0 for history in all_histories()):
         for history in _stepped(optimizer):
             history.steps = max(history.steps, 0)  # an optimizer is known: what its closure runs belongs to its step
 

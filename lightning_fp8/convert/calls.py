@@ -1,4 +1,4 @@
-"""What a module's forward does with its children, read from its source."""
+"""Reads from the source of a module's forward what it does with its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thing that changes between steps: amaxes, their history, and the scales of delayed scaling.
+"""AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
 
 One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
 holds a :class:`Slot` for each of its roles. Within a step scales are constant and observing is
@@ -8,13 +8,10 @@ rank fold in by the same operation, in any order.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.host_copy import HostCopy
+from lightning_fp8.delayed import instances
+from lightning_fp8.delayed.nonzero_scales import NonzeroScales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
 
 PATIENCE = 1000
 """Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
@@ -35,12 +34,8 @@ PATIENCE = 1000
 UNOBSERVED = 100
 """Updates after which a warning says that the model trains in eval mode."""
 
-_serial = itertools.count()
-_newest = -1
-"""The serial of the newest history that an update knew."""
 _not_for_inference = torch.inference_mode(False)
-"""State made while ``inference_mode`` rules has to change outside it too."""
-_living: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
+"""Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
 
 
 class AmaxHistory:
@@ -59,11 +54,14 @@ class AmaxHistory:
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
-        unobserved: updates in a row that found nothing because of it; -1 once it was told.
+        unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
         owners: the modules whose parameters tell an optimizer that steps these amaxes.
-        recipe: what the amaxes since the last update were observed under, where the host knows; ``None`` elsewhere.
+        recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
+            know.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
-        after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
+        creation_index: orders the histories of a process alike on all ranks.
+        after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
+            training region.
 
     ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
@@ -84,14 +82,15 @@ class AmaxHistory:
         self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.updates, self.steps, self.waited = 0, -1, 0
-        self.scaled = HostCopy()
+        self.updates = 0
+        self.steps = -1
+        self.waited = 0
+        self.nonzero_scales = NonzeroScales()
         self._register()
 
     def _register(self) -> None:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.serial = next(_serial)
-        _living.add(self)
+        self.creation_index = instances.register(self)
         self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
 
@@ -106,7 +105,7 @@ class AmaxHistory:
                 tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
 
     def slot(self, row: int) -> Slot:
-        """What a module sees of one row."""
+        """The scale and amax of one row, as a module sees them."""
         return Slot(self, row, *self._rows[row])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
@@ -119,7 +118,10 @@ class AmaxHistory:
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps, self.stepped, self.trained_in_eval, self.unobserved = -1, False, False, 0
+        self.steps = -1
+        self.stepped = False
+        self.trained_in_eval = False
+        self.unobserved = 0
         self._register()
 
     @_not_for_inference
@@ -134,22 +136,22 @@ class AmaxHistory:
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Amaxes are observed under ``recipe`` from now on; scales of which nobody knows better are taken for its."""
+        """Note that amaxes are observed under ``recipe`` from now on; scales of unknown origin are taken for its."""
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
-        """Whether a parameter of an owner is among these, told by ``id``."""
+        """Whether a parameter of an owner is among these, compared by ``id``."""
         return any(id(parameter) in parameters for owner in self.owners for parameter in owner.parameters())
 
     def wait(self) -> None:
-        """Count a training forward that no update came before, and say so once when there are too many."""
+        """Count a training forward since the last update, and warn once when there are too many."""
         self.waited += 1
         if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
             return
         if any(owner.training for owner in self.owners):
-            self.patience = -1  # told
+            self.patience = -1  # warned
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
                 "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
@@ -158,14 +160,15 @@ class AmaxHistory:
             )
 
     def _watch_mode(self) -> None:
-        """Say once that updates find nothing because the model trains in eval mode."""
+        """Warn once that updates find no amax because the model trains in eval mode."""
         if self.unobserved < 0:
             return
-        trained, self.trained_in_eval = self.trained_in_eval, False
+        trained = self.trained_in_eval
+        self.trained_in_eval = False
         # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
         self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
         if self.unobserved >= UNOBSERVED:
-            self.unobserved = -1  # told
+            self.unobserved = -1  # warned
             warnings.warn(
                 f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
                 f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
@@ -180,26 +183,30 @@ class AmaxHistory:
             recipe: the margin, interval, history length and algorithm.
             group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
         """
-        update_together([self], recipe, group)
+        update_scales([self], recipe, group)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
         """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
         if self.amax_history.shape[0] != length:
             amax_history = self.amax_history.new_zeros(length, len(self.names))
-            kept = min(length, self.amax_history.shape[0])
-            if kept:
-                amax_history[length - kept :] = self.amax_history[self.amax_history.shape[0] - kept :]
+            num_kept = min(length, self.amax_history.shape[0])
+            if num_kept:
+                amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
     def _advance(self, recipe: DelayedScaling) -> None:
+        """One update of this history alone, with ``amax`` reduced over ranks already."""
         self.resize(recipe.amax_history_len)
-        self.updates, self.steps, self.waited = self.updates + 1, min(self.steps, 0), 0
+        self.updates += 1
+        self.steps = min(self.steps, 0)
+        self.waited = 0
         self._watch_mode()
         self._make_for(span_of(recipe))
-        self.recipe, kept = None, None
+        self.recipe = None
+        previous_scale: Tensor | None = None
         if recipe.interval > 1:
-            kept = self.scale.clone()
+            previous_scale = self.scale.clone()
             self.counts += self.amax != 0  # an update that did not see a row brings it no nearer to its next scale
         ops.update_scales(
             self.amax,
@@ -210,12 +217,12 @@ class AmaxHistory:
             recipe.amax_compute_algo,
             recompute=True,
         )
-        if kept is not None:
-            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, kept))
-        self.scaled.follow(self.scale)
+        if previous_scale is not None:
+            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, previous_scale))
+        self.nonzero_scales.poll(self.scale)
 
     def _make_for(self, span: Span) -> None:
-        """An update keeps some scales: they become what they would be, made for ``span``."""
+        """Rescale the scales that an update keeps to the format and margin of ``span``."""
         ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
         if any(ratio != 1 for ratio in ratios.values()):
             self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
@@ -223,7 +230,7 @@ class AmaxHistory:
         self.span = span
 
     def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
-        """The largest value of each row's format; made once for a recipe and a device: a step copies nothing."""
+        """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
         key = recipe.fp8_format, self.scale.device
         if self._largest is None or self._largest[0] != key:
             values = [recipe.cast(role).float8.max for role in self.roles]
@@ -233,8 +240,10 @@ class AmaxHistory:
     def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
-        self.scaled = HostCopy()
-        self.scale[row], self.amax[row], self.counts[row] = scale, 0.0, 0.0
+        self.nonzero_scales = NonzeroScales()
+        self.scale[row] = scale
+        self.amax[row] = 0.0
+        self.counts[row] = 0.0
         self.amax_history[:, row] = 0.0
         self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
 
@@ -276,55 +285,21 @@ class AmaxHistory:
             new_scale[rows] = scale.to(self.scale.device)[columns]
             new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
-        self.amax_history, self.updates, self.span = new_history, updates, span_in(state)
-        self.scaled = HostCopy()
+        self.amax_history = new_history
+        self.updates = updates
+        self.span = span_in(state)
+        self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.counts.zero_()
         if known:  # files of others hold neither
             self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
             self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
-        self.steps, self.waited = state.get("steps", -1), 0
+        self.steps = state.get("steps", -1)
+        self.waited = 0
         return [name for name in names if name not in column]
 
 
-@dataclass(eq=False)
-class Slot:
-    """One row of an :class:`AmaxHistory`, as a module sees it.
-
-    No tuple: what is compiled for one module would be for its row alone, and again for every other's.
-
-    Attributes:
-        history: what the row is of.
-        row: which.
-        scale: float32 ``[]``; read by value, it changes at the next update.
-        amax: float32 ``[]`` that a cast writes its amax into.
-    """
-
-    history: AmaxHistory
-    row: int
-    scale: Tensor
-    amax: Tensor
-
-    def __reduce__(self) -> Any:
-        return AmaxHistory.slot, (self.history, self.row)  # copies and pickles share what their history has
-
-    @property
-    def name(self) -> str:
-        return self.history.names[self.row]
-
-    def scale_for(self, span: Span) -> Tensor:
-        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
-        if self.history.span is None or self.history.span == span:
-            return self.scale
-        ratio = span_ratio(self.history.span, span, self.history.roles[self.row])
-        return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
-
-    def may_be_0(self) -> bool:
-        """Whether the scale may be 0, as far as the host knows without waiting for a card."""
-        return torch.compiler.is_compiling() or not self.history.scaled.knows(self.row)
-
-
-def update_together(
+def update_scales(
     histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
 ) -> None:
     """Update several histories with one collective: the element-wise maximum of all their amaxes."""
@@ -339,42 +314,3 @@ def update_together(
             history.amax.copy_(amax)
     for history in histories:
         history._advance(recipe)
-
-
-def any_living() -> bool:
-    """Whether there is a history, without which nothing runs in FP8."""
-    return len(_living) > 0
-
-
-def living() -> list[AmaxHistory]:
-    """Every history, in the order they were made: ranks must agree."""
-    return sorted(_living, key=lambda history: history.serial)
-
-
-def _collect_the_gone(group: dist.ProcessGroup | None) -> None:
-    """Once for each new model, so that no rank updates together with another's a history that waits for its collector.
-
-    Models in reference cycles, as with a Trainer's, live until then; a new one is made on all ranks alike.
-    """
-    global _newest
-    newest = max((history.serial for history in _living), default=-1)
-    if newest > _newest:
-        _newest = newest
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            gc.collect()
-
-
-def update_living(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
-    """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
-
-    After calibration (``calibrated``) no optimizer is waited for.
-    """
-    due: dict[DelayedScaling, list[AmaxHistory]] = {}
-    _collect_the_gone(group)
-    for history in living():
-        if history.after_step is None and (history.steps or calibrated):
-            due.setdefault(history.recipe or recipe, []).append(history)  # another model's, by its own recipe
-        elif history.after_step is None:
-            history.wait()
-    for own, histories in due.items():
-        update_together(histories, own, group)

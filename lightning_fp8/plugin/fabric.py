@@ -1,4 +1,4 @@
-"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.precision`."""
+"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.plugin.precision`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from lightning.fabric.plugins.precision.precision import Precision as FabricPrec
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import dtype_named, require_mapping, require_module
-from lightning_fp8.autocast import Setting, in_backward, region
-from lightning_fp8.convert import (
+from lightning_fp8.arguments import dtype_named, require_module
+from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
+from lightning_fp8.convert.conversion import (
     ConversionSummary,
     Policy,
     apply_conversion,
@@ -26,20 +27,13 @@ from lightning_fp8.convert import (
     nothing_runs_in_fp8,
     plan_conversion,
 )
-from lightning_fp8.first_step import FirstStep, idle_layers
-from lightning_fp8.history import AmaxHistory, update_together
-from lightning_fp8.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    RecipeName,
-    make_recipe,
-)
-from lightning_fp8.saved import validated_state
-from lightning_fp8.spans import span_of
-from lightning_fp8.state import fp8_modules, load_fp8_state_dict, state_for
+from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.delayed.history import AmaxHistory, update_scales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
+from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
+from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
 
 class FP8FabricPrecision(FabricPrecision):
@@ -67,14 +61,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     def __init__(
         self,
-        recipe: (
-            RecipeName
-            | DelayedScaling
-            | Float8CurrentScaling
-            | Float8RowwiseScaling
-            | Float8BlockScaling
-            | MXFP8BlockScaling
-        ) = "delayed",
+        recipe: RecipeName | Recipe = "delayed",
         weights_dtype: torch.dtype | str = torch.bfloat16,
         first_last_layers_bf16: bool = True,
         num_layers_at_start_in_bf16: int = 1,
@@ -112,13 +99,15 @@ class FP8FabricPrecision(FabricPrecision):
         )
         self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
-        self._stepping, self._observes = False, True
+        self._stepping = False
+        self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
         self.plan: ConversionSummary | None = None
         self._first_steps: dict[AmaxHistory, FirstStep] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
         require_module("convert_module", module)
@@ -128,14 +117,14 @@ class FP8FabricPrecision(FabricPrecision):
             module.to(dtype=self.weights_dtype)
         self.plan = plan_conversion(module, self.policy)
         for wrong in globs_without_layers(module, self.policy, self.plan):
-            self._refuse(wrong)
+            self._report_glob(wrong)
         history = apply_conversion(module, self.plan)
         history.after_step = self._after_step
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
-        if self._take_charge_of(history):
-            self._told = set()
-            if (first_step := self._watch(module, self.plan)) is not None:
+        if self._register_history(history):
+            self._reported = set()
+            if (first_step := self._first_step_of(module, self.plan)) is not None:
                 self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8:
@@ -144,16 +133,17 @@ class FP8FabricPrecision(FabricPrecision):
             self.load_state_dict(self._pending_state)
         return module
 
-    def _watch(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
+    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
         return FirstStep(module, summary, count_rows=False)
 
-    def take_what_ran(self, summary: ConversionSummary) -> None:
-        """Keep the table with what the first training step showed; name layers that should run in FP8 and did not."""
+    def report_first_step(self, summary: ConversionSummary) -> None:
+        """Keep the table that the first training step gave; warn of layers that should run in FP8 and did not."""
         if summary == self.summary:
-            return  # another callback has told it
-        before, self.summary = self.summary, summary
-        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._told]
-        self._told |= {(layer.name, layer.reason) for layer in idle}
+            return  # another callback has reported it
+        before = self.summary
+        self.summary = summary
+        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._reported]
+        self._reported |= {(layer.name, layer.reason) for layer in idle}
         if reasons := list(idle_layers(idle)):
             rank_zero_warn(
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
@@ -162,24 +152,25 @@ class FP8FabricPrecision(FabricPrecision):
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
 
-    def _refuse(self, wrong: str) -> None:
-        """Say what is ``wrong`` with a glob; of several models that share it one may have the module."""
+    def _report_glob(self, wrong: str) -> None:
+        """Warn of a glob that matches no layer; of several models that share the plugin another may have the module."""
         rank_zero_warn(wrong)
 
-    def _take_charge_of(self, history: AmaxHistory) -> bool:
+    def _register_history(self, history: AmaxHistory) -> bool:
         """Remember another model's history; False if it is known."""
         if any(history is known for known in self.histories.values()):
             return False
-        self._forget_the_gone()
-        self.histories = _named([*self.histories.values(), history])
+        self._drop_unused()
+        self.histories = by_name([*self.histories.values(), history])
         return True
 
-    def _forget_the_gone(self) -> None:
-        """Drop histories whose models are gone. Here alone, not at an update: of those ranks must agree on each."""
+    def _drop_unused(self) -> None:
+        """Drop histories whose models are gone; never at an update, where all ranks must drop the same ones."""
         if dist.is_available() and dist.is_initialized():
             gc.collect()
-        self.histories = _of_living_models(self.histories)
+        self.histories = of_living_models(self.histories)
 
+    @override
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
         """New floating-point tensors are ``weights_dtype``."""
@@ -190,9 +181,11 @@ class FP8FabricPrecision(FabricPrecision):
         finally:
             torch.set_default_dtype(previous)
 
+    @override
     def module_init_context(self) -> Any:
         return self.tensor_init_context()
 
+    @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
@@ -201,7 +194,7 @@ class FP8FabricPrecision(FabricPrecision):
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
-            stack.enter_context(region(Setting(self.recipe, observe=self._observes)))
+            stack.enter_context(fp8_context(FP8Context(self.recipe, observe=self._observes)))
             if isinstance(self.recipe, DelayedScaling):
                 for history in self.histories.values():
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
@@ -212,9 +205,11 @@ class FP8FabricPrecision(FabricPrecision):
                     history.wait()
             yield
 
+    @override
     def convert_input(self, data: Any) -> Any:
         return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
 
+    @override
     def convert_output(self, data: Any) -> Any:
         return apply_to_collection(
             data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype()
@@ -222,7 +217,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
-        self._judge_first_steps()
+        self._report_first_steps()
         due: dict[DelayedScaling, list[AmaxHistory]] = {}
         for history in self.histories.values():
             # Under another recipe than delayed scaling a region inside may have it, and knows how.
@@ -230,20 +225,21 @@ class FP8FabricPrecision(FabricPrecision):
             if recipe is not None:
                 due.setdefault(recipe, []).append(history)
         for recipe, histories in due.items():
-            update_together(histories, recipe)
+            update_scales(histories, recipe)
 
-    def _judge_first_steps(self) -> None:
-        """Tell what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
+    def _report_first_steps(self) -> None:
+        """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
         one_stepped = any(history.steps > 0 for history in self.histories.values())
         for history, first_step in list(self._first_steps.items()):
             if not history.owners:  # its model is gone
                 del self._first_steps[history]
             elif history.steps > 0 or not one_stepped:
                 if (summary := first_step.after_step()) is not None:
-                    self.take_what_ran(summary)
+                    self.report_first_step(summary)
                 if first_step.settled:
                     del self._first_steps[history]
 
+    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self._one_update():
             return super().optimizer_step(optimizer, **kwargs)
@@ -264,17 +260,18 @@ class FP8FabricPrecision(FabricPrecision):
             self._stepping = False
         self.update_scales()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every living model's scales and amax histories, as tensors, numbers and names."""
         return {
             "recipe": self._recipe_fields(),
-            **{name: history.state_dict() for name, history in _of_living_models(self.histories).items()},
+            **{name: history.state_dict() for name, history in of_living_models(self.histories).items()},
         }
 
     def _recipe_fields(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
-    def receive_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+    def set_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
 
         Raises:
@@ -286,21 +283,22 @@ class FP8FabricPrecision(FabricPrecision):
         else:
             self._pending_state = {"model": state}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
 
         Raises:
             ValueError: the state is malformed; nothing was changed.
         """
-        states = _validated_states(state_dict)
-        self._forget_the_gone()
+        states = validated_states(state_dict)
+        self._drop_unused()
         if not self.histories:
             self._pending_state = state_dict
             return
         saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
-        if alike := _with_equal_names(states):
+        if alike := with_equal_rows(states):
             rank_zero_warn(
                 f"FP8 state: {' and '.join(alike)} hold rows of the same names; models take them in the order in which "
                 "they were set up, so set them up in the order of the run that saved them"
@@ -315,29 +313,6 @@ class FP8FabricPrecision(FabricPrecision):
                     (rank_zero_warn if foreign else rank_zero_info)(
                         f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
                     )
-
-
-def _validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    require_mapping("load_state_dict", state_dict)
-    states = {name: state for name, state in state_dict.items() if name != "recipe"}
-    for state in states.values():
-        validated_state(state)
-    return states
-
-
-def _named(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
-    return {f"model_{index}" if index else "model": history for index, history in enumerate(histories)}
-
-
-def _of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
-    """Without those of models that are gone, whose names would be taken for another's."""
-    return _named([history for history in histories.values() if history.owners or not history.names])
-
-
-def _with_equal_names(states: dict[str, Any]) -> list[str]:
-    """Which of ``states`` another one could pass for."""
-    rows = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
-    return [name for name, names in rows.items() if list(rows.values()).count(names) > 1]
 
 
 def _precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:

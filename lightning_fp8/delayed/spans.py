@@ -1,4 +1,7 @@
-"""What delayed scales were made for: two recipes' scales for one amax differ by a power of two."""
+"""Spans: the format and margin that delayed scales were made for.
+
+The scales of two recipes for one amax differ by a factor, the ratio of their spans.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ Span = tuple[Format, int]
 
 
 def span_of(recipe: DelayedScaling) -> Span:
-    """What scales that ``recipe`` makes are for."""
+    """The span of the scales that ``recipe`` makes."""
     return recipe.fp8_format, recipe.margin
 
 
 def span_ratio(before: Span | None, after: Span, role: Role) -> float:
-    """What a scale of ``role`` made for ``before`` is multiplied by to be one for ``after``; 1 where none is known."""
+    """The factor from a scale of ``role`` made for ``before`` to one for ``after``; 1 where ``before`` is unknown."""
     if before is None or before == after:
         return 1.0
     largest = [float8_for(fp8_format, role).max * 2.0**-margin for fp8_format, margin in (before, after)]
@@ -26,12 +29,12 @@ def span_ratio(before: Span | None, after: Span, role: Role) -> float:
 
 
 def saved_span(span: Span | None) -> dict[str, Any]:
-    """As plain values for a saved state; nothing where nothing is known."""
+    """The entries of a saved state that hold ``span``; none where it is unknown."""
     return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
 
 
 def span_in(state: dict[str, Any]) -> Span | None:
-    """What the scales of a saved state were made for; older files do not say.
+    """The span that the scales of a saved state were made for; ``None`` in older files, which do not say.
 
     Raises:
         ValueError: it is no format and margin of delayed scaling.

@@ -5,25 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.history import AmaxHistory
-from lightning_fp8.modules.base import FP8Module, row_name
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.names import clean_name, row_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
-from lightning_fp8.saved import validated_state
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.spans import Span, saved_span, span_in, span_of, span_ratio
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """A module's name without what torch.compile, activation checkpointing and FSDP wrap around modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:
@@ -44,7 +36,13 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         TypeError: ``model`` is no module.
     """
     require_module("fp8_state_dict", model)
-    names, scales, histories, amaxes, counts, updates, steps = [], [], [], [], [], 0, -1
+    names: list[str] = []
+    scales: list[Tensor] = []
+    histories: list[Tensor] = []
+    amaxes: list[Tensor] = []
+    counts: list[Tensor] = []
+    updates = 0
+    steps = -1
     span: Span | None = None
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
@@ -54,7 +52,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
             histories.append(slot.history.amax_history[:, slot.row])
             amaxes.append(slot.amax.detach().clone())
             counts.append(slot.history.counts[slot.row])
-            updates, steps = max(updates, slot.history.updates), max(steps, slot.history.steps)
+            updates = max(updates, slot.history.updates)
+            steps = max(steps, slot.history.steps)
     length = max((len(history) for history in histories), default=0)
     columns = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
     return {
@@ -98,11 +97,11 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             rows[slot.row] = row_name(name, role)
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
-    own = [name for rows in names.values() for name in rows]
-    if saved_names and not set(saved_names) & set(own):
+    model_rows = [name for rows in names.values() for name in rows]
+    if saved_names and not set(saved_names) & set(model_rows):
         raise ValueError(
             f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "
-            f"{own[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+            f"{model_rows[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
         )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
 
@@ -118,12 +117,13 @@ def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[st
     """
     if not isinstance(recipe, DelayedScaling):
         return state
-    before, after = span_in(state) or _span_of_fields(saved_with), span_of(recipe)
+    before = span_in(state) or _span_of_fields(saved_with)
+    after = span_of(recipe)
     if before is None:
         return state
-    factors = {role.value: span_ratio(before, after, role) for role in Role}
-    of_rows = [factors.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
-    scale = state["scale"] * torch.tensor(of_rows, dtype=torch.float32, device=state["scale"].device)
+    factor_of_role = {role.value: span_ratio(before, after, role) for role in Role}
+    factors = [factor_of_role.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
+    scale = state["scale"] * torch.tensor(factors, dtype=torch.float32, device=state["scale"].device)
     return {**state, "scale": scale.clamp(max=FLOAT32_MAX), **saved_span(after)}
 
 

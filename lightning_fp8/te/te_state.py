@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.checkpoint.torch_file import TensorRecord, read_archive, read_pickle
-from lightning_fp8.checkpoint.unpickle import CheckpointError, Standin
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
+from lightning_fp8.te.torch_file import TensorRecord, read_archive, read_pickle
+from lightning_fp8.te.unpickle import CheckpointError, Standin
 
 # Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
 torch.serialization.add_safe_globals([io.BytesIO])

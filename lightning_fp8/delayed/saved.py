@@ -1,4 +1,4 @@
-"""What a saved FP8 state must hold."""
+"""Validation of a saved FP8 state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.spans import span_in
+from lightning_fp8.delayed.spans import span_in
 
 
 def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
-    """The names, scales, window and update count of a saved state.
+    """The names, scales, amax history and update count of a saved state.
 
     Raises:
         ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.

@@ -15,17 +15,17 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool, require_module
-from lightning_fp8.calls import reads_weight_only
-from lightning_fp8.globs import globs_of_nothing
-from lightning_fp8.history import AmaxHistory
-from lightning_fp8.matrices import other_matrices
+from lightning_fp8.convert.calls import reads_weight_only
+from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.matrices import other_matrices
+from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
+from lightning_fp8.convert.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
+from lightning_fp8.convert.towers import Place, features_of, find_heads, find_places, is_linear
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import Linear
-from lightning_fp8.modules.conv1d import is_conv1d, retype_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.retype import retype, unsharded_class
-from lightning_fp8.state import clean_name, fp8_modules, fp8_state_dict
-from lightning_fp8.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.towers import Place, features_of, find_heads, find_places, is_linear
+from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
+from lightning_fp8.names import clean_name
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Policy:
         object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
 
 
-def eligible(module: nn.Module, name: str, replace_layers: bool = True) -> str:
-    """Why ``module`` cannot run in FP8, or an empty string where it can."""
+def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
+    """The reason why ``module`` cannot run in FP8; an empty string where it can."""
     if isinstance(module, LinearLayer):
         return ""
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
     cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
-        own = "" if getattr(cls, "forward", None) is nn.Linear.forward else " with a forward of its own"
-        return f"{type(module).__name__} is a subclass of nn.Linear{own}"
+        has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
+        return f"{type(module).__name__} is a subclass of nn.Linear{' with a forward of its own' * has_forward}"
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module):
@@ -72,7 +72,8 @@ def eligible(module: nn.Module, name: str, replace_layers: bool = True) -> str:
 
 def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
     """Decide for every matrix of ``model`` that takes part in a product; changes nothing."""
-    heads, places = find_heads(model), find_places(model)
+    heads = find_heads(model)
+    places = find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
     names = _all_names(model)
     decisions = []
@@ -80,7 +81,7 @@ def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
         if is_linear(module):
             parent, _, child = name.rpartition(".")
             reason = (
-                eligible(module, name, policy.replace_layers)
+                reason_ineligible(module, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
                 or _skipped_by(names[id(module)], policy)
                 or _reason_for_bf16(name, module, heads, places.get(name), policy)
@@ -154,7 +155,7 @@ def convert_module(
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
-    """That no layer does, and the ways out that fit the reasons of ``summary``."""
+    """A sentence that says that no layer runs in FP8, with the ways out that fit the reasons of ``summary``."""
     reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
     ways = {
         ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
@@ -170,22 +171,25 @@ def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
 
 
 def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
-    """What is wrong with globs of ``policy.skip`` that match no layer of ``summary``."""
+    """A sentence for each glob of ``policy.skip`` that matches no layer of ``summary``."""
     known = {layer.name for layer in summary.layers}
-    names = list(_all_names(model).values())
-    others = [name for own in names if known & {*own} for name in own if name not in known]
-    modules = [name for own in names for name in own if name]
+    aliases = list(_all_names(model).values())  # of each module
+    others = [name for names in aliases if known & {*names} for name in names if name not in known]
+    modules = [name for names in aliases for name in names if name]
     return globs_of_nothing(policy.skip, [*(layer.name for layer in summary.layers), *others], modules)
 
 
 def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
-    """Retype what ``summary`` runs in FP8 and give all of it one amax history, which keeps what it already knew."""
+    """Swap the class of each layer that ``summary`` runs in FP8, and give all of them one amax history.
+
+    The history takes over the scales and amaxes that the layers had.
+    """
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
         if is_linear(module):
             decision = decisions[clean_name(name)]
             if decision.fp8 and not isinstance(module, LinearLayer):
-                retype_conv1d(module) if is_conv1d(module) else retype(module, Linear)
+                swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
     history = _share_history(model)

@@ -1,4 +1,4 @@
-"""What really ran in a training step, beside what the table said."""
+"""The layers that really ran in FP8 in the first training steps, compared with the conversion's table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.autocast import in_backward
+from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import was_traced
-from lightning_fp8.state import clean_name
-from lightning_fp8.summary import ConversionSummary, LayerDecision
+from lightning_fp8.names import clean_name
 
 STEPS = 50
 """Training steps after which a layer that none of them called is named: some are drawn by chance, or rarely needed."""
@@ -40,7 +40,8 @@ class _Calls:
     unknown: bool = False
 
     def add(self, rows: int, x: Tensor) -> None:
-        graded, with_gradient = rows * torch.is_grad_enabled(), rows * (torch.is_grad_enabled() and x.requires_grad)
+        graded = rows * torch.is_grad_enabled()
+        with_gradient = rows * (torch.is_grad_enabled() and x.requires_grad)
         if in_backward():
             self.again = (self.again[0] + graded, self.again[1] + with_gradient)
             return
@@ -111,8 +112,12 @@ class FirstStep:
                 indices = (tensor.numel() for tensor in tensors if not tensor.is_floating_point())
                 calls.routed += next(indices, calls.rows - before)
             if isinstance(module, nn.MultiheadAttention):
-                for role, given in zip("qkv", (*args, *(kwargs[k] for k in ("query", "key", "value") if k in kwargs))):
-                    self._calls.setdefault(f"{name}.{role}", _Calls()).add(given.numel() // given.shape[-1], given)
+                for role, operand in zip(
+                    "qkv", (*args, *(kwargs[k] for k in ("query", "key", "value") if k in kwargs))
+                ):
+                    self._calls.setdefault(f"{name}.{role}", _Calls()).add(
+                        operand.numel() // operand.shape[-1], operand
+                    )
 
         return count
 
@@ -221,12 +226,13 @@ class FirstStep:
         module = self._modules.get(owner)
         if module is None:  # gone
             return None
-        calls, own = self._calls.get(owner, _Calls()), _own_parameters(module)
+        calls = self._calls.get(owner, _Calls())
+        parameters = _own_parameters(module)
         parent = owner.rpartition(".")[0]
         reads = isinstance(self._modules.get(parent), nn.MultiheadAttention)
-        if not calls.rows and (reads or any(parameter.grad is not None for parameter in own)):
+        if not calls.rows and (reads or any(parameter.grad is not None for parameter in parameters)):
             calls = self._calls.get(parent, calls)  # its parent read the weight
-        trained = any(parameter.requires_grad for parameter in own if parameter.dim() > 1)
+        trained = any(parameter.requires_grad for parameter in parameters if parameter.dim() > 1)
         if calls.unknown:
             return None
         if layer.kind == "attention" and layer.name != owner:

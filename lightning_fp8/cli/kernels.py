@@ -29,7 +29,7 @@ from cuda_kernels.host import cache, launch, machine_code
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.bench import bound_gemm, count, gemms_of, sizes
+from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops.core import dispatch

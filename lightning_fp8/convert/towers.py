@@ -1,4 +1,4 @@
-"""Where the layers of a model are: towers of blocks, and heads."""
+"""Finds the layers of a model: towers of blocks, and output heads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fp8.modules.conv1d import is_conv1d
+from lightning_fp8.convert.swap import is_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.state import clean_name
+from lightning_fp8.names import clean_name
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a linear layer lies: in layer ``index`` of ``count``; ``tower`` is named where there are several."""
+    """The position of a linear layer: in layer ``index`` of ``count``; ``tower`` is named where there are several."""
 
     index: int
     count: int
@@ -67,12 +67,12 @@ def find_places(model: nn.Module) -> dict[str, Place]:
         }
         return places
     networks = _networks(model)
-    own = [[name for name in linears if name.startswith(f"{network}.")] for network in networks]
+    members = [[name for name in linears if name.startswith(f"{network}.")] for network in networks]
     if len(networks) < 2:
-        networks, own = [""], [linears]
+        networks, members = [""], [linears]
     return {
         name: Place(index, len(names), network)
-        for network, names in zip(networks, own)
+        for network, names in zip(networks, members)
         for index, name in enumerate(names)
     }
 
@@ -91,12 +91,12 @@ def find_heads(model: nn.Module) -> dict[str, str]:
         for embedding_name, embedding in embeddings.items()
         if getattr(module, "weight", None) is embedding.weight
     }
-    given = [head for module in model.modules() if (head := _output_embeddings(module)) is not None]
-    own = {id(module) for head in given for module in head.modules()}  # adapters wrap a head
+    named_by_model = [head for module in model.modules() if (head := _output_embeddings(module)) is not None]
+    head_ids = {id(module) for head in named_by_model for module in head.modules()}  # adapters wrap a head
     heads |= {
         name: "the model's get_output_embeddings()"
         for name, module in linears.items()
-        if id(module) in own and name not in heads
+        if id(module) in head_ids and name not in heads
     }
     vocabulary = max((embedding.num_embeddings for embedding in embeddings.values()), default=0)
     towers = _towers(model)

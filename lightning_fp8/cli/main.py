@@ -16,8 +16,13 @@ from typing import Any, NoReturn
 
 from lightning_fp8.version import __version__
 
-COMMANDS = {"doctor": "doctor.command", "bench": "bench", "kernels": "kernels", "checkpoint": "checkpoint.cli"}
-"""Modules of our own commands; each has a ``main`` that takes the arguments."""
+COMMANDS = {
+    "doctor": "lightning_fp8.doctor.command",
+    "bench": "lightning_fp8.cli.bench",
+    "kernels": "lightning_fp8.cli.kernels",
+    "checkpoint": "lightning_fp8.cli.checkpoint",
+}
+"""The module of each command of our own; its ``main`` takes the arguments."""
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""
@@ -57,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     if command in COMMANDS:
-        importlib.import_module(f"lightning_fp8.{COMMANDS[command]}").main(arguments[1:])
+        importlib.import_module(COMMANDS[command]).main(arguments[1:])
     elif command in ("-h", "--help"):
         print(HELP, end="")
     elif command == "--version":
@@ -78,7 +83,7 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
 
     class Parser(LightningArgumentParser):
         def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-            from lightning_fp8.hints import complaints, plugins_in
+            from lightning_fp8.plugin.hints import complaints, plugins_in
 
             hints = recipe_hints(message) or complaints(plugins_in(message))
             super().error(f"{message}\n\n{hints}" if hints else message, *args, **kwargs)
@@ -92,7 +97,7 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
             return parser
 
         def instantiate_classes(self) -> None:
-            from lightning_fp8.hints import complaints
+            from lightning_fp8.plugin.hints import complaints
 
             try:
                 super().instantiate_classes()

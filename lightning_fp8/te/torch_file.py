@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.checkpoint.unpickle import CheckpointError, Constructor, Global, Lookup, Standin, unpickle
+from lightning_fp8.te.unpickle import CheckpointError, Constructor, Global, Lookup, Standin, unpickle
 
 MAX_PICKLE_BYTES = 1 << 30
 _ZIP_SIGNATURE = b"PK\x03\x04"

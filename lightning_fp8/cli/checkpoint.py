@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from lightning_fp8.checkpoint.remap import has_te_state, is_grouped, rows_by_name
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, Row, read_te_state
-from lightning_fp8.checkpoint.torch_file import Storage, TensorRecord, open_checkpoint
-from lightning_fp8.checkpoint.unpickle import CheckpointError, Global, Standin
-from lightning_fp8.saved import validated_state
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.te.te_state import EXTRA_STATE, Row, read_te_state
+from lightning_fp8.te.torch_file import Storage, TensorRecord, open_checkpoint
+from lightning_fp8.te.unpickle import CheckpointError, Global, Standin
 
 PLUGIN = "FP8Precision"
 """The key under which Lightning keeps the plugin's state."""

@@ -1,4 +1,4 @@
-"""What the plugin says of its arguments in YAML, which a parser's error hides among the types that it tried."""
+"""Repeats the plugin's own errors for arguments in YAML, which a parser hides among the types that it tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from lightning_fp8 import recipes
 from lightning_fp8.formats import Format
-from lightning_fp8.precision import FP8Precision
+from lightning_fp8.plugin.precision import FP8Precision
 
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 
@@ -41,9 +41,9 @@ def _complaint(arguments: Mapping[str, Any]) -> str:
         if name not in valid:
             return f"FP8Precision has no argument {name!r}; its arguments are {', '.join(valid)}"
     recipe = arguments.get("recipe")
-    given = recipe.get("init_args", recipe).get("fp8_format") if isinstance(recipe, Mapping) else None
-    if isinstance(given, str) and given not in Format.__members__:
-        return f"fp8_format={given!r} is not one of {', '.join(Format.__members__)}, which YAML has in upper case"
+    fp8_format = recipe.get("init_args", recipe).get("fp8_format") if isinstance(recipe, Mapping) else None
+    if isinstance(fp8_format, str) and fp8_format not in Format.__members__:
+        return f"fp8_format={fp8_format!r} is not one of {', '.join(Format.__members__)}, which YAML has in upper case"
     try:
         FP8Precision(**{name: _read(name, value) for name, value in arguments.items()})
     except (ValueError, TypeError) as error:
