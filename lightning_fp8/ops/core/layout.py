@@ -1,4 +1,4 @@
-"""How tensors lie in GPU memory: what a plan depends on of a tensor, and the strides that kernels write and read."""
+"""Memory layouts of tensors: the keys of plans, alignment, and the strides that kernels write and read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device
 
 
 def key(x: Tensor) -> Key:
-    """What a plan depends on of ``x``: a plain tuple, which is made fast; planners make a :class:`TensorKey` of it."""
+    """The key of a tensor in a plan cache: a plain tuple, for speed; planners make a :class:`TensorKey` of it."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
 
 def key_and_device(x: Tensor) -> KeyAndDevice:
-    """As :func:`key`, of a tensor that may lie on another device than the one planned for."""
+    """The key of a tensor that may be on another device than the one planned for."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
 def memoryless_key(x: Tensor) -> KeyAndDevice:
-    """As :func:`key_and_device`, of a tensor whose place in memory no plan depends on."""
+    """The key of a tensor whose strides and alignment do not matter to a plan."""
     return x.dtype, x.shape, (), 0, x.device
 
 
 class TensorKey(NamedTuple):
-    """What a plan depends on of a tensor of one or two dimensions.
+    """The key of a tensor of one or two dimensions: all tensors of one key are served by one plan.
 
     Attributes:
         dtype, shape, device: the tensor's.
@@ -73,11 +73,8 @@ class TensorKey(NamedTuple):
         """
         item = self.dtype.itemsize
         alignment = alignment or elements * item
-        return (
-            self.columns % elements == 0
-            and self.stride * item % alignment == 0
-            and self.address % alignment == 0
-        )  # fmt: skip
+        starts_aligned = self.stride * item % alignment == 0 and self.address % alignment == 0
+        return starts_aligned and self.columns % elements == 0
 
 
 ABSENT = (0,)

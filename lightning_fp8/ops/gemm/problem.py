@@ -1,4 +1,4 @@
-"""A GEMM as kernels see it: where its operands lie, where they have to, and the problem to choose a plan for."""
+"""A GEMM as kernels see it: the memory layout of its operands, the required one, and the problem to plan for."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...
 
 
 def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
-    """What a plan depends on of an operand: as ``layout.key`` of ``data``, and the strides and address of ``scale``."""
+    """The key of an operand: ``layout.key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
     return (
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
     )  # fmt: skip
 
 
 class GemmOperand(NamedTuple):
-    """Where a K-major operand ``[rows, k]`` and its scales lie."""
+    """The memory layout of a K-major operand ``[rows, k]`` and of its scales."""
 
     layout: Layout
     data: TensorKey

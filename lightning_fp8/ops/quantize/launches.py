@@ -24,13 +24,13 @@ from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
 
 LoaderArgs = Sequence[Argument]
-"""What a kernel takes for its tile loader: addresses and strides."""
+"""The arguments of a kernel's tile loader: addresses and strides."""
 Cast = Callable[..., Outputs]
 """``(loader_args, io, store_args=None) -> outputs``; see :meth:`CastLaunches.cast`."""
 
 
 class CastVariant(NamedTuple):
-    """What a cast's kernels depend on beside tensors: its options, and which of :data:`CastIO` is given."""
+    """A kind of cast, for which kernels are compiled: its options, and which tensors of :data:`CastIO` are given."""
 
     config: QuantizeConfig
     has_scale: bool
@@ -53,11 +53,11 @@ class CastVariant(NamedTuple):
 
 
 VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
-"""What a plan depends on of a cast: its ``config``, whether ``scale`` and ``amax`` are given, and ``counts``' key."""
+"""The text of a cast's config, whether ``scale`` and ``amax`` are given, and the key of ``counts``."""
 
 
 def counts_key(counts: Tensor) -> KeyAndDevice:
-    """The last part of a :data:`VariantKey`.
+    """Make the last part of a :data:`VariantKey`.
 
     Raises:
         ValueError: ``counts`` are not contiguous.
@@ -67,7 +67,7 @@ def counts_key(counts: Tensor) -> KeyAndDevice:
 
 
 def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
-    """The variant of a cast on ``device`` of this key.
+    """Make a cast's variant of its key.
 
     Raises:
         TypeError, ValueError: ``counts`` have another dtype, shape or device; ``config`` has another form.

@@ -128,7 +128,7 @@ def _quantize_blocks(
     amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
     if config.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, config.float8.max)
-        scale = _e8m0_scale(codes)
+        scale = scaling.e8m0_scale(codes)
         scale_inv = codes.view(E8M0_DTYPE)
     else:
         scale = scaling.current_scale(amax, config.float8.max, config.power_2, config.epsilon)
@@ -137,11 +137,6 @@ def _quantize_blocks(
     data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, config.float8)
     _count(counts, blocks.float(), block_scale, data, config.float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
-
-
-def _e8m0_scale(codes: Tensor) -> Tensor:
-    """``2**(127 - code)``; NaN for code 255, which uint8 turns into itself."""
-    return scaling.e8m0_decode(254 - codes)  # torch.ldexp's powers may be of the default dtype
 
 
 _SUBNORMAL = 5e-324
