@@ -127,9 +127,8 @@ def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: 
     if layout.has_one_scale:
         return data, Allocation.contiguous(shape, layout.scale_dtype)
     per_line = ALIGNMENT // layout.scale_dtype.itemsize
-    if layout.scale_major == "mn":
-        return data, Allocation(shape, (1, ceil_div(rows, per_line) * per_line), layout.scale_dtype)
-    return data, Allocation.contiguous(shape, layout.scale_dtype)
+    strides = (1, ceil_div(rows, per_line) * per_line) if layout.scale_major == "mn" else (shape[1], 1)
+    return data, Allocation(shape, strides, layout.scale_dtype)
 
 
 def empty_operand(
