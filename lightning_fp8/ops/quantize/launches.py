@@ -25,7 +25,7 @@ from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_count
 
 LoaderArgs = Sequence[Argument]
 """The arguments of a kernel's tile loader: addresses and strides."""
-Cast = Callable[..., Outputs]
+RunCast = Callable[..., Outputs]
 """``(loader_args, io, store_args=None) -> outputs``; see :meth:`CastLaunches.cast`."""
 
 
@@ -224,7 +224,7 @@ def build_cast(
     columns: int,
     variant: CastVariant,
     store_loader: TileLoader | None = None,
-) -> Cast:
+) -> RunCast:
     """Plan a cast as its layout asks; see :class:`CastLaunches`, whose ``cast`` this gives."""
     layout = variant.config.layout
     kind = TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast
