@@ -175,6 +175,49 @@ def test_a_room_is_seen_at_a_glance() -> None:
     assert set(crowded) <= CROWDED, crowded
 
 
+def _op_folder(module: str) -> str:
+    """``"norm"`` of ``lightning_fp8.ops.norm.schema``; ``""`` of what lies in no folder."""
+    return module.removeprefix("lightning_fp8.ops").removeprefix(".").partition(".")[0]
+
+
+OP_MODULES = [name for name in FILES if _in_room(name, "lightning_fp8.ops")]
+OP_FOLDERS = sorted({_op_folder(module) for module in OP_MODULES} - {""})
+
+
+def test_every_module_of_ops_is_in_a_folder() -> None:
+    assert [module for module in OP_MODULES if not _op_folder(module)] == ["lightning_fp8.ops"]
+    assert {"core", "quantize", "gemm", "norm", "activation", "scales"} <= set(OP_FOLDERS)
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS)
+def test_an_operation_knows_no_other_one(folder: str) -> None:
+    """All know the core and may cast; the core knows none. So no two folders import each other."""
+    allowed = {"core"} if folder == "core" else {"core", "quantize", folder}
+    for module in _room(f"ops.{folder}"):
+        imported = {name for name in IMPORTS[module] & set(FILES) if _in_room(name, "lightning_fp8.ops")}
+        assert {_op_folder(name) for name in imported} <= allowed, module
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS)
+def test_a_folder_of_ops_can_be_read(folder: str) -> None:
+    modules = _room(f"ops.{folder}")
+    assert len(modules) <= 10
+    lengths = {module: len(FILES[module].read_text().splitlines()) for module in modules}
+    assert max(lengths.values()) <= 350, lengths
+
+
+def test_no_folder_of_ops_hides_a_public_function() -> None:
+    """The folder ``quantize`` and the function share a name, which is the function's whatever is imported when."""
+    code = """
+import lightning_fp8.ops.quantize.cuda
+from lightning_fp8.ops.quantize import cuda
+from lightning_fp8 import ops
+assert callable(ops.quantize) and cuda.quantize is not ops.quantize
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
     kernels = [name for name in FILES if _in_room(name, "cuda_kernels")]
     assert "cuda_kernels" in kernels

@@ -13,11 +13,10 @@ import torch
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.host import gemm_selection, launch, machine_code
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.layout import TensorKey, key
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm import reference as gemm_reference
 from lightning_fp8.ops.gemm.config import scaled_mm_config
-from lightning_fp8.ops.gemm.problem import GemmOperand, with_kernel_strides
+from lightning_fp8.ops.gemm.problem import GemmOperand, operand_key, with_kernel_strides
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
@@ -94,7 +93,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert GemmOperand(layout, TensorKey(*key(data)), TensorKey(*key(scale))).is_tma_aligned
+                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_tma_aligned
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:

@@ -14,12 +14,15 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from cuda_kernels.host import launch
+from cuda_kernels.host.gemm_configs import Library, Plan, plans
+from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
+from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
@@ -27,9 +30,6 @@ from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
-
-if TYPE_CHECKING:
-    from cuda_kernels.host.gemm_configs import Plan
 
 ROUNDS = 21
 """Times that each plan is measured; the median counts."""
@@ -71,7 +71,6 @@ def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
 
 def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[Plan, Callable[[], Tensor]]:
     """The functions that compute the GEMM of random operands: every plan but the slow exact one."""
-    from cuda_kernels.host.gemm_configs import Library, plans
 
     def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
@@ -124,10 +123,6 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     Raises:
         ValueError: the recipe's layouts have no kernels.
     """
-    from cuda_kernels.host import launch
-    from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
-    from cuda_kernels.host.precompile import compile_ahead, missing
-
     if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
     card = launch.name_of(device)
@@ -148,8 +143,6 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
 
 
 def _lines(gemm: Gemm, times: dict[Plan, float]) -> Iterator[str]:
-    from cuda_kernels.host.gemm_configs import Library
-
     yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
     for plan, seconds in times.items():
         name = plan.value if isinstance(plan, Library) else f"numba {plan}"

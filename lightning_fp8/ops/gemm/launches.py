@@ -1,4 +1,4 @@
-"""What computes a GEMM: one of our kernels, ``torch._scaled_mm``, or the reference, which is exact and slower."""
+"""The backends of a GEMM: one of our kernels, ``torch._scaled_mm``, or the reference, which is exact and slower."""
 
 from __future__ import annotations
 
