@@ -25,8 +25,6 @@ from cuda_kernels.device.tile import (
     WARPS,
     TileLoader,
     block_max,
-    position,
-    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -40,8 +38,8 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
-    origin_of = thread_origin(loader.vector)
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile = loader.load_tile()
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
@@ -53,11 +51,8 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
         tile = i32(cuda.blockIdx.x)
-        row_of_thread, column_of_thread = origin_of(thread)
         while tile < end:
-            first_row, first_column, whole = position(tile, rows, columns)
-            row, column = i32(first_row + row_of_thread), i32(first_column + column_of_thread)
-            load(x, rows, columns, row, column, whole, registers)
+            load_tile(x, tile, rows, columns, registers)
             for step in range(WARP_ROWS):
                 fold(registers, step, decode(registers, step), kept)
             tile = i32(tile + cuda.gridDim.x)
@@ -81,18 +76,17 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
 @cache
 def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile = loader.load_tile()
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
-        load(x, rows, columns, row, column, whole, registers)
+        _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         row_max = u32(0)
         clear(column_maxima)
         for step in range(WARP_ROWS):
