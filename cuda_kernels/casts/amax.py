@@ -25,6 +25,8 @@ from cuda_kernels.device.tile import (
     WARPS,
     TileLoader,
     block_max,
+    position,
+    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -38,8 +40,8 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
-    load_tile = loader.load_tile()
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    origin_of = thread_origin(loader.vector)
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
@@ -51,8 +53,12 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
         tile = i32(cuda.blockIdx.x)
+        # As TileLoader.load_tile, whose thread_origin would be computed again for each tile.
+        row_in_tile, column_in_tile = origin_of(thread)
         while tile < end:
-            load_tile(x, tile, rows, columns, registers)
+            first_row, first_column, whole = position(tile, rows, columns)
+            row, column = i32(first_row + row_in_tile), i32(first_column + column_in_tile)
+            load(x, rows, columns, row, column, whole, registers)
             for step in range(WARP_ROWS):
                 fold(registers, step, decode(registers, step), kept)
             tile = i32(tile + cuda.gridDim.x)
@@ -82,11 +88,11 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
-        thread = cuda.threadIdx.x
-        lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
         _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        thread = cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
         clear(column_maxima)
         for step in range(WARP_ROWS):

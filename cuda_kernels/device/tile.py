@@ -197,7 +197,10 @@ def block_max(value, shared, thread):
 
 @device
 def reduce_block_amax(block_amax, num_block_amax, shared, thread):
-    """The bits of the largest of ``block_amax [num_block_amax]``, for every thread; ``shared`` as in ``block_max``."""
+    """The bits of the largest of ``block_amax [num_block_amax]``, for every thread; 0 where its address is.
+
+    ``shared`` as in :func:`block_max`.
+    """
     largest = u32(0)
     index = thread
     while block_amax != 0 and index < num_block_amax:
