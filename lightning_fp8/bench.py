@@ -28,7 +28,7 @@ from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Layout, Role
 
 if TYPE_CHECKING:
-    from cuda_kernels.host.gemm_configs import Plan
+    from cuda_kernels.host.gemm_configs import GemmChoice
 
 ROUNDS = 21
 """Times that each plan is measured; the median counts."""
@@ -69,9 +69,9 @@ def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
     return jobs.job_of(device, left, right, scaled_mm_config(a.layout, b.layout, torch.bfloat16, of.fast))
 
 
-def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
+def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[GemmChoice, Callable[[], Tensor]]:
     """What computes the product of random operands: every plan but the slow exact one."""
-    from cuda_kernels.host.gemm_configs import Library, plans
+    from cuda_kernels.host.gemm_configs import Library, legal_choices
 
     operands: list[Tensor] = []
     for role, rows in ((of.a, of.m), (of.b, of.n)):
@@ -81,14 +81,14 @@ def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[
         operands += jobs.laid_out(data, scale_inv, cast.layout)
     a, scale_a, b, scale_b = operands
 
-    def call_of(plan: Plan) -> Callable[[], Tensor]:
+    def call_of(plan: GemmChoice) -> Callable[[], Tensor]:
         made = cache(partial(multiplier, job, plan))  # at the first call, whose error is reported
         return lambda: made()(a, scale_a, b, scale_b, job.config, None, None, None)
 
-    return {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
+    return {plan: call_of(plan) for plan in legal_choices(job.problem) if plan is not Library.BF16}
 
 
-def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
+def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[GemmChoice, float]:
     """Median seconds of each that runs, fastest first; those that fail are left out, with a line that says so."""
     running = {}
     for plan, call in calls.items():
@@ -125,7 +125,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         ValueError: the recipe's layouts have no kernels.
     """
     from cuda_kernels.host import launch
-    from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
+    from cuda_kernels.host.gemm_selection import Measurement, builds_of, keep
     from cuda_kernels.host.precompile import compile_ahead, missing
 
     if Layout.MX_1X32 in (recipe.cast(role).layout for role in (Role.INPUT, Role.WEIGHT)):
@@ -141,12 +141,12 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         times = timed(candidates(of, recipe, job), clock)
         tqdm.write("\n".join(_lines(of, times)))
         if times:
-            measured.append(Measured(str(job.problem.spec), (of.m, of.n, of.k), next(iter(times))))
+            measured.append(Measurement(str(job.problem.spec), (of.m, of.n, of.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {keep(card, measured)}")
 
 
-def _lines(of: Gemm, times: dict[Plan, float]) -> Iterator[str]:
+def _lines(of: Gemm, times: dict[GemmChoice, float]) -> Iterator[str]:
     from cuda_kernels.host.gemm_configs import Library
 
     yield f"{of.name}: [{of.m}, {of.k}] x [{of.n}, {of.k}]ᵀ"

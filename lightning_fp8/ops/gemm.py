@@ -88,7 +88,7 @@ def _planned_anywhere(
         return _laid_out_first
     job = job_of(device, left, right, config, bias and bias[:2], out and out[:2], amax is not None)
     wish = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
-    plan = gemm_selection.plan_for(job.problem, gemm_selection.measured_on(launch.name_of(device)), wish)
+    plan = gemm_selection.choose_gemm(job.problem, gemm_selection.measured_on(launch.name_of(device)), wish)
     return multiplier(job, plan) if kernels or isinstance(plan, Library) else exactly
 
 

@@ -13,7 +13,7 @@ from lightning_fp8.ops.schema import empty_operand, operand_layout
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.host.gemm_configs import Problem
+    from cuda_kernels.host.gemm_configs import GemmProblem
 
 SCALINGS = {
     (Layout.TENSOR, Layout.TENSOR): "TENSOR",
@@ -83,7 +83,7 @@ class Job(NamedTuple):
     """A product of operands that lie well; ``stride``: of the result, in elements."""
 
     device: torch.device
-    problem: Problem
+    problem: GemmProblem
     a: Operand
     b: Operand
     config: str
@@ -102,7 +102,7 @@ def job_of(
     """The product of these operands on ``device``; see :func:`lightning_fp8.ops.gemm._plan`."""
     from cuda_kernels.gemm.spec import GemmSpec, Scaling
     from cuda_kernels.host import launch
-    from cuda_kernels.host.gemm_configs import Problem
+    from cuda_kernels.host.gemm_configs import GemmProblem
 
     _, _, dtype, fast = parse_scaled_mm_config(config)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
@@ -113,4 +113,4 @@ def job_of(
     even = stride % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0
     even = even and (bias is None or bias[1] % 8 == 0) and b.scale_address % 8 == 0
     card = launch.architecture_of(device), launch.multiprocessors(device)
-    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, config, stride)
+    return Job(device, GemmProblem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, config, stride)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,23 +16,19 @@ from lightning_fp8.ops.operands import allocator
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
-    from cuda_kernels.host.gemm_configs import Plan
+    from cuda_kernels.host.gemm_configs import GemmChoice, KernelConfig
 
 Given = Tensor | None
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, str, "Given", "Given", "Given"], Tensor]
 """``(a, scale_a, b, scale_b, config, bias, amax, out) -> out``; ``out`` is what to add to, or None."""
 
 
-def multiplier(job: Job, plan: Plan) -> Multiply:
+def multiplier(job: Job, plan: GemmChoice) -> Multiply:
     """What computes ``job`` as planned."""
-    from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
     from cuda_kernels.host.gemm_configs import Library
 
-    if isinstance(plan, GemmConfig):
-        return _Hopper(job, plan).multiply
-    if isinstance(plan, MmaConfig):
-        return _Mma(job, plan).multiply
+    if not isinstance(plan, Library):
+        return _Kernel(job, plan).multiply
     return _ScaledMm(job.config, exactly).multiply if plan is Library.CUBLASLT else exactly
 
 
@@ -55,16 +50,14 @@ def _left(result: Tensor, amax: Given, out: Given) -> Tensor:
 class _Kernel:
     """One of our kernels, started with operands that lie as planned."""
 
-    def __init__(self, job: Job) -> None:
-        from cuda_kernels.host import launch
+    def __init__(self, job: Job, config: KernelConfig) -> None:
+        from cuda_kernels.host.gemm_launch import GemmStrides, bind_gemm
 
-        self._at, self._allocate = launch.address_on(job.device), allocator(job.device)
-        self._out = (job.a.rows, job.b.rows), (job.b.rows, 1), parse_scaled_mm_config(job.config).out
-
-    def _start(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, amax: Given, out: Tensor
-    ) -> None:
-        raise NotImplementedError
+        a, b = job.a, job.b
+        strides = GemmStrides(a.stride, b.stride, _scale_stride(a), _scale_stride(b), job.stride)
+        self._allocate = allocator(job.device)
+        self._out = (a.rows, b.rows), (b.rows, 1), parse_scaled_mm_config(job.config).out
+        self._start = bind_gemm(job.device, job.problem, config, strides)
 
     def multiply(
         self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str, bias: Given, amax: Given, out: Given
@@ -75,72 +68,10 @@ class _Kernel:
         return out
 
 
-class _Hopper(_Kernel):
-    def __init__(self, job: Job, tile: GemmConfig) -> None:
-        from cuda_kernels.gemm import wgmma
-        from cuda_kernels.gemm.spec import Scaling
-        from cuda_kernels.host import launch, tensor_maps
-
-        super().__init__(job)
-        device, problem, product = job.device, job.problem, job.problem.spec
-        self._along_k, self._both = product.scaling.along_k, product.scaling is Scaling.BLOCKS
-        shared = tile.cluster
-        rows, columns = (
-            tile.tile_m // (shared if tile.multicast_a else 1),
-            tile.tile_n // (1 if tile.multicast_a else shared),
-        )
-        box, map_on = tensor_maps.Box, partial(tensor_maps.map_on, device)
-        self._map_a, self._map_b = map_on(box(rows, 128)), map_on(box(columns, 128))
-        chunk = 32 if product.out == "float32" else 64
-        self._map_out = map_on(box(64, chunk)) if tile.smem_epilogue else None
-        self._map_scale_a = map_on(box(1, tile.tile_m, swizzle=False, transposed=True))
-        self._map_scale_b = map_on(box(1, tile.tile_n, swizzle=False, transposed=True))
-        self._strides = job.stride, job.b.scale_strides[0] if product.scaling is Scaling.BLOCK else 0
-        down, across = -(-problem.m // tile.tile_m), -(-problem.n // tile.tile_n)
-        units = (down * -(-across // shared)) if tile.multicast_a else (-(-down // shared) * across)
-        blocks = min(units * shared, launch.multiprocessors(device) // shared * shared)
-        kernel = wgmma.gemm_kernel(product, tile)
-        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
-
-    def _start(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, amax: Given, out: Tensor
-    ) -> None:
-        at, of_a, of_b = self._at, self._map_a(a), self._map_b(b)
-        maps = (
-            of_a, of_b, of_a if self._map_out is None else self._map_out(out),
-            self._map_scale_a(scale_a) if self._along_k else of_a, self._map_scale_b(scale_b) if self._both else of_a,
-        )  # fmt: skip
-        self._launch(
-            *maps, at(scale_a), at(scale_b), 0 if bias is None else at(bias), 0 if amax is None else at(amax), at(out),
-            *self._strides,
-        )  # fmt: skip
-
-
-class _Mma(_Kernel):
-    def __init__(self, job: Job, tile: MmaConfig) -> None:
-        from cuda_kernels.gemm import mma
-        from cuda_kernels.host import launch
-
-        super().__init__(job)
-        device, problem, a, b, _, stride = job
-
-        def scale_stride(operand: Operand) -> int:
-            along = {Layout.BLOCK_1X128: 1, Layout.BLOCK_128X128: 0}.get(operand.layout)
-            return 0 if along is None else operand.scale_strides[along]
-
-        self._strides = a.stride, b.stride, scale_stride(a), scale_stride(b), stride
-        blocks = -(-problem.m // tile.tile_m) * -(-problem.n // tile.tile_n)
-        kernel = mma.mma_gemm_kernel(problem.spec, tile)
-        self._launch = launch.Launch(kernel, blocks, (problem.m, problem.n, problem.k), device).start
-
-    def _start(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Given, amax: Given, out: Tensor
-    ) -> None:
-        at, (stride_a, stride_b, stride_scale_a, stride_scale_b, stride) = self._at, self._strides
-        self._launch(
-            at(a), stride_a, at(b), stride_b, at(scale_a), stride_scale_a, at(scale_b), stride_scale_b,
-            0 if bias is None else at(bias), 0 if amax is None else at(amax), at(out), stride,
-        )  # fmt: skip
+def _scale_stride(operand: Operand) -> int:
+    """As :class:`cuda_kernels.host.gemm_launch.GemmStrides` has it."""
+    dim = {Layout.BLOCK_1X128: 1, Layout.BLOCK_128X128: 0}.get(operand.layout)
+    return 0 if dim is None else operand.scale_strides[dim]
 
 
 class _ScaledMm:
