@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.kernel_cases import (

@@ -15,7 +15,9 @@ from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache, gemm_configs, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
 from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, keep, measured_on
-from lightning_fp8.ops import gemm, planning, reference
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.quantize import reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
@@ -205,7 +207,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
     for wish, kind in (("numba", GemmConfig), ("cublaslt", Library)):
         monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
-        planning.forget()
+        dispatch.clear_plan_cache()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)
-    planning.forget()
+    dispatch.clear_plan_cache()

@@ -31,8 +31,9 @@ from cuda_kernels.host.launch import Launch, NoKernels, bind
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, planning, reference
-from lightning_fp8.ops.schema import empty_operand
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.layout import empty_operand
+from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
 from tests.kernel_cases import BF16, assert_same, sample
@@ -360,20 +361,20 @@ def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.Monke
 
 
 def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @planning.planned(lambda x: -x)
+    @dispatch.planned(lambda x: -x)
     def plan(device: torch.device, size: int) -> Callable[[int], int]:
         if size == 2:
             raise KernelError("no registers are left")
         return lambda x: x * size
 
-    planning.forget()
+    dispatch.clear_plan_cache()
     cpu = torch.device("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [plan(cpu, False, size)(5) for size in (1, 2, 3, 2)] == [5, -5, 15, -5]
-    assert planning.runs_kernels(cpu)
+    assert dispatch.runs_kernels(cpu)
     assert ["no registers are left" in str(each.message) for each in caught] == [True]
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,13 +393,13 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
     x, config = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
-    planning.forget()
+    dispatch.clear_plan_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             actual = cuda.quantize(x, config)
-    assert not planning.runs_kernels(x.device)
-    planning.forget()
+    assert not dispatch.runs_kernels(x.device)
+    dispatch.clear_plan_cache()
     assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
@@ -421,7 +422,7 @@ def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "device", device)
 
-    @planning.planned(lambda x: pytest.fail("the reference serves"))
+    @dispatch.planned(lambda x: pytest.fail("the reference serves"))
     def plan(device: torch.device, size: int) -> Callable[[int], tuple[int, int]]:
         planned_on.append(current[0])
         return lambda x: (x * size, current[0])

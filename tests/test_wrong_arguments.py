@@ -26,11 +26,11 @@ from lightning_fp8 import (
     export_te_state_dict,
     fp8_autocast,
     fp8_state_dict,
-    history,
     load_fp8_state_dict,
     load_te_state_dict,
     make_recipe,
 )
+from lightning_fp8.delayed import instances
 from lightning_fp8.formats import E4M3
 from tests.float8_reference import cast
 from tests.small import mlp
@@ -237,7 +237,7 @@ def test_a_model_that_stays_in_bf16_is_said_so() -> None:
 
 
 def test_a_region_without_fp8_layers_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_living", WeakSet())  # other tests' models may still be there
+    monkeypatch.setattr(instances, "_instances", WeakSet())  # other tests' models may still be there
     with pytest.warns(UserWarning, match=r"ran nothing in FP8.*convert_module\(model\)"), fp8_autocast():
         nn.Linear(4, 4)(X)
     with warnings.catch_warnings():

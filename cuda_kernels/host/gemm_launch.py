@@ -17,7 +17,7 @@ from cuda_kernels.host.launch import address_on, bind
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
-"""``(a, scale_a, b, scale_b, bias, amax, out)``: start the kernel on the current stream; see :func:`bind_gemm`."""
+"""``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
 
 _K_BYTES = 128
 """Bytes of a row that one K iteration copies."""
@@ -40,7 +40,9 @@ class GemmStrides(NamedTuple):
     out: int
 
 
-def bind_gemm(device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides) -> GemmStart:
+def bind_gemm_kernel(
+    device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides
+) -> GemmStart:
     """What starts ``config``'s kernel with tensors of the sizes of ``problem`` and of these strides.
 
     A launch takes FP8 codes ``a [m, k]`` and ``b [n, k]``, whose addresses are multiples of 16; their float32 scales;

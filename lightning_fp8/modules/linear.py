@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain, require_bool
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.split import rows_by_name
 
