@@ -451,7 +451,5 @@ def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch
         (("x", "amax", "scale"), {"rows": 140, "columns": 264}),
         (("x", "scale", "amax"), {"rows": 140}),
     ):
-        with pytest.raises(
-            TypeError, match=r"amax.* has the parameters x, scale, amax, rows, columns; it is bound with x"
-        ):
+        with pytest.raises(TypeError, match=r"has the parameters x, scale, amax, rows, columns; it is bound with x"):
             bind(kernel, 7, card.device, addresses, **scalars)

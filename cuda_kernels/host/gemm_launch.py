@@ -73,9 +73,7 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
             "map_a", "map_b", "map_out", "map_scale_a", "map_scale_b",
             "scale_a", "scale_b", "bias", "amax_out", "out", "out_stride", "scale_b_stride",
         ),
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
+        **_sizes(problem),
     )  # fmt: skip
 
     def start(
@@ -100,6 +98,11 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     return start
 
 
+def _sizes(problem: GemmProblem) -> dict[str, int]:
+    """The last parameters of both kernels."""
+    return {"m": problem.m, "n": problem.n, "k": problem.k}
+
+
 def _scale_box(rows: int) -> Box:
     """The scales of one block along K for ``rows`` rows of an operand, whose 1x128 scales have contiguous columns."""
     return Box(1, rows, swizzle=False, transposed=True)
@@ -115,9 +118,7 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
             "a", "a_stride", "b", "b_stride", "scale_a", "scale_a_stride", "scale_b", "scale_b_stride",
             "bias", "amax_out", "out", "out_stride",
         ),
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
+        **_sizes(problem),
     )  # fmt: skip
 
     def start(
