@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.host.gemm_configs import GemmChoice, KernelConfig, Library
-from cuda_kernels.host.gemm_launch import GemmStrides, bind_gemm_kernel
+from cuda_kernels.host.launchers.gemm import GemmStrides, bind_gemm_kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.gemm import reference
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
