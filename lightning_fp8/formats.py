@@ -1,4 +1,7 @@
-"""The FP8 number formats: dtype and largest value. The only place that says 448.
+"""The FP8 number formats: dtype and largest value.
+
+The only place in lightning_fp8 that says 448; kernels, which import no torch, have ``FP8_MAX`` in
+:mod:`cuda_kernels.device.codec`, and a test compares the two.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433) for E4M3 and E5M2; OCP
 Microscaling Formats v1.0 for E8M0.

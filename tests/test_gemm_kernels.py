@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
-from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
+from tests.emulated import Emulator, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES, multiplying, numbers, operand
 from tests.kernel_cases import E4M3, E5M2, Case
 from tests.ptx_on_cpu import EmulatorError
 
-pytestmark = needs_compilers
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 PIPELINES = [
     case
@@ -35,13 +34,6 @@ PIPELINES = [
 ]
 
 Operand = tuple[torch.Tensor, torch.Tensor, Layout]
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

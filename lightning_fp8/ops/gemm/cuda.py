@@ -75,7 +75,7 @@ def _plan_gemm(
     bound = bind_gemm(device, a, b, config, bias, out, amax is not None)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     measured = gemm_selection.measured_on(launch.name_of(device))
-    plan = gemm_selection.plan_for(bound.problem, measured, backend)
+    plan = gemm_selection.choose_gemm(bound.problem, measured, backend)
     return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference_gemm
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import launch
-from cuda_kernels.host.gemm_configs import Problem
+from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.layout import ALIGNMENT, TensorKey, copy_bits, empty_operand, operand_allocations
@@ -115,7 +115,7 @@ class BoundGemm(NamedTuple):
     """
 
     device: torch.device
-    problem: Problem
+    problem: GemmProblem
     a: GemmOperand
     b: GemmOperand
     config: str
@@ -149,5 +149,5 @@ def bind_gemm(
     even = stride % 2 == b.rows % 2 == 0 and address % (2 * item) == 0
     even = even and (bias is None or bias.address % 8 == 0) and b.scale.address % 8 == 0
     architecture = launch.architecture_of(device)
-    problem = Problem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
+    problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
     return BoundGemm(device, problem, a, b, config, stride)
