@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import jobs, reference
-from lightning_fp8.ops.fused.schema import norm_to
-from lightning_fp8.ops.how import how_to, how_to_multiply
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -102,24 +104,24 @@ def casts(dtype: torch.dtype) -> list[Operation]:
 
     float8 = float8_of(dtype)
 
-    def given(seen: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
-        how = how_to(Cast(float8, Layout.TENSOR), rowwise, columnwise, not may_be_0)
-        return lambda x: {"x": x, "how": how, **_scale(x), **({} if seen else {"seen": None})}
+    def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
+        config = quantize_config(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
+        return lambda x: {"x": x, "config": config, **_scale(x), **({} if amax else {"amax": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
-        power_2 = layout is not Layout.TENSOR  # as the recipes do
-        return lambda x: {"x": x, "how": how_to(Cast(float8, layout, power_2), True, columnwise)}
+        power_2 = not layout.has_one_scale  # as the recipes do
+        return lambda x: {"x": x, "config": quantize_config(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
         Operation("cast", "quantize", dtype, given(False, True, False), CAST),
-        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, may_be_0=True)),
+        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, nonzero=False)),
         Operation("cast + amax", "quantize", dtype, given(True, True, False), CAST),
         Operation("cast + transposed", "quantize", dtype, given(False, True, True), CAST_AND_MORE),
         Operation("cast + transposed + amax", "quantize", dtype, given(True, True, True), CAST_AND_MORE),
         Operation("transposed only", "quantize", dtype, given(False, False, True)),
     ]
     for layout in Layout:
-        name = "current scaling" if layout is Layout.TENSOR else layout.value
+        name = "current scaling" if layout.has_one_scale else layout.value
         target = CAST_AND_MORE if layout in (Layout.BLOCK_1X128, Layout.MX_1X32) else HOST
         operations += [
             Operation(name, "quantize", dtype, own(layout, False), target),
@@ -128,15 +130,15 @@ def casts(dtype: torch.dtype) -> list[Operation]:
     return operations
 
 
-OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "seen": _scale(x)["seen"]})
+OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "amax": _scale(x)["amax"]})
 
 
 def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        how = how_to(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)
-        return {**_scale(x), "how": f"{computed}, {how}"}
+        config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True)
+        return {**_scale(x), "config": f"{computed}, {config}"}
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
@@ -144,7 +146,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
         def arguments(x: Tensor) -> Arguments:
             parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, **cast(x, norm_to(rms, _EPS, False), columnwise)}
+            return {"x": x, **parameters, **cast(x, norm_config(rms, _EPS, False), columnwise)}
 
         return arguments
 
@@ -160,8 +162,8 @@ def fused(dtype: torch.dtype) -> list[Operation]:
         dy = x[:, : x.shape[1] // 2].contiguous()
         return {"dy": dy, "x": x, **cast(x, "swiglu", True)}
 
-    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **how: Any) -> Operation:
-        return Operation(name, op, dtype, arguments, target, exact=False, **how)
+    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **config: Any) -> Operation:
+        return Operation(name, op, dtype, arguments, target, exact=False, **config)
 
     return [
         operation("RMSNorm + cast", "norm_quantize", norm(True, False), CAST_AND_MORE),
@@ -180,16 +182,17 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
     def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
         def of(x: Tensor) -> Arguments:
-            how = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            operand, scale = jobs.laid_out(*reference.quantize(x, how)[:2], layout)
+            config = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
+            data, scale_inv, *_ = reference.quantize(x, config)
+            operand, scale = with_kernel_strides((data, scale_inv), layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {
                     **named,
                     "out": torch.zeros(len(x), len(x)),
-                    "how": how_to_multiply(layout, layout, torch.float32),
+                    "config": scaled_mm_config(layout, layout, torch.float32),
                 }
-            return {**named, "how": how_to_multiply(layout, layout, torch.bfloat16, fast=True)}
+            return {**named, "config": scaled_mm_config(layout, layout, torch.bfloat16, fast_accum=True)}
 
         return of
 
@@ -202,17 +205,17 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
 def _scale(x: Tensor) -> Arguments:
     """A given scale, and the largest amax so far."""
-    return {"scale": torch.full((), SCALE, device=x.device), "seen": torch.zeros((), device=x.device)}
+    return {"scale": torch.full((), SCALE, device=x.device), "amax": torch.zeros((), device=x.device)}
 
 
 def update_scales(target: dict[str, float]) -> Operation:
     """The update of delayed scaling; reads the window ``[length, tensors]``."""
 
-    def arguments(window: Tensor) -> Arguments:
-        window = window.abs()
-        seen, window[0] = window[0].clone(), 0
-        state = {"seen": seen, "window": window, "scale": torch.ones_like(seen)}
-        rule = {"fp8_max": torch.full_like(seen, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
+    def arguments(amax_history: Tensor) -> Arguments:
+        amax_history = amax_history.abs()
+        amax, amax_history[0] = amax_history[0].clone(), 0
+        state = {"amax": amax, "amax_history": amax_history, "scale": torch.ones_like(amax)}
+        rule = {"fp8_max": torch.full_like(amax, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
         return {**state, **rule}
 
     return Operation("update_scales", "update_scales", torch.float32, arguments, {**target, **HOST})

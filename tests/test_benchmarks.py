@@ -147,7 +147,7 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "how": "no cast"})
+    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "config": "no cast"})
     absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
     path = tmp_path / "out.json"
@@ -194,7 +194,7 @@ def outcome_bytes(name: str, shape: tuple[int, int]) -> int:
 def test_bytes_that_must_move() -> None:
     # x and scale are read, codes and scale_inv written
     assert outcome_bytes("cast", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
-    # ... and seen is both; the second copy has the same scale
+    # ... and amax is both; the second copy has the same scale
     assert outcome_bytes("cast + transposed + amax", (128, 256)) == 128 * 256 * 2 + 4 + 4 + 2 * 128 * 256 + 4 + 4
     assert outcome_bytes("transposed only", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
     assert outcome_bytes("current scaling", (128, 256)) == 128 * 256 * 2 + 128 * 256 + 4
@@ -202,7 +202,7 @@ def test_bytes_that_must_move() -> None:
     assert outcome_bytes("1x32 + transposed", (100, 200)) == 100 * 200 * (2 + 1 + 1) + 100 * 7 + 200 * 4
     assert outcome_bytes("1x128 + transposed", (100, 200)) == 100 * 200 * (2 + 1 + 1) + 4 * (100 * 2 + 200 * 1)
     assert outcome_bytes("128x128", (100, 200)) == 100 * 200 * (2 + 1) + 4 * 1 * 2
-    # seen, window, scale and fp8_max are read; all but the last are written
+    # amax, amax_history, scale and fp8_max are read; all but the last are written
     update = Call(operations.update_scales({}), torch.randn(8, 10))
     assert update.bytes() == 4 * (10 + 80 + 10 + 10) + 4 * (10 + 80 + 10)
 
@@ -211,7 +211,7 @@ def test_a_call_repeats_its_first_one() -> None:
     update = Call(operations.update_scales({}), torch.randn(8, 10))
     first = [tensor.clone() for tensor in update.outcome()]
     assert all(map(torch.equal, first, update.outcome()))
-    update()  # now seen is 0, and nothing is left to do
+    update()  # now amax is 0, and nothing is left to do
     assert all(map(torch.equal, first, update.outcome()))
 
 
@@ -577,12 +577,12 @@ def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch:
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of right ones; the package takes them on cards of that name, after what the user measured."""
     product, sizes = str(LLAMA.spec), (LLAMA.m, LLAMA.n, LLAMA.k)
-    slow, fast, wrong, *_ = (plan for plan in gemm_configs.plans(LLAMA) if isinstance(plan, GemmConfig))
+    slow, fast, wrong, *_ = (plan for plan in gemm_configs.legal_choices(LLAMA) if isinstance(plan, GemmConfig))
 
     def timed(
-        plan: gemm_configs.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
+        plan: gemm_configs.GemmChoice, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
     ) -> Any:
-        entry = gemm_selection.to_json(gemm_selection.Measured(product, sizes, plan))
+        entry = gemm_selection.to_json(gemm_selection.Measurement(product, sizes, plan))
         times = Times(*[1e-3 * milliseconds] * 3, 3)
         return Result("fprop", OURS, sizes, "e4m3", correct=correct, times=times, choice=entry).as_json()
 
@@ -594,13 +594,13 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gemm_selection, "shipped_file", lambda card: tmp_path / "a-card.json")
     monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path / "cache")
     gemm_selection.measured_on.cache_clear()
-    assert [(each.sizes, each.plan) for each in gemm_selection.measured_on("A Card")] == [
+    assert [(each.sizes, each.choice) for each in gemm_selection.measured_on("A Card")] == [
         (sizes, fast),
         ((64, 64, 64), slow),
     ]
-    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == fast
-    kept = gemm_selection.keep("A Card", [gemm_selection.Measured(product, sizes, wrong)])
-    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == wrong
+    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == fast
+    kept = gemm_selection.keep("A Card", [gemm_selection.Measurement(product, sizes, wrong)])
+    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
     gemm_selection.measured_on.cache_clear()
     files.write({**machine, "machine": {"card": None}}, measured)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
-from tests.emulated import Emulator, executing, needs_compilers
+from tests.emulated import Emulator, needs_compilers
 from tests.kernel_cases import (
     BF16,
     CASES,
@@ -24,14 +23,7 @@ from tests.kernel_cases import (
     sample,
 )
 
-pytestmark = needs_compilers
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -59,7 +51,7 @@ SCALES = [1.0, 448.0, 57344.0, 0.1, 1.0 / 3.0, 2.0**-20, 3.0e38, 1.0e-38, 1.7, 5
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_bfloat16(scale: float, float8: Float8, emulator: Emulator) -> None:
     emulator.races = False
-    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cpu", seen=0.0)
+    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cpu", amax=0.0)
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -114,8 +106,8 @@ def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulat
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
     """An empty tensor has empty operands, and no kernel is started."""
-    x, how = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
-    for a, b in zip(cuda.quantize(x, how), reference.quantize(x, how)):
+    x, config = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
+    for a, b in zip(cuda.quantize(x, config), reference.quantize(x, config)):
         assert_same(a, b, "empty")
     assert not emulator.launched
 
@@ -123,7 +115,7 @@ def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> 
 def test_more_than_2_31_elements() -> None:
     """Rows 2**31 elements apart, in what is read and in both copies that are written: addresses do not wrap."""
     from cuda_kernels.casts.quantize import quantize_tensor_kernel
-    from cuda_kernels.device.tile import tensor_source
+    from cuda_kernels.device.tile import tensor_loader
     from cuda_kernels.host.launch import Launch
 
     rows, columns, pitch = 3, 8, 2**31
@@ -133,7 +125,7 @@ def test_more_than_2_31_elements() -> None:
     out = torch.empty(rows * pitch, dtype=torch.uint8)
     out_t = torch.empty(columns * pitch, dtype=torch.uint8)
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
-    kernel = quantize_tensor_kernel(tensor_source("bfloat16", 4), "e4m3", True, True, False, False)
+    kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False, False)
     start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).start
     start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, export_te_state_dict, fp8_state_dict
-from lightning_fp8.checkpoint.cli import inspect
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.cli import main
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.cli.checkpoint import inspect
+from lightning_fp8.cli.main import main
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.te.unpickle import CheckpointError
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 from tests.te_models import blocks, expected_rows, lightning_checkpoints
 
@@ -35,8 +35,8 @@ def test_inspect_prints_every_tensor(version: str, writer: str, files: Any, caps
     cells = {line.split()[0]: line.split()[1:4] for line in printed.splitlines()[2:]}
     rows = expected_rows(written["states"])
     assert cells.keys() == rows.keys()
-    for name, (scale, window) in rows.items():
-        assert cells[name] == [f"{float(scale):.6g}", f"{window.max():.6g}", f"{window[-1]:.6g}"]
+    for name, (scale, amax_history) in rows.items():
+        assert cells[name] == [f"{float(scale):.6g}", f"{amax_history.max():.6g}", f"{amax_history[-1]:.6g}"]
 
 
 @pytest.mark.parametrize("version", ["1.7", "2.18"])

@@ -20,7 +20,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.history import update_living
+from lightning_fp8.delayed.updates import update_all_scales
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -169,7 +169,7 @@ def test_a_gradient_penalty_trains_as_in_float64(recipe: str) -> None:
 
     for _ in range(2):  # by the tensors' own scales, then, with delayed scaling, by the last step's
         found = gradients(model, x)
-        update_living(make_recipe("delayed"))  # type: ignore[arg-type]
+        update_all_scales(make_recipe("delayed"))  # type: ignore[arg-type]
         for ours, exact in zip(found, gradients(twin, x.double())):
             assert distance(ours, exact) < 0.15
 
@@ -235,9 +235,9 @@ def test_calibration_observes_and_leaves_second_derivatives_alone() -> None:
     for ours, exact in both("delayed", linear, x, 3, run):
         assert torch.equal(ours.double(), exact)
     assert linear.slots is not None
-    assert [float(linear.slots[role].seen) for role in linear.roles[:2]] == [7.0, 7.0]
-    assert linear.slots[Role.GRAD_OUTPUT].seen >= 7.0
-    assert not linear.slots[Role.GRAD_OUTPUT].seen.requires_grad
+    assert [float(linear.slots[role].amax) for role in linear.roles[:2]] == [7.0, 7.0]
+    assert linear.slots[Role.GRAD_OUTPUT].amax >= 7.0
+    assert not linear.slots[Role.GRAD_OUTPUT].amax.requires_grad
 
 
 def test_an_ordinary_backward_leaves_no_graph() -> None:

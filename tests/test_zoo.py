@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.convert import Policy, plan_conversion
+from lightning_fp8.convert.conversion import Policy, plan_conversion
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.recipes import RECIPES
 from tests.small import equal_weights, quiet_trainer
@@ -146,7 +146,7 @@ def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
     assert equal_weights(resumed, module)
     for one, other in zip(plugin.histories.values(), again.histories.values(), strict=True):
         assert torch.equal(one.scale, other.scale)
-        assert torch.equal(one.window, other.window)
+        assert torch.equal(one.amax_history, other.amax_history)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("llama", "delayed"), ("gpt2", "tensorwise")])
