@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_fp8.convert import convert_module
     from lightning_fp8.fabric import FP8FabricPrecision
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
+    from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
     from lightning_fp8.precision import FP8Precision
     from lightning_fp8.recipes import (
         DelayedScaling,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DelayedScaling": "recipes",
+    "DotProductAttention": "modules",
     "FP8Callback": "callbacks",
     "FP8FabricPrecision": "fabric",
     "FP8Precision": "precision",
@@ -56,6 +57,7 @@ _HOMES = {
 
 __all__ = [
     "DelayedScaling",
+    "DotProductAttention",
     "FP8Callback",
     "FP8FabricPrecision",
     "FP8Precision",

@@ -54,6 +54,11 @@ def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = No
         raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
+def _require_attention(recipe: Any) -> None:
+    for field in ("fp8_dpa", "fp8_mha"):
+        require_bool(field, getattr(recipe, field))
+
+
 def _keep_casts(recipe: Any) -> None:
     """Make the cast of every role once: made under torch.compile, a recipe's numbers may pass for ones that vary."""
     object.__setattr__(recipe, "_casts", {role: recipe._cast(role) for role in Role})
@@ -75,6 +80,8 @@ class DelayedScaling:
         amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
         amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
         reduce_amax: take the maximum over the data-parallel group, so that all ranks share their scales.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     margin: int = 0
@@ -83,6 +90,8 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     name: Literal["delayed"] = "delayed"
 
     def __post_init__(self) -> None:
@@ -98,6 +107,7 @@ class DelayedScaling:
         algorithm = self.amax_compute_algo
         if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+        _require_attention(self)
         _keep_casts(self)
 
     cast = _kept_cast
@@ -114,11 +124,15 @@ class Float8CurrentScaling:
         fp8_format: ``HYBRID`` or ``E4M3``.
         power_2_scale: round scales down to powers of two.
         amax_epsilon: lower bound of an amax.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     name: Literal["tensorwise"] = "tensorwise"
 
     def __post_init__(self) -> None:
@@ -128,6 +142,7 @@ class Float8CurrentScaling:
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+        _require_attention(self)
         _keep_casts(self)
 
     cast = _kept_cast
@@ -142,15 +157,20 @@ class Float8RowwiseScaling:
 
     Attributes:
         fp8_format: ``E4M3`` (torchao's choice) or ``HYBRID``.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     name: Literal["rowwise"] = "rowwise"
 
     def __post_init__(self) -> None:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _require_attention(self)
         _keep_casts(self)
 
     cast = _kept_cast
@@ -166,10 +186,14 @@ class Float8BlockScaling:
     Attributes:
         fp8_format: ``E4M3``.
         power_2_scale: round scales down to powers of two.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
     power_2_scale: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     name: Literal["blockwise"] = "blockwise"
 
     def __post_init__(self) -> None:
@@ -177,6 +201,7 @@ class Float8BlockScaling:
         _require_name(self)
         _require_format(self, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
+        _require_attention(self)
         _keep_casts(self)
 
     cast = _kept_cast
@@ -192,15 +217,20 @@ class MXFP8BlockScaling:
 
     Attributes:
         fp8_format: ``E4M3`` or ``HYBRID``.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     name: Literal["mxfp8"] = "mxfp8"
 
     def __post_init__(self) -> None:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        _require_attention(self)
         _keep_casts(self)
 
     cast = _kept_cast
@@ -229,6 +259,8 @@ _MEGATRON_FIELDS = {
     "fp8_interval": "interval",
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_dot_product_attention": "fp8_dpa",
+    "fp8_multi_head_attention": "fp8_mha",
 }
 _MEGATRON_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
 _MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
@@ -246,7 +278,7 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
             ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
             (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
-            ``fp8_amax_compute_algo``).
+            ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
 
     Raises:
         ValueError: an unknown name, field or value; the message lists the valid ones.
@@ -295,17 +327,20 @@ def _from_megatron(keys: dict[str, Any]) -> Recipe:
     if _is_mxfp8(format_key) or _is_mxfp8(keys.get("fp8_format")):
         if keys.get("fp8_recipe", "mxfp8") != "mxfp8":
             raise ValueError(f"fp8_recipe={keys['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out")
-        return MXFP8BlockScaling()
+        return _of_megatron(MXFP8BlockScaling, keys)
     format_name = format_key.name if isinstance(format_key, Format) else format_key
     if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
         raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
     cls = _class_of(keys.get("fp8_recipe", "delayed"))
-    valid = {field.name for field in dataclasses.fields(cls)}
-    fields = {field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}
     # Only the recipes that keep one scale per tensor follow Megatron's format; the others are E4M3 there too.
     if cls in (DelayedScaling, Float8CurrentScaling):
-        fields["fp8_format"] = _MEGATRON_FORMATS[format_name.lower()]
-    return cls(**fields)
+        return _of_megatron(cls, keys, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
+    return _of_megatron(cls, keys)
+
+
+def _of_megatron(cls: type[Recipe], keys: dict[str, Any], **fields: Any) -> Recipe:
+    valid = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}, **fields)
 
 
 def _is_mxfp8(value: Any) -> bool:

@@ -1,0 +1,73 @@
+"""The ops on the CPU, and on a card for which there is no kernel: the specification, in whichever format is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.attention.casts import Codes, cast
+from lightning_fp8.ops.attention.layouts import from_heads, pack_codes, to_heads, unpack_codes, unpack_rows
+from lightning_fp8.ops.attention.masks import Lengths
+from lightning_fp8.ops.attention.packed import pack
+from lightning_fp8.ops.attention.reference import backward, forward
+from lightning_fp8.ops.attention.schema import parsed_attention
+from lightning_fp8.ops.schema import NAMESPACE
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See :mod:`lightning_fp8.ops.attention.schema`."""
+    qkv_format, _, band, centered = call = parsed_attention(config)
+    q_heads, queries = to_heads(q, qkv_format, cu_seqlens_q)
+    k_heads, keys = to_heads(k, qkv_format, cu_seqlens_kv)
+    v_heads, _ = to_heads(v, qkv_format, cu_seqlens_kv)
+    lengths = None if queries is None or keys is None else Lengths(queries, keys)
+    q8, k8, v8 = cast(q_heads, False, queries), cast(k_heads, centered, keys), cast(v_heads, False, keys)
+    o, m, l = forward(q8, k8, v8, call.scale_for(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
+    if qkv_format == "thd" and cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        q8, k8, v8 = pack_codes(q8, cu_seqlens_q), pack_codes(k8, cu_seqlens_kv), pack_codes(v8, cu_seqlens_kv)
+        m, l = pack(m, cu_seqlens_q), pack(l, cu_seqlens_q)  # noqa: E741
+    return from_heads(o, qkv_format, cu_seqlens_q), m, l, *q8, *k8, *v8
+
+
+def attention_backward(
+    do: Tensor,
+    o: Tensor,
+    m: Tensor,
+    l: Tensor,  # noqa: E741
+    q8: Tensor,
+    q_scale_inv: Tensor,
+    k8: Tensor,
+    k_scale_inv: Tensor,
+    v8: Tensor,
+    v_scale_inv: Tensor,
+    config: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`lightning_fp8.ops.attention.schema`."""
+    qkv_format, _, band, _ = call = parsed_attention(config)
+    q, k, v = Codes(q8, q_scale_inv), Codes(k8, k_scale_inv), Codes(v8, v_scale_inv)
+    do_heads, queries = to_heads(do, qkv_format, cu_seqlens_q)
+    o_heads, _ = to_heads(o, qkv_format, cu_seqlens_q)
+    lengths = None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        lengths = Lengths(cu_seqlens_q[1:] - cu_seqlens_q[:-1], cu_seqlens_kv[1:] - cu_seqlens_kv[:-1])
+        if qkv_format == "thd":
+            q, k, v = unpack_codes(q, cu_seqlens_q), unpack_codes(k, cu_seqlens_kv), unpack_codes(v, cu_seqlens_kv)
+            m, l = unpack_rows(m, cu_seqlens_q), unpack_rows(l, cu_seqlens_q)  # noqa: E741
+    scale = call.scale_for(q.data.shape[-1])
+    do8 = cast(do_heads, lengths=queries)
+    dq, dk, dv = backward(do8, q, k, v, o_heads, m, l, scale, band, lengths, do.dtype)
+    dq = from_heads(dq, qkv_format, cu_seqlens_q)
+    return dq, from_heads(dk, qkv_format, cu_seqlens_kv), from_heads(dv, qkv_format, cu_seqlens_kv)
+
+
+for _op in (attention_forward, attention_backward):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)
