@@ -62,8 +62,8 @@ def run(plan: Plan) -> Iterator[Result]:
         few = _values(sizes.period, columns).bfloat16()
         x = few.to(plan.device).repeat(rows // sizes.period, 1)
         yield from _timed(plan, clock, [_copy(x), *_ours(x, few), *_others(x, few)])
-    for window, target in zip(sizes.windows, ({"milliseconds": UPDATE_MILLISECONDS}, {})):
-        x = _values(*window)
+    for amax_history, target in zip(sizes.windows, ({"milliseconds": UPDATE_MILLISECONDS}, {})):
+        x = _values(*amax_history)
         update = _checked(operations.update_scales(target), x.to(plan.device), x)
         yield from _timed(plan, clock, [_copy(x.to(plan.device)), update])
 

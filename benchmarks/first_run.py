@@ -72,7 +72,7 @@ class Stage(NamedTuple):
 
 KERNELS = {
     "amax": "observe-bf16",
-    "quantize": "given-bfloat16-e4m3fn-140x264-scale=3.7-seen=0.0",
+    "quantize": "given-bfloat16-e4m3fn-140x264-scale=3.7-amax=0.0",
     "product, 1 warpgroup": "product-tensor-16x16x16-1/1/64/1-out=float16",
     "product, 1 warpgroup of 64 × 128": "product-tensor-70x130x150-1/1/128/1-fast=True",
     "product, 2 warpgroups": "product-tensor-300x264x700-2/1/256/1-fast=True-bias=bfloat16-exact=False",

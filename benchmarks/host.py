@@ -43,12 +43,12 @@ def unavailable(plan: Plan) -> str | None:
 def run(plan: Plan) -> Iterator[Result]:
     plan.say("host: time of an op's call without the device")
     yield _yardstick(plan)
-    x, window = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
+    x, amax_history = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
     dtype = E4M3.dtype
     casts = *operations.casts(dtype), operations.OBSERVE, *operations.fused(dtype)
     for operation in (*casts, *operations.products(dtype)):
         yield _measured(plan, operation, x)
-    yield _measured(plan, operations.update_scales({}), window)
+    yield _measured(plan, operations.update_scales({}), amax_history)
 
 
 def _yardstick(plan: Plan) -> Result:

@@ -16,7 +16,7 @@ from benchmarks import casts, operations, products
 from benchmarks.operations import Call
 from benchmarks.plan import Plan
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.how import how_to_multiply
+from lightning_fp8.ops.config import scaled_mm_config
 from lightning_fp8.scaled import Layout
 
 
@@ -37,8 +37,8 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
         left, right = (
             products.operand(rows, work.k, layout.value, plan) for rows, layout in zip((work.m, work.n), layouts)
         )
-        how = how_to_multiply(layouts[0], layouts[1], work.out, work.fast)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, how
+        config = scaled_mm_config(layouts[0], layouts[1], work.out, work.fast)
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, config
         return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
     raise ValueError(f"{name!r} is none of {', '.join(map(repr, (*calls, *works)))}")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import jobs, reference
-from lightning_fp8.ops.fused.schema import norm_to
-from lightning_fp8.ops.how import how_to, how_to_multiply
+from lightning_fp8.ops.config import quantize_config, scaled_mm_config
+from lightning_fp8.ops.fused.schema import norm_config
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -102,13 +102,13 @@ def casts(dtype: torch.dtype) -> list[Operation]:
 
     float8 = float8_of(dtype)
 
-    def given(seen: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
-        how = how_to(Cast(float8, Layout.TENSOR), rowwise, columnwise, not may_be_0)
-        return lambda x: {"x": x, "how": how, **_scale(x), **({} if seen else {"seen": None})}
+    def given(amax: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
+        config = quantize_config(Cast(float8, Layout.TENSOR), rowwise, columnwise, not may_be_0)
+        return lambda x: {"x": x, "config": config, **_scale(x), **({} if amax else {"amax": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = layout is not Layout.TENSOR  # as the recipes do
-        return lambda x: {"x": x, "how": how_to(Cast(float8, layout, power_2), True, columnwise)}
+        return lambda x: {"x": x, "config": quantize_config(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
         Operation("cast", "quantize", dtype, given(False, True, False), CAST),
@@ -128,15 +128,15 @@ def casts(dtype: torch.dtype) -> list[Operation]:
     return operations
 
 
-OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "seen": _scale(x)["seen"]})
+OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "amax": _scale(x)["amax"]})
 
 
 def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        how = how_to(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)
-        return {**_scale(x), "how": f"{computed}, {how}"}
+        config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)
+        return {**_scale(x), "config": f"{computed}, {config}"}
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
@@ -144,7 +144,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
         def arguments(x: Tensor) -> Arguments:
             parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, **cast(x, norm_to(rms, _EPS, False), columnwise)}
+            return {"x": x, **parameters, **cast(x, norm_config(rms, _EPS, False), columnwise)}
 
         return arguments
 
@@ -160,8 +160,8 @@ def fused(dtype: torch.dtype) -> list[Operation]:
         dy = x[:, : x.shape[1] // 2].contiguous()
         return {"dy": dy, "x": x, **cast(x, "swiglu", True)}
 
-    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **how: Any) -> Operation:
-        return Operation(name, op, dtype, arguments, target, exact=False, **how)
+    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **config: Any) -> Operation:
+        return Operation(name, op, dtype, arguments, target, exact=False, **config)
 
     return [
         operation("RMSNorm + cast", "norm_quantize", norm(True, False), CAST_AND_MORE),
@@ -180,16 +180,16 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
     def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
         def of(x: Tensor) -> Arguments:
-            how = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            operand, scale = jobs.laid_out(*reference.quantize(x, how)[:2], layout)
+            config = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
+            operand, scale = jobs.laid_out(*reference.quantize(x, config)[:2], layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {
                     **named,
                     "out": torch.zeros(len(x), len(x)),
-                    "how": how_to_multiply(layout, layout, torch.float32),
+                    "config": scaled_mm_config(layout, layout, torch.float32),
                 }
-            return {**named, "how": how_to_multiply(layout, layout, torch.bfloat16, fast=True)}
+            return {**named, "config": scaled_mm_config(layout, layout, torch.bfloat16, fast=True)}
 
         return of
 
@@ -202,17 +202,17 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
 def _scale(x: Tensor) -> Arguments:
     """A given scale, and the largest amax so far."""
-    return {"scale": torch.full((), SCALE, device=x.device), "seen": torch.zeros((), device=x.device)}
+    return {"scale": torch.full((), SCALE, device=x.device), "amax": torch.zeros((), device=x.device)}
 
 
 def update_scales(target: dict[str, float]) -> Operation:
     """The update of delayed scaling; reads the window ``[length, tensors]``."""
 
-    def arguments(window: Tensor) -> Arguments:
-        window = window.abs()
-        seen, window[0] = window[0].clone(), 0
-        state = {"seen": seen, "window": window, "scale": torch.ones_like(seen)}
-        rule = {"fp8_max": torch.full_like(seen, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
+    def arguments(amax_history: Tensor) -> Arguments:
+        amax_history = amax_history.abs()
+        amax, amax_history[0] = amax_history[0].clone(), 0
+        state = {"amax": amax, "amax_history": amax_history, "scale": torch.ones_like(amax)}
+        rule = {"fp8_max": torch.full_like(amax, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
         return {**state, **rule}
 
     return Operation("update_scales", "update_scales", torch.float32, arguments, {**target, **HOST})

@@ -22,7 +22,7 @@ from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import jobs, reference
-from lightning_fp8.ops.how import how_to_multiply
+from lightning_fp8.ops.config import scaled_mm_config
 from lightning_fp8.ops.multiply import multiplier
 from lightning_fp8.scaled import Layout, ScaledTensor
 
@@ -245,7 +245,7 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
     best = estimated(job.problem)
-    operands = left.data, left.scale_inv, right.data, right.scale_inv, job.how, None, None, exam.out
+    operands = left.data, left.scale_inv, right.data, right.scale_inv, job.config, None, None, exam.out
     for each in sorted(plans(job.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
@@ -261,14 +261,14 @@ def _job(work: Work, plan: Plan) -> jobs.Job:
         jobs.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
     )
     adds_to = (work.n, 0) if work.accumulate else None
-    return jobs.job_of(plan.device, left, right, how_to_multiply(a, b, work.out, work.fast), out=adds_to)
+    return jobs.job_of(plan.device, left, right, scaled_mm_config(a, b, work.out, work.fast), out=adds_to)
 
 
 def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
-    how = f"e4m3 {layout} power_2 rowwise"
+    config = f"e4m3 {layout} power_2 rowwise"
     quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
-    data, scale_inv, *_ = quantize(x, how)
+    data, scale_inv, *_ = quantize(x, config)
     return ScaledTensor(*jobs.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_fp8.ops import jobs
-from lightning_fp8.ops.how import how_to, how_to_multiply
+from lightning_fp8.ops.config import quantize_config, scaled_mm_config
 from lightning_fp8.ops.jobs import Operand
 from lightning_fp8.ops.multiply import multiplier
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
@@ -66,7 +66,7 @@ def job_of(of: Gemm, recipe: Recipe, device: torch.device) -> jobs.Job:
     left, right = (
         Operand.promised(cast.layout, cast.float8.dtype, rows, of.k) for cast, rows in ((a, of.m), (b, of.n))
     )
-    return jobs.job_of(device, left, right, how_to_multiply(a.layout, b.layout, torch.bfloat16, of.fast))
+    return jobs.job_of(device, left, right, scaled_mm_config(a.layout, b.layout, torch.bfloat16, of.fast))
 
 
 def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[], Tensor]]:
@@ -77,13 +77,13 @@ def candidates(of: Gemm, recipe: Recipe, job: jobs.Job) -> dict[Plan, Callable[[
     for role, rows in ((of.a, of.m), (of.b, of.n)):
         cast = recipe.cast(role)
         x = torch.randn(rows, of.k, device=job.device, dtype=torch.bfloat16)
-        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, how_to(cast))
+        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, quantize_config(cast))
         operands += jobs.laid_out(data, scale_inv, cast.layout)
     a, scale_a, b, scale_b = operands
 
     def call_of(plan: Plan) -> Callable[[], Tensor]:
         made = cache(partial(multiplier, job, plan))  # at the first call, whose error is reported
-        return lambda: made()(a, scale_a, b, scale_b, job.how, None, None, None)
+        return lambda: made()(a, scale_a, b, scale_b, job.config, None, None, None)
 
     return {plan: call_of(plan) for plan in plans(job.problem) if plan is not Library.BF16}
 

@@ -45,7 +45,7 @@ def quantize_role(
         x,
         recipe.cast(role),
         scale=scale,
-        seen=slot.seen if slot and observe else None,
+        amax=slot.amax if slot and observe else None,
         may_be_0=slot is None or slot.may_be_0(),
         rowwise=rowwise,
         columnwise=columnwise,
@@ -224,5 +224,5 @@ class ObserveGradFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ops.observe(dy.detach(), ctx.slot.seen)
+        ops.observe(dy.detach(), ctx.slot.amax)
         return dy, None

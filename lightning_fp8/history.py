@@ -1,9 +1,9 @@
-"""The one thing that changes between steps: amaxes, their window, and the scales of delayed scaling.
+"""The one thing that changes between steps: amaxes, their history, and the scales of delayed scaling.
 
 One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
 holds a :class:`Slot` for each of its roles. Within a step scales are constant and observing is
-``seen = max(seen, amax)``, so a recomputed forward, a micro-batch, a second call of a shared layer and another rank
-fold in by the same operation, in any order.
+``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second call of a shared layer and another
+rank fold in by the same operation, in any order.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class AmaxHistory:
     Attributes:
         names: one name per row, ``layers.0.fc1.input``.
         roles: one role per row; decides the row's format.
-        seen: float32 ``[n]``, the largest \\|x\\| since the last update.
-        window: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update looks at ``len`` of them, the
-            newest among them, and then drops the oldest: between updates the first row is 0.
+        amax: float32 ``[n]``, the largest \\|x\\| since the last update.
+        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` of them,
+            the newest among them, and then clears the oldest: between updates the first row is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
         counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
@@ -65,7 +65,7 @@ class AmaxHistory:
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         after_step: who updates as soon as an optimizer has stepped; ``None`` leaves it to the next training region.
 
-    ``seen`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
+    ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
 
     _largest: tuple[Any, Tensor] | None = None
@@ -80,8 +80,8 @@ class AmaxHistory:
     def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
         self.names = [name for name, _ in rows]
         self.roles = [role for _, role in rows]
-        self.seen = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.window = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
+        self.amax = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.updates, self.steps, self.waited = 0, -1, 0
@@ -92,17 +92,17 @@ class AmaxHistory:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.serial = next(_serial)
         _living.add(self)
-        self._rows = [(self.scale.new_empty(0), self.seen.new_empty(0)) for _ in self.names]
+        self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
 
     def _place_rows(self) -> None:
-        """Put the tensors of every row where ``scale`` and ``seen`` lie now.
+        """Put the tensors of every row where ``scale`` and ``amax`` lie now.
 
         They are no views: those share one version counter, and a graph that saves one row for its backward pass would
         refuse to run once another graph has written to another row.
         """
         for index, row in enumerate(self._rows):
-            for tensor, whole in zip(row, (self.scale, self.seen)):
+            for tensor, whole in zip(row, (self.scale, self.amax)):
                 tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
 
     def slot(self, row: int) -> Slot:
@@ -126,7 +126,9 @@ class AmaxHistory:
     def to(self, device: torch.device) -> AmaxHistory:
         """Move to ``device`` in place."""
         if self.scale.device != device:
-            self.seen, self.window, self.scale = (t.to(device) for t in (self.seen, self.window, self.scale))
+            self.amax = self.amax.to(device)
+            self.amax_history = self.amax_history.to(device)
+            self.scale = self.scale.to(device)
             self._place_rows()
             self.counts = self.counts.to(device)
         return self
@@ -172,23 +174,23 @@ class AmaxHistory:
             )
 
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
-        """Reduce ``seen`` over ``group``, push it into the window and compute new scales; once per optimizer step.
+        """Reduce ``amax`` over ``group``, push it into the history and compute new scales; once per optimizer step.
 
         Args:
-            recipe: the margin, interval, window length and algorithm.
+            recipe: the margin, interval, history length and algorithm.
             group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
         """
         update_together([self], recipe, group)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
-        """Give the window ``length`` rows: the oldest are dropped, or zeros are put before them."""
-        if self.window.shape[0] != length:
-            window = self.window.new_zeros(length, len(self.names))
-            kept = min(length, self.window.shape[0])
+        """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
+        if self.amax_history.shape[0] != length:
+            amax_history = self.amax_history.new_zeros(length, len(self.names))
+            kept = min(length, self.amax_history.shape[0])
             if kept:
-                window[length - kept :] = self.window[self.window.shape[0] - kept :]
-            self.window = window
+                amax_history[length - kept :] = self.amax_history[self.amax_history.shape[0] - kept :]
+            self.amax_history = amax_history
 
     def _advance(self, recipe: DelayedScaling) -> None:
         self.resize(recipe.amax_history_len)
@@ -198,10 +200,10 @@ class AmaxHistory:
         self.recipe, kept = None, None
         if recipe.interval > 1:
             kept = self.scale.clone()
-            self.counts += self.seen != 0  # an update that did not see a row brings it no nearer to its next scale
+            self.counts += self.amax != 0  # an update that did not see a row brings it no nearer to its next scale
         ops.update_scales(
-            self.seen,
-            self.window,
+            self.amax,
+            self.amax_history,
             self.scale,
             self._fp8_max(recipe),
             recipe.margin,
@@ -228,22 +230,22 @@ class AmaxHistory:
             self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
         return self._largest[1]
 
-    def set_row(self, row: int, scale: float, window: Tensor) -> None:
-        """Give one row its scale and its amaxes ``window [len]``, oldest first; the other rows keep theirs."""
-        self.resize(max(len(window), len(self.window)))
+    def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
+        """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
+        self.resize(max(len(amax_history), len(self.amax_history)))
         self.scaled = HostCopy()
-        self.scale[row], self.seen[row], self.counts[row] = scale, 0.0, 0.0
-        self.window[:, row] = 0.0
-        self.window[len(self.window) - len(window) :, row] = window.to(self.window.device)
+        self.scale[row], self.amax[row], self.counts[row] = scale, 0.0, 0.0
+        self.amax_history[:, row] = 0.0
+        self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
         return {
             "names": list(self.names),
             "scale": self.scale.clone(),
-            "amax_history": self.window.clone(),
+            "amax_history": self.amax_history.clone(),
             "updates": self.updates,
-            "seen": self.seen.clone(),
+            "seen": self.amax.clone(),
             "counts": self.counts.clone(),
             "steps": self.steps,
             **saved_span(self.span),
@@ -263,22 +265,23 @@ class AmaxHistory:
         Raises:
             ValueError: ``state`` is malformed; nothing was changed.
         """
-        saved_names, scale, window, updates = validated_state(state)
+        saved_names, scale, amax_history, updates = validated_state(state)
         names = self.names if names is None else names
         column = {name: index for index, name in enumerate(saved_names)}
         known = [(row, column[name]) for row, name in enumerate(names) if name in column]
-        new_scale, new_window = torch.zeros_like(self.scale), self.window.new_zeros(window.shape[0], len(self.names))
+        new_scale = torch.zeros_like(self.scale)
+        new_history = self.amax_history.new_zeros(amax_history.shape[0], len(self.names))
         if known:
             rows, columns = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
             new_scale[rows] = scale.to(self.scale.device)[columns]
-            new_window[:, rows] = window.to(self.scale.device)[:, columns]
+            new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
         self.scale.copy_(new_scale)
-        self.window, self.updates, self.span = new_window, updates, span_in(state)
+        self.amax_history, self.updates, self.span = new_history, updates, span_in(state)
         self.scaled = HostCopy()
-        self.seen.zero_()
+        self.amax.zero_()
         self.counts.zero_()
         if known:  # files of others hold neither
-            self.seen[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
+            self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
             self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
         self.steps, self.waited = state.get("steps", -1), 0
         return [name for name in names if name not in column]
@@ -294,13 +297,13 @@ class Slot:
         history: what the row is of.
         row: which.
         scale: float32 ``[]``; read by value, it changes at the next update.
-        seen: float32 ``[]`` that a cast writes its amax into.
+        amax: float32 ``[]`` that a cast writes its amax into.
     """
 
     history: AmaxHistory
     row: int
     scale: Tensor
-    seen: Tensor
+    amax: Tensor
 
     def __reduce__(self) -> Any:
         return AmaxHistory.slot, (self.history, self.row)  # copies and pickles share what their history has
@@ -328,12 +331,12 @@ def update_together(
     if not histories:
         return
     if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        amaxes = torch.cat([history.seen for history in histories])
+        amaxes = torch.cat([history.amax for history in histories])
         # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
         torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
-            history.seen.copy_(amax)
+            history.amax.copy_(amax)
     for history in histories:
         history._advance(recipe)
 

@@ -26,14 +26,14 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)
         way_out = f"Pass what is inside: state{inside}" if inside else "Save it with fp8_state_dict(model)"
         raise ValueError(f"FP8 state lacks {missing}; it holds {sorted(map(str, state))[:10]}. {way_out}")
-    names, scale, window, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
+    names, scale, amax_history, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("FP8 state's 'names' must be a list of strings")
     if len(set(names)) < len(names):
         raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
         raise ValueError(f"FP8 state's 'updates' must be a count, not {updates!r}")
-    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", window, (None, len(names)))):
+    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", amax_history, (None, len(names)))):
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             raise ValueError(
                 f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
@@ -51,4 +51,4 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
             raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},) where it is there")
-    return names, scale.detach(), window.detach(), updates
+    return names, scale.detach(), amax_history.detach(), updates

@@ -65,7 +65,7 @@ class Cast:
     amax_epsilon: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
-    """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.how`."""
+    """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.config`."""
 
     def __post_init__(self) -> None:
         options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)

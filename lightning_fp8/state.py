@@ -44,25 +44,25 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         TypeError: ``model`` is no module.
     """
     require_module("fp8_state_dict", model)
-    names, scales, windows, seen, counts, updates, steps = [], [], [], [], [], 0, -1
+    names, scales, histories, amaxes, counts, updates, steps = [], [], [], [], [], 0, -1
     span: Span | None = None
     for name, module in fp8_modules(model):
         for role, slot in (module.slots or {}).items():
             names.append(row_name(name, role))
             span = span or slot.history.span
             scales.append(slot.scale_for(span) if span else slot.scale)
-            windows.append(slot.history.window[:, slot.row])
-            seen.append(slot.seen.detach().clone())
+            histories.append(slot.history.amax_history[:, slot.row])
+            amaxes.append(slot.amax.detach().clone())
             counts.append(slot.history.counts[slot.row])
             updates, steps = max(updates, slot.history.updates), max(steps, slot.history.steps)
-    length = max((len(window) for window in windows), default=0)
-    columns = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
+    length = max((len(history) for history in histories), default=0)
+    columns = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
     return {
         "names": names,
         "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
-        "seen": torch.stack(seen) if seen else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "steps": steps,
         **saved_span(span),

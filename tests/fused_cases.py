@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.config import quantize_config
 from lightning_fp8.ops.fused import cuda, reference
-from lightning_fp8.ops.fused.schema import activation_to, is_gated, norm_to
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.fused.schema import activation_config, is_gated, norm_config
 from lightning_fp8.scaled import Cast, Layout
 from tests.kernel_cases import (
     BF16,
@@ -85,7 +85,7 @@ def check_cast(
     layout: Layout = Layout.TENSOR,
     *,
     scale: float | None = None,
-    seen: float | None = None,
+    amax: float | None = None,
     power_2: bool = False,
     epsilon: float = 0.0,
     rowwise: bool = True,
@@ -94,14 +94,15 @@ def check_cast(
     may_be_0: bool = True,
     exact: bool = False,
 ) -> None:
-    """A fused op gives what the reference of the same name does: operands, the results beside them, seen and counts."""
-    how = f"{computed}, {how_to(Cast(float8_of(fp8), layout, power_2, epsilon), rowwise, columnwise, not may_be_0)}"
+    """A fused op gives what the reference of the same name does: operands, the results beside them, amax and counts."""
+    cast = Cast(float8_of(fp8), layout, power_2, epsilon)
+    config = f"{computed}, {quantize_config(cast, rowwise, columnwise, not may_be_0)}"
     results, collected = [], []
     for module, on in ((cuda, device), (reference, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
-        largest = None if seen is None else torch.tensor(seen, device=on)
+        largest = None if amax is None else torch.tensor(amax, device=on)
         counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), how, given, largest, counts))
+        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), config, given, largest, counts))
         collected.append((largest, counts))
     actual, expected = results
     assert_operands(actual[:4], expected[:4], exact)
@@ -148,10 +149,10 @@ def check_norm(
     *,
     rms: bool = False,
     zero_centered: bool = False,
-    **how: Any,
+    **config: Any,
 ) -> None:
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
-    check_cast("norm_quantize", inputs, norm_to(rms, 1e-5, zero_centered), device, **how)
+    check_cast("norm_quantize", inputs, norm_config(rms, 1e-5, zero_centered), device, **config)
 
 
 def check_norm_backward(
@@ -169,18 +170,18 @@ def check_norm_backward(
     mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
-    how = norm_to(rms, 0.0, zero_centered, not rms)
-    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), how)
-    expected = reference.norm_backward(*arguments, how)
+    config = norm_config(rms, 0.0, zero_centered, not rms)
+    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
+    expected = reference.norm_backward(*arguments, config)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
         assert_close(a, b, name)
 
 
-def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **how: Any) -> None:
+def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
     """``shape``: of the values."""
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x = strided(values(shape[0], columns, dtype, spread=2.0))
-    check_cast("activation_quantize", (x,), name, device, exact="relu" in name or "reglu" in name, **how)
+    check_cast("activation_quantize", (x,), name, device, exact="relu" in name or "reglu" in name, **config)
 
 
 def check_activation_backward(
@@ -190,13 +191,15 @@ def check_activation_backward(
     dy_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     device: str,
-    **how: Any,
+    **config: Any,
 ) -> None:
     """``shape``: of dy."""
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x, dy = values(shape[0], columns, dtype, spread=2.0), strided(values(*shape, dy_dtype, seed=1))
     exact = "relu" in name or "reglu" in name
-    check_cast("activation_backward_quantize", (dy, x), activation_to(name, bias_dtype), device, exact=exact, **how)
+    check_cast(
+        "activation_backward_quantize", (dy, x), activation_config(name, bias_dtype), device, exact=exact, **config
+    )
 
 
 ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
@@ -204,40 +207,40 @@ ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
 and each block has several; FULL's fill the registers of theirs."""
 
 
-def _norm(name: str, *args: Any, **how: Any) -> Case:
-    return Case(f"norm-{name}", lambda device: check_norm(*args, device, **how))
+def _norm(name: str, *args: Any, **config: Any) -> Case:
+    return Case(f"norm-{name}", lambda device: check_norm(*args, device, **config))
 
 
-def _norm_backward(name: str, *args: Any, **how: Any) -> Case:
-    return Case(f"norm_backward-{name}", lambda device: check_norm_backward(*args, device, **how))
+def _norm_backward(name: str, *args: Any, **config: Any) -> Case:
+    return Case(f"norm_backward-{name}", lambda device: check_norm_backward(*args, device, **config))
 
 
-def _activation(name: str, note: str, *args: Any, **how: Any) -> Case:
-    return Case(f"{name}-{note}", lambda device: check_activation(name, *args, device, **how))
+def _activation(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"{name}-{note}", lambda device: check_activation(name, *args, device, **config))
 
 
-def _activation_backward(name: str, note: str, *args: Any, **how: Any) -> Case:
-    return Case(f"{name}_backward-{note}", lambda device: check_activation_backward(name, *args, device, **how))
+def _activation_backward(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"{name}_backward-{note}", lambda device: check_activation_backward(name, *args, device, **config))
 
 
 _ROWS = {"columnwise": False}
-_GIVEN = {"scale": 20.0, "seen": 0.5}
+_GIVEN = {"scale": 20.0, "amax": 0.5}
 _KNOWN = {"may_be_0": False, "columnwise": False}
 
 CASES: list[Case] = [
     _norm("rms-bf16-given", ALIGNED, BF16, BF16, rms=True, zero_centered=True, **_GIVEN, **_ROWS),
-    _norm("rms-bf16-scale=0", ALIGNED, BF16, BF16, rms=True, zero_centered=True, scale=0.0, seen=0.5, **_ROWS),
+    _norm("rms-bf16-scale=0", ALIGNED, BF16, BF16, rms=True, zero_centered=True, scale=0.0, amax=0.5, **_ROWS),
     _norm("rms-bf16-long-known", LONG, BF16, FP32, rms=True, **_GIVEN, **_ROWS, may_be_0=False),
-    _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, seen=1e9, **_ROWS),
+    _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, amax=1e9, **_ROWS),
     _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, may_be_0=False),
     _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, may_be_0=False),
     _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, may_be_0=False),
     _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
     _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
-    _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, seen=1e9, count=True),
+    _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, amax=1e9, count=True),
     _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
-    _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, seen=0.5, count=True),
+    _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, amax=0.5, count=True),
     _norm("layer-fp16-ragged-rows", RAGGED, FP16, FP16, layout=Layout.ROW),
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
     _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),
@@ -250,12 +253,12 @@ CASES: list[Case] = [
     _norm_backward("rms-bf16-1024-threads", (9, 8320), BF16, BF16, BF16, rms=True),
     _norm_backward("rms-bf16-wide", (17, 16400), BF16, BF16, BF16, rms=True),
     _activation("swiglu", "bf16-given", ALIGNED, BF16, **_GIVEN),
-    _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, seen=1e9),
+    _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
     _activation("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
     _activation("relu", "fp16-rows", ALIGNED, FP16, layout=Layout.ROW),
     _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, count=True, may_be_0=False),
     _activation_backward("swiglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN),
-    _activation_backward("swiglu", "bf16-scale=0-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, scale=0.0, seen=0.0),
+    _activation_backward("swiglu", "bf16-scale=0-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, scale=0.0, amax=0.0),
     _activation_backward("geglu", "fp32-known-bias", ALIGNED, FP32, FP32, FP16, fp8=E5M2, **_GIVEN, **_KNOWN),
     _activation_backward("silu", "bf16-rows-bias", ALIGNED, BF16, FP32, FP32, layout=Layout.ROW),
     _activation_backward("srelu", "bf16-ragged-1x128-bias", RAGGED, BF16, BF16, BF16, layout=Layout.BLOCK_1X128),

@@ -19,7 +19,7 @@ from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Plan, Problem, plans
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import gemm, jobs, planning, reference
-from lightning_fp8.ops.how import NAMES, how_to, how_to_multiply
+from lightning_fp8.ops.config import NAMES, quantize_config, scaled_mm_config
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
@@ -44,8 +44,8 @@ def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
 
 def operand(x: Tensor, dtype: torch.dtype, layout: str, power_2: bool) -> ScaledTensor:
     """``x`` as the reference casts it."""
-    how = how_to(Cast(float8_of(dtype), Layout(layout), power_2))
-    data, scale_inv, *_ = reference.quantize(x, how)
+    options = quantize_config(Cast(float8_of(dtype), Layout(layout), power_2))
+    data, scale_inv, *_ = reference.quantize(x, options)
     return ScaledTensor(data, scale_inv, Layout(layout))
 
 
@@ -75,16 +75,16 @@ def check_product(
     for more in (added, before):
         right = right if more is None else right + more.double()
     on = [jobs.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout) for each in (a, b)]
-    operands = *on[0], *on[1], how_to_multiply(a.layout, b.layout, out, fast)
+    operands = *on[0], *on[1], scaled_mm_config(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)
         gemm.scaled_mm_accumulate(actual, *operands)
     else:
-        seen = torch.tensor(0.5, device=device) if amax else None
+        largest = torch.tensor(0.5, device=device) if amax else None
         with_bias = *operands, moved(added, device)
-        actual = gemm.scaled_mm(*with_bias) if seen is None else gemm.scaled_mm_observed(*with_bias, seen)
-        if seen is not None:
-            assert torch.equal(seen, actual.abs().max().float()), (seen, actual.abs().max())
+        actual = gemm.scaled_mm(*with_bias) if largest is None else gemm.scaled_mm_observed(*with_bias, largest)
+        if largest is not None:
+            assert torch.equal(largest, actual.abs().max().float()), (largest, actual.abs().max())
     assert actual.dtype == out
     assert actual.is_contiguous()
     if exact:
@@ -124,14 +124,16 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
     planning.forget()
 
 
-def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **how: Any) -> Case:
-    words = [f"{key}={NAMES.get(value, value)}" for key, value in how.items() if key != "formats"]
-    words += ["e5m2*e4m3"] * (how.get("formats") == (E5M2, E4M3)) + ["e4m3*e5m2"] * (how.get("formats") == (E4M3, E5M2))
+def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **options: Any) -> Case:
+    words = [f"{key}={NAMES.get(value, value)}" for key, value in options.items() if key != "formats"]
+    words += ["e5m2*e4m3"] * (options.get("formats") == (E5M2, E4M3)) + ["e4m3*e5m2"] * (
+        options.get("formats") == (E4M3, E5M2)
+    )
     name = "-".join(["product", scaling, "x".join(map(str, shape)), "/".join(map(str, tile)), *words])
 
     def run(device: str) -> None:
         with multiplying("90a" if len(tile) > 2 else "89", *tile):
-            check_product(scaling, shape, device, **how)
+            check_product(scaling, shape, device, **options)
 
     return Case(name, run)
 

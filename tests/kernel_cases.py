@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops import cuda, reference
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.config import quantize_config
 from lightning_fp8.scaled import Cast, Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,9 +87,9 @@ def check_quantize(
         torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
     )
     on_device = x if x.device.type == device else _moved(x, device)
-    how = how_to(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
-    actual = cuda.quantize(on_device, how, counts=counts)
-    expected = reference.quantize(x, how, counts=expected_counts)
+    config = quantize_config(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
+    actual = cuda.quantize(on_device, config, counts=counts)
+    expected = reference.quantize(x, config, counts=expected_counts)
     for name, a, b in zip(RESULTS, actual, expected):
         assert_same(a, b, name)
     assert_padded_with_zeros(actual[0])
@@ -106,47 +106,47 @@ def check_quantize_with_scale(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    seen: float | None = None,
+    amax: float | None = None,
     count: bool = False,
 ) -> None:
     """A tensor with a given scale (0: its own) is what the reference gives, amax and counts included."""
     results = []
-    how = how_to(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
+    config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
     for quantize, on in ((cuda.quantize, device), (reference.quantize, "cpu")):
         scale_tensor = torch.tensor(scale, device=on)
-        collected = torch.tensor(seen, device=on) if seen is not None else None
+        collected = torch.tensor(amax, device=on) if amax is not None else None
         counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
         where = _moved(x, on)
-        results.append((*quantize(where, how, scale_tensor, collected, counts), collected, counts))
-    for name, a, b in zip((*RESULTS, "seen", "counts"), *results):
+        results.append((*quantize(where, config, scale_tensor, collected, counts), collected, counts))
+    for name, a, b in zip((*RESULTS, "amax", "counts"), *results):
         if b is not None:
             assert_same(a, b, name)
 
 
-def check_observe(x: Tensor, seen: float, device: str) -> None:
-    actual, expected = torch.tensor(seen, device=device), torch.tensor(seen)
+def check_observe(x: Tensor, amax: float, device: str) -> None:
+    actual, expected = torch.tensor(amax, device=device), torch.tensor(amax)
     cuda.observe(_moved(x, device), actual)
     reference.observe(x, expected)
-    assert_same(actual, expected, "seen")
+    assert_same(actual, expected, "amax")
 
 
 def check_update_scales(
     length: int, n: int, device: str, *, margin: float = 0.0, algorithm: str = "max", recompute: bool = True
 ) -> None:
     generator = torch.Generator().manual_seed(length + n)
-    seen = torch.rand(n, generator=generator) * 10
-    seen[0], seen[n // 2], seen[-1] = 0.0, torch.nan, torch.inf
-    window, scale = torch.rand(length, n, generator=generator), torch.rand(n, generator=generator)
-    window[:, n // 3] = 0.0
+    amax = torch.rand(n, generator=generator) * 10
+    amax[0], amax[n // 2], amax[-1] = 0.0, torch.nan, torch.inf
+    amax_history, scale = torch.rand(length, n, generator=generator), torch.rand(n, generator=generator)
+    amax_history[:, n // 3] = 0.0
     fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, 448.0, 57344.0)
-    seen[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
-    seen[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
+    amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
+    amax[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
     results = []
     for update, on in ((cuda.update_scales, device), (reference.update_scales, "cpu")):
-        state = [tensor.to(on, copy=True) for tensor in (seen, window, scale)]
+        state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
         update(*state, fp8_max.to(on), margin, algorithm, recompute)
         results.append(state)
-    for name, a, b in zip(("seen", "window", "scale"), *results):
+    for name, a, b in zip(("amax", "amax_history", "scale"), *results):
         assert_same(a, b, name)
 
 
@@ -164,17 +164,17 @@ def _name(*parts: Any) -> str:
     )
 
 
-def _self_scaled(layout: Layout, dtype: torch.dtype, fp8: torch.dtype, shape: tuple[int, int], **how: Any) -> Case:
-    flags = "+".join(key for key, value in how.items() if value is True)
-    off = "+".join(f"no_{key}" for key, value in how.items() if value is False)
+def _self_scaled(layout: Layout, dtype: torch.dtype, fp8: torch.dtype, shape: tuple[int, int], **config: Any) -> Case:
+    flags = "+".join(key for key, value in config.items() if value is True)
+    off = "+".join(f"no_{key}" for key, value in config.items() if value is False)
     name = _name("quantize", layout.value, dtype, fp8, f"{shape[0]}x{shape[1]}", flags, off)
-    return Case(name, lambda device: check_quantize(sample(*shape, dtype), fp8, layout, device, **how))
+    return Case(name, lambda device: check_quantize(sample(*shape, dtype), fp8, layout, device, **config))
 
 
-def _given(dtype: torch.dtype, fp8: torch.dtype, scale: float, shape: tuple[int, int], **how: Any) -> Case:
-    flags = "+".join(f"{key}={value}" for key, value in how.items())
+def _given(dtype: torch.dtype, fp8: torch.dtype, scale: float, shape: tuple[int, int], **config: Any) -> Case:
+    flags = "+".join(f"{key}={value}" for key, value in config.items())
     name = _name("given", dtype, fp8, f"{shape[0]}x{shape[1]}", f"scale={scale}", flags)
-    return Case(name, lambda device: check_quantize_with_scale(sample(*shape, dtype), fp8, scale, device, **how))
+    return Case(name, lambda device: check_quantize_with_scale(sample(*shape, dtype), fp8, scale, device, **config))
 
 
 ALIGNED, RAGGED = (140, 264), (131, 203)
@@ -196,16 +196,16 @@ CASES: list[Case] = [
     *(_self_scaled(layout, BF16, E5M2, ALIGNED, rowwise=False, count=True) for layout in Layout),
     _self_scaled(Layout.TENSOR, FP32, E4M3, ALIGNED, epsilon=1e6),
     _self_scaled(Layout.BLOCK_1X128, BF16, E4M3, ALIGNED, epsilon=0.5),
-    _given(BF16, E4M3, 3.7, ALIGNED, seen=0.0),
-    _given(BF16, E4M3, 0.0, ALIGNED, seen=1e9),
-    _given(BF16, E5M2, 1e-3, RAGGED, seen=0.0, columnwise=False),
+    _given(BF16, E4M3, 3.7, ALIGNED, amax=0.0),
+    _given(BF16, E4M3, 0.0, ALIGNED, amax=1e9),
+    _given(BF16, E5M2, 1e-3, RAGGED, amax=0.0, columnwise=False),
     _given(BF16, E4M3, 64.0, ALIGNED, columnwise=False),
-    _given(BF16, E4M3, 64.0, ALIGNED, seen=0.0, columnwise=False),
+    _given(BF16, E4M3, 64.0, ALIGNED, amax=0.0, columnwise=False),
     _given(BF16, E4M3, 64.0, ALIGNED, rowwise=False),
-    _given(FP32, E4M3, 1e4, RAGGED, seen=0.0, count=True),
+    _given(FP32, E4M3, 1e4, RAGGED, amax=0.0, count=True),
     _given(FP16, E4M3, 1e4, ALIGNED, count=True, columnwise=False),
     Case("observe-bf16", lambda device: check_observe(sample(*ALIGNED, BF16), 0.25, device)),
-    Case("observe-less-than-seen", lambda device: check_observe(sample(*RAGGED, FP16), 1e30, device)),
+    Case("observe-less-than-amax", lambda device: check_observe(sample(*RAGGED, FP16), 1e30, device)),
     Case("observe-nan", lambda device: check_observe(torch.tensor([[1.0, torch.nan, -3.0]]), 1e30, device)),
     Case("update_scales-16x5", lambda device: check_update_scales(16, 5, device)),
     Case("update_scales-1024x70", lambda device: check_update_scales(1024, 70, device, margin=1.0)),

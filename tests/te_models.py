@@ -76,9 +76,9 @@ def random_columns(gemms: int, length: int, seed: int) -> Columns:
     generator = torch.Generator().manual_seed(seed)
     columns: list[Tensor] = []
     for slots in (3 * gemms, 2 * gemms):
-        window = torch.rand(length, slots, generator=generator) + 0.5
-        window[0] = 0
-        columns += [torch.rand(slots, generator=generator) * 100 + 2, window]
+        amax_history = torch.rand(length, slots, generator=generator) + 0.5
+        amax_history[0] = 0
+        columns += [torch.rand(slots, generator=generator) * 100 + 2, amax_history]
     return columns[0], columns[1], columns[2], columns[3]
 
 
@@ -104,9 +104,11 @@ def expected_rows(states: dict[str, Any], attention: bool = True) -> dict[str, t
     rows = {}
     for name, columns in states.items():
         for role, (direction, column) in (ATTENTION if name.endswith("core_attention") else LINEAR).items():
-            scale, window = columns[:2] if direction == "fwd" else columns[2:]
+            scale, amax_history = columns[:2] if direction == "fwd" else columns[2:]
             empty = name.endswith("core_attention") and not attention
-            rows[f"{name}.{role}"] = (0.0, torch.zeros(len(window))) if empty else (scale[column], window[:, column])
+            rows[f"{name}.{role}"] = (
+                (0.0, torch.zeros(len(amax_history))) if empty else (scale[column], amax_history[:, column])
+            )
     return rows
 
 

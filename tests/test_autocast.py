@@ -59,7 +59,7 @@ def test_it_decorates_functions_and_defaults_to_delayed_scaling() -> None:
         return linear(x)
 
     assert not torch.equal(forward(), high_precision(linear, x))
-    assert linear.slots[Role.INPUT].seen == x.abs().max()
+    assert linear.slots[Role.INPUT].amax == x.abs().max()
 
 
 def test_scales_are_updated_where_the_next_training_region_begins() -> None:

@@ -147,7 +147,7 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "how": "no cast"})
+    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "config": "no cast"})
     absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
     path = tmp_path / "out.json"
@@ -194,7 +194,7 @@ def outcome_bytes(name: str, shape: tuple[int, int]) -> int:
 def test_bytes_that_must_move() -> None:
     # x and scale are read, codes and scale_inv written
     assert outcome_bytes("cast", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
-    # ... and seen is both; the second copy has the same scale
+    # ... and amax is both; the second copy has the same scale
     assert outcome_bytes("cast + transposed + amax", (128, 256)) == 128 * 256 * 2 + 4 + 4 + 2 * 128 * 256 + 4 + 4
     assert outcome_bytes("transposed only", (128, 256)) == 128 * 256 * 2 + 4 + 128 * 256 + 4
     assert outcome_bytes("current scaling", (128, 256)) == 128 * 256 * 2 + 128 * 256 + 4
@@ -202,7 +202,7 @@ def test_bytes_that_must_move() -> None:
     assert outcome_bytes("1x32 + transposed", (100, 200)) == 100 * 200 * (2 + 1 + 1) + 100 * 7 + 200 * 4
     assert outcome_bytes("1x128 + transposed", (100, 200)) == 100 * 200 * (2 + 1 + 1) + 4 * (100 * 2 + 200 * 1)
     assert outcome_bytes("128x128", (100, 200)) == 100 * 200 * (2 + 1) + 4 * 1 * 2
-    # seen, window, scale and fp8_max are read; all but the last are written
+    # amax, amax_history, scale and fp8_max are read; all but the last are written
     update = Call(operations.update_scales({}), torch.randn(8, 10))
     assert update.bytes() == 4 * (10 + 80 + 10 + 10) + 4 * (10 + 80 + 10)
 
@@ -211,7 +211,7 @@ def test_a_call_repeats_its_first_one() -> None:
     update = Call(operations.update_scales({}), torch.randn(8, 10))
     first = [tensor.clone() for tensor in update.outcome()]
     assert all(map(torch.equal, first, update.outcome()))
-    update()  # now seen is 0, and nothing is left to do
+    update()  # now amax is 0, and nothing is left to do
     assert all(map(torch.equal, first, update.outcome()))
 
 

@@ -59,7 +59,7 @@ SCALES = [1.0, 448.0, 57344.0, 0.1, 1.0 / 3.0, 2.0**-20, 3.0e38, 1.0e-38, 1.7, 5
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_bfloat16(scale: float, float8: Float8, emulator: Emulator) -> None:
     emulator.races = False
-    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cpu", seen=0.0)
+    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cpu", amax=0.0)
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -114,8 +114,8 @@ def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulat
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
     """An empty tensor has empty operands, and no kernel is started."""
-    x, how = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
-    for a, b in zip(cuda.quantize(x, how), reference.quantize(x, how)):
+    x, config = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
+    for a, b in zip(cuda.quantize(x, config), reference.quantize(x, config)):
         assert_same(a, b, "empty")
     assert not emulator.launched
 

@@ -35,8 +35,8 @@ def test_inspect_prints_every_tensor(version: str, writer: str, files: Any, caps
     cells = {line.split()[0]: line.split()[1:4] for line in printed.splitlines()[2:]}
     rows = expected_rows(written["states"])
     assert cells.keys() == rows.keys()
-    for name, (scale, window) in rows.items():
-        assert cells[name] == [f"{float(scale):.6g}", f"{window.max():.6g}", f"{window[-1]:.6g}"]
+    for name, (scale, amax_history) in rows.items():
+        assert cells[name] == [f"{float(scale):.6g}", f"{amax_history.max():.6g}", f"{amax_history[-1]:.6g}"]
 
 
 @pytest.mark.parametrize("version", ["1.7", "2.18"])

@@ -75,7 +75,7 @@ def stepped(
         assert x.grad is not None
         numbers += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     history = plugin.histories["model"]
-    return [*numbers, history.scale, history.window]
+    return [*numbers, history.scale, history.amax_history]
 
 
 def compare(
@@ -208,6 +208,6 @@ def test_compiled_and_checkpointed_under_the_trainer() -> None:
         trainer.fit(module, DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
         history = trainer.precision_plugin.histories["model"]  # type: ignore[attr-defined]
         assert (history.scale > 0).all()
-        found.append([torch.tensor(module.losses), history.scale, history.window, *module.parameters()])
+        found.append([torch.tensor(module.losses), history.scale, history.amax_history, *module.parameters()])
     for ours, eager in zip(*found):
         assert torch.equal(ours, eager)

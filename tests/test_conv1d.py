@@ -118,7 +118,7 @@ def test_a_transposed_view_is_cast_as_its_copy(recipe: str, shape: tuple[int, in
         x = x if view else x.contiguous()
         slots = {Role.WEIGHT: history.slot(0)}
         cast = quantize_role(x, Role.WEIGHT, chosen, slots, observe=True, rowwise=True, columnwise=True)
-        results.append((*cast, history.seen))
+        results.append((*cast, history.amax))
     for one, other in zip(results[0][:2], results[1][:2]):
         assert one.layout == other.layout
         assert torch.equal(one.data.float(), other.data.float())

@@ -15,13 +15,13 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path
     first, second = run_on_two_ranks("ddp", "scales", str(tmp_path), str(accumulate), folder=tmp_path)
     steps = 4 // accumulate
     assert first["steps"] == second["steps"] == steps
-    assert len(first["seen"]) == steps
-    for one, two in zip(first["seen"], second["seen"]):
+    assert len(first["amax"]) == steps
+    for one, two in zip(first["amax"], second["amax"]):
         assert one != two  # their data differ
     assert first["scales"] == second["scales"]
     assert len(first["scales"]) == 4
     # 448 / max over the ranks, for the first step's input of the first FP8 layer
-    largest = max(first["seen"][0][0], second["seen"][0][0])
+    largest = max(first["amax"][0][0], second["amax"][0][0])
     assert first["scales"][accumulate - 1][0] == pytest.approx(448 / largest, rel=1e-6)
     for rank in (first, second):
         assert rank["updates"] == [["all_reduce"]] * steps
@@ -50,12 +50,12 @@ def test_transformer_engines_files_resume(tmp_path: Path) -> None:
 def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
     first, second = run_on_two_ranks("raw", str(tmp_path), folder=tmp_path)
     assert first == second  # the same scales from other data, and no rank waits for a collective of another
-    window = first["trainer"]["window"]
-    assert all(amax > 0 for row in window[-4:] for amax in row)  # two epochs of two batches on each rank
-    assert not any(amax for row in window[:-4] for amax in row)
+    amax_history = first["trainer"]["amax_history"]
+    assert all(amax > 0 for row in amax_history[-4:] for amax in row)  # two epochs of two batches on each rank
+    assert not any(amax for row in amax_history[:-4] for amax in row)
     for model in first["plain"]:
         assert all(scale > 0 for scale in model["scale"])
-        assert all(amax > 0 for row in model["window"][-4:] for amax in row)
+        assert all(amax > 0 for row in model["amax_history"][-4:] for amax in row)
     # A collective for each step but the last two's, and those of the first regions, which knew no optimizer yet.
     assert first["plain"][0]["reduced"] == 2 * 4 - 2 + 4
 

@@ -54,7 +54,7 @@ class Seen(Callback):
 
     def _note(self, trainer: Any, *args: Any) -> None:
         history = trainer.precision_plugin.histories["model"]
-        self.states.append((history.seen.clone(), history.scale.clone()))
+        self.states.append((history.amax.clone(), history.scale.clone()))
 
     on_validation_start = on_validation_end = _note
 
@@ -74,16 +74,16 @@ def test_validation_with_gradients_moves_nothing(mode: bool) -> None:
     assert len(model.differentiated) == 9
     assert all(gradient.abs().sum() > 0 for gradient in model.differentiated)
     assert len(watch.states) == 2 * 9
-    assert any(seen.any() for seen, _ in watch.states)
+    assert any(amax.any() for amax, _ in watch.states)
     for before, after in zip(watch.states[::2], watch.states[1::2]):
         assert all(torch.equal(one, two) for one, two in zip(before, after))
     history = trainer.precision_plugin.histories["model"]
     state = history.state_dict()
     for stage in ("validate", "test", "predict"):
         getattr(trainer, stage)(model, regression_data(16, seed=1))
-        assert not history.seen.any()
+        assert not history.amax.any()
         assert torch.equal(history.scale, state["scale"])
-        assert torch.equal(history.window, state["amax_history"])
+        assert torch.equal(history.amax_history, state["amax_history"])
     assert len(model.differentiated) == 9 + 3
 
 

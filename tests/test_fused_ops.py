@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops import fused, planning
+from lightning_fp8.ops.config import parse_quantize_config, quantize_config
 from lightning_fp8.ops.fused import cuda, reference
 from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.how import how_to, parsed
 from lightning_fp8.ops.operands import Operands
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.emulated import Emulator, executing, needs_compilers
@@ -68,9 +68,9 @@ def exact_activation(x: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize(("shape", "dtype", "zero_centered"), [((70, 100), BF16, False), ((33, 257), FP32, True)])
 def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dtype, zero_centered: bool) -> None:
     x, weight, bias = norm_inputs(shape, dtype, FP32, rms)
-    how = Cast(E4M3, layout, layout in POWER_2)
+    config = Cast(E4M3, layout, layout in POWER_2)
     options = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered}
-    (row, column), statistics = fused.norm_quantize(x, weight, bias, how, columnwise=True, **options)
+    (row, column), statistics = fused.norm_quantize(x, weight, bias, config, columnwise=True, **options)
     doubles = x.double(), weight.double(), None if bias is None else bias.double()
     y = exact_norm(*doubles, rms, zero_centered)
     check_operand(row, y, layout)
@@ -80,7 +80,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
     torch.testing.assert_close(statistics[-1].double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
     if not rms:
         torch.testing.assert_close(statistics[0].double(), x.double().mean(1), rtol=1e-6, atol=1e-6)
-    only = fused.norm_quantize(x, weight, bias, how, rowwise=False, columnwise=True, **options).operands
+    only = fused.norm_quantize(x, weight, bias, config, rowwise=False, columnwise=True, **options).operands
     assert only.rowwise is None
     check_operand(only.columnwise, y.t(), layout)
 
@@ -100,19 +100,19 @@ def test_given_scale(float8: object, scale: float) -> None:
     x, weight, bias = norm_inputs((40, 56), BF16, FP32, False)
     y = exact_norm(x.double(), weight.double(), bias.double(), False, False)  # type: ignore[union-attr]
     g = exact_activation(x.double(), "swiglu")
-    how = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
+    config = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
     for exact, run in (
-        (y, lambda **given: fused.norm_quantize(x, weight, bias, how, eps=1e-5, **given).operands),
-        (g, lambda **given: fused.activation_quantize(x, "swiglu", how, **given)),
+        (y, lambda **given: fused.norm_quantize(x, weight, bias, config, eps=1e-5, **given).operands),
+        (g, lambda **given: fused.activation_quantize(x, "swiglu", config, **given)),
     ):
-        amax, seen = exact.abs().max(), torch.tensor(0.25)
-        row, none = run(scale=torch.tensor(scale), seen=seen)
+        exact_amax, amax = exact.abs().max(), torch.tensor(0.25)
+        row, none = run(scale=torch.tensor(scale), amax=amax)
         assert none is None
-        used = scale or float(float8.max / amax)  # type: ignore[attr-defined]
+        used = scale or float(float8.max / exact_amax)  # type: ignore[attr-defined]
         codes = torch.from_numpy(cast(exact.numpy(), used, float8.name))  # type: ignore[attr-defined]
         assert_close_codes(row.data, codes.view(row.data.dtype), "codes")
         torch.testing.assert_close(row.scale_inv.double(), torch.tensor(1 / used).double(), rtol=1e-6, atol=0.0)
-        torch.testing.assert_close(seen.double(), amax, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(amax.double(), exact_amax, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -150,16 +150,16 @@ def test_gradients_have_their_tensors_dtypes() -> None:
 def test_activation(name: str, layout: Layout) -> None:
     """Values, gradients and their sums are float64's, in both operands."""
     columns = 2 * 101 if is_gated(name) else 101
-    x, how = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
+    x, config = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
     leaf = x.double().requires_grad_()
     y = exact_activation(leaf, name)
-    row, column = fused.activation_quantize(x, name, how, columnwise=True)
+    row, column = fused.activation_quantize(x, name, config, columnwise=True)
     check_operand(row, y.detach(), layout)
     check_operand(column, y.detach().t(), layout)
     dy = values(67, 101, FP32, seed=1)
     y.backward(dy.double())
     assert leaf.grad is not None
-    (row, column), dbias = fused.activation_backward_quantize(dy, x, name, how, bias_dtype=FP32, columnwise=True)
+    (row, column), dbias = fused.activation_backward_quantize(dy, x, name, config, bias_dtype=FP32, columnwise=True)
     check_operand(row, leaf.grad, layout)
     check_operand(column, leaf.grad.t(), layout)
     torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
@@ -189,9 +189,9 @@ def test_registration(layout: Layout) -> None:
     given: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
     if layout is Layout.TENSOR:
         given.append((torch.tensor(2.0), torch.tensor(0.0)))
-    for scale, seen in given:
+    for scale, amax in given:
         for usage in ((True, False), (False, True), (True, True)):
-            cast, rest = how_to(Cast(E4M3, layout), *usage), (scale, seen, torch.zeros(2, dtype=torch.int64))
+            cast, rest = quantize_config(Cast(E4M3, layout), *usage), (scale, amax, torch.zeros(2, dtype=torch.int64))
             layer, rms = f"layer eps=1e-5 zero_centered, {cast}", f"rms eps=1e-5, {cast}"
             torch.library.opcheck(library.norm_quantize, (x, weight, bias, layer, *rest))
             torch.library.opcheck(library.norm_quantize, (x, weight, None, rms, *rest))
@@ -199,7 +199,7 @@ def test_registration(layout: Layout) -> None:
             gradients = library.activation_backward_quantize
             torch.library.opcheck(gradients, (x, x, f"gelu bias=bfloat16, {cast}", *rest))
             torch.library.opcheck(gradients, (x[:, :24], x, f"reglu, {cast}", *rest))
-    cast = how_to(Cast(E4M3, layout), True, True)  # without anything to write to
+    cast = quantize_config(Cast(E4M3, layout), True, True)  # without anything to write to
     torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, f"layer eps=1e-5, {cast}"))
     torch.library.opcheck(library.activation_quantize_unobserved, (x, f"swiglu, {cast}"))
     torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, f"gelu bias=bfloat16, {cast}"))
@@ -208,11 +208,11 @@ def test_registration(layout: Layout) -> None:
     torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], "rms"))
 
 
-def arguments(op: str, x: Tensor, how: str) -> tuple[object, ...]:
+def arguments(op: str, x: Tensor, config: str) -> tuple[object, ...]:
     """What ``op`` takes for a tensor that is cast so."""
     if op == "norm_quantize":
-        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {how}"
-    return (x, f"gelu, {how}") if op == "activation_quantize" else (x, x, f"gelu bias=float32, {how}")
+        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {config}"
+    return (x, f"gelu, {config}") if op == "activation_quantize" else (x, x, f"gelu bias=float32, {config}")
 
 
 CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantize")
@@ -224,12 +224,12 @@ CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantiz
 def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
     planning.forget()
-    x, how = values(35, 49, BF16), how_to(Cast(E4M3, layout), columnwise=True)
-    results = getattr(cuda, op)(*arguments(op, x, how))
+    x, config = values(35, 49, BF16), quantize_config(Cast(E4M3, layout), columnwise=True)
+    results = getattr(cuda, op)(*arguments(op, x, config))
     planning.forget()
-    like = Operands(x.device, parsed(how), 35, 49).allocate()
+    like = Operands(x.device, parse_quantize_config(config), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
-    for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, how))):
+    for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, config))):
         assert_same(actual, right, op)
 
 
@@ -237,8 +237,8 @@ def test_without_kernels(op: str, layout: Layout) -> None:
 @pytest.mark.parametrize("shape", [(0, 0), (0, 8), (7, 0)])
 def test_nothing(op: str, shape: tuple[int, int]) -> None:
     """An empty tensor has empty operands and sums of nothing."""
-    how = "e4m3 tensor rowwise columnwise"
-    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), how))
+    config = "e4m3 tensor rowwise columnwise"
+    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), config))
     assert data.shape == shape
     assert data_t.shape == shape[::-1]
     assert scale_inv == 1
@@ -257,7 +257,7 @@ def test_errors() -> None:
         "bias is": lambda: fused.norm_quantize(x, ones, ones.half(), tensor, **norm),
         "RMSNorm has no bias": lambda: fused.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
         "scale must be None": lambda: fused.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
-        "pass scale too": lambda: fused.activation_quantize(x, "gelu", tensor, seen=torch.tensor(1.0)),
+        "pass scale too": lambda: fused.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
         "'glu' is unknown; use one of gelu, geglu": lambda: fused.activation_quantize(x, "glu", tensor),
         "two halves": lambda: fused.activation_quantize(x[:, :5], "swiglu", tensor),
         "no gradient of swiglu": lambda: fused.activation_backward_quantize(x, x, "swiglu", tensor),
@@ -285,8 +285,8 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
     """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
-    how = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
-    return cuda.activation_backward_quantize(dy, x, how, torch.tensor(1.0), torch.tensor(0.0))[-1]
+    config = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
+    return cuda.activation_backward_quantize(dy, x, config, torch.tensor(1.0), torch.tensor(0.0))[-1]
 
 
 @needs_compilers

@@ -13,7 +13,7 @@ import torch
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.host import gemm_selection, launch, machine_code
 from lightning_fp8.ops import cuda, gemm, jobs, planning, reference
-from lightning_fp8.ops.how import how_to, how_to_multiply
+from lightning_fp8.ops.config import quantize_config, scaled_mm_config
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
@@ -83,7 +83,7 @@ def test_the_three_products_of_a_layer(
         row, column = {}, {}
         for role, tensor in roles.items():
             cast = recipe().cast(role)
-            data, scale, data_t, scale_t = module.quantize(tensor, how_to(cast, True, True))
+            data, scale, data_t, scale_t = module.quantize(tensor, quantize_config(cast, True, True))
             row[role] = data, scale, cast.layout
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
@@ -92,7 +92,7 @@ def test_the_three_products_of_a_layer(
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
-            return *a[:2], *b[:2], how_to_multiply(a[2], b[2], out, fast)
+            return *a[:2], *b[:2], scaled_mm_config(a[2], b[2], out, fast)
 
         of_weight = column[Role.GRAD_OUTPUT], column[Role.INPUT]
         products.scaled_mm_accumulate(main_grad, *product(*of_weight, torch.float32))
@@ -125,8 +125,8 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
             data, scale = jobs.laid_out(a.data, a.scale_inv, Layout.TENSOR)
-            how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
-            actual = gemm.scaled_mm(data, scale, data, scale, how)
+            config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
+            actual = gemm.scaled_mm(data, scale, data, scale, config)
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
     assert promoted_error < 1e-3 < fast_error
@@ -136,15 +136,15 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> None:
     """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
-    a, b, one, seen = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
+    a, b, one, amax = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
     a[7, 5] = value
     operands = [part for x in (a, b) for part in jobs.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
     with multiplying(*tile):
-        how = how_to_multiply(Layout.TENSOR, Layout.TENSOR, torch.float32)
-        out = gemm.scaled_mm_observed(*operands, how, None, seen)
+        config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        out = gemm.scaled_mm_observed(*operands, config, None, amax)
     torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
     expected = out.abs().max()
-    torch.testing.assert_close(seen, expected, equal_nan=True, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(amax, expected, equal_nan=True, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
@@ -160,8 +160,8 @@ def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> N
     far.copy_(a.data.view(torch.uint8))
     out = torch.empty(2 * 2**30 + 16).as_strided((3, 16), (2**30, 1)).fill_(1.0)
     with multiplying(*tile):
-        how = how_to_multiply(a.layout, b.layout, torch.float32)
-        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, how)
+        config = scaled_mm_config(a.layout, b.layout, torch.float32)
+        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, config)
     assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
 
 
@@ -195,9 +195,9 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
     wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
     wide[:, 5:208] = a.data.view(torch.uint8)
     places = [wide.view(E4M3)[:, 5:208], a.data.t().contiguous().t(), a.data]
-    how = how_to_multiply(a.layout, b.layout, torch.float32)
+    config = scaled_mm_config(a.layout, b.layout, torch.float32)
     for data in places:
-        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), how)
+        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), config)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 3
     planning.forget()

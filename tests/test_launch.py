@@ -391,12 +391,12 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, how = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
+    x, config = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
     planning.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            actual = cuda.quantize(x, how)
+            actual = cuda.quantize(x, config)
     assert not planning.runs_kernels(x.device)
     planning.forget()
     assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
@@ -404,7 +404,7 @@ def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
         *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
     )
-    for a, b, c in zip(actual, reference.quantize(x, how), promised):
+    for a, b, c in zip(actual, reference.quantize(x, config), promised):
         assert_same(a, b, layout.value)
         assert not a.numel() or a.stride() == c.stride()
 

@@ -152,8 +152,8 @@ def test_a_copy_has_a_history_of_its_own() -> None:
     twin = copy.deepcopy(linear)
     with fp8_autocast():
         twin(torch.randn(2, 8))
-    assert twin.slots[Role.INPUT].seen > 0
-    assert linear.slots[Role.INPUT].seen == 0
+    assert twin.slots[Role.INPUT].amax > 0
+    assert linear.slots[Role.INPUT].amax == 0
 
 
 def test_seen_is_the_maximum_over_calls_and_only_of_training() -> None:
@@ -162,13 +162,13 @@ def test_seen_is_the_maximum_over_calls_and_only_of_training() -> None:
     with fp8_autocast():
         with torch.no_grad():
             linear(100 * first)
-        assert linear.slots[Role.INPUT].seen == 0
+        assert linear.slots[Role.INPUT].amax == 0
         linear(first)
         linear(second)
         linear(first)
     expected = max(first.abs().max(), second.abs().max())
-    assert linear.slots[Role.INPUT].seen == expected
-    assert linear.slots[Role.WEIGHT].seen == linear.weight.abs().max()
+    assert linear.slots[Role.INPUT].amax == expected
+    assert linear.slots[Role.WEIGHT].amax == linear.weight.abs().max()
 
 
 def test_return_bias_leaves_the_addition_to_the_caller() -> None:

@@ -90,13 +90,13 @@ def named(name: str, wrong: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside_a_cast(first: int) -> dict[int, dict[str, Any]]:
-    return {first: named("scale", SCALAR), first + 1: named("seen", SCALAR), first + 2: COUNT}
+    return {first: named("scale", SCALAR), first + 1: named("amax", SCALAR), first + 2: COUNT}
 
 
 PRODUCT = (CODES, ONE, CODES, ONE, "tensor tensor float32")
 OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
     "quantize": ("quantize", (X, CAST, ONE, ONE.clone(), COUNTS), beside_a_cast(2)),
-    "observe": ("observe", (X, ONE.clone()), {1: named("seen", SCALAR), 0: {
+    "observe": ("observe", (X, ONE.clone()), {1: named("amax", SCALAR), 0: {
         "integers": (X.int(), TypeError, r"cannot observe torch\.int32; cast to one of torch\.bfloat16"),
     }}),
     "update": (
@@ -114,7 +114,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
     ),
     "norm, bands": (
         "norm_quantize", (X, WEIGHT, WEIGHT, f"layer eps=1e-05, {CAST} columnwise nonzero", ONE, ONE.clone(), None),
-        {1: OF_NORM, 4: named("scale", SCALAR), 5: named("seen", SCALAR)},
+        {1: OF_NORM, 4: named("scale", SCALAR), 5: named("amax", SCALAR)},
     ),
     "norm backward": (
         "norm_backward", (X, X, WEIGHT, STATISTICS, "layer eps=0.0"), {0: OF_DY, 2: OF_NORM, 3: OF_STATISTICS}
@@ -125,7 +125,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
         {0: OF_DY, **beside_a_cast(3)},
     ),
     "product": ("scaled_mm", (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
-    "product, observed": ("scaled_mm_observed", (*PRODUCT, None, ONE.clone()), {6: named("seen", SCALAR)}),
+    "product, observed": ("scaled_mm_observed", (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),
     "product, accumulated": ("scaled_mm_accumulate", (torch.zeros(R, R), *PRODUCT), {0: OF_OUT}),
 }  # fmt: skip
 CASES = [(op, at, what) for op, (_, _, places) in OPS.items() for at, wrong in places.items() for what in wrong]
@@ -163,9 +163,9 @@ def test_what_does_not_fit_is_refused(op: str, at: int, what: str, side: str) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_tensors_of_any_shape_are_observed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Calibration observes inputs as they come, ``[batch, tokens, features]``; kernels take rows."""
-    x, seen = torch.randn(shape).to(dtype), torch.tensor(0.25)
-    ops.observe(x, seen)
-    assert seen == max(0.25, x.abs().amax().float() if x.numel() else 0)
+    x, amax = torch.randn(shape).to(dtype), torch.tensor(0.25)
+    ops.observe(x, amax)
+    assert amax == max(0.25, x.abs().amax().float() if x.numel() else 0)
     rows: list[Any] = []
     with executing(lambda kernel, blocks, args: rows.append(args[0])):
         cuda.observe(x, torch.zeros(()))
@@ -189,7 +189,7 @@ PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "x of a backward": (lambda: fused.norm_backward(X, X.double(), WEIGHT, STATISTICS), TypeError, "not torch.float64"),
     "out_dtype": (lambda: ops.scaled_mm(codes(), codes(), out_dtype=WIDE.dtype), TypeError, "out_dtype=torch.float64"),
     "contractions": (lambda: ops.scaled_mm_accumulate(X, codes(), codes(K=8)), ValueError, "contractions differ"),
-    "a window of one row": (lambda: update(window=ROWS), ValueError, r"window has shape \[3\]"),
+    "a window of one row": (lambda: update(amax_history=ROWS), ValueError, r"window has shape \[3\]"),
     "an algorithm": (lambda: update(algorithm="mean"), ValueError, "algorithm='mean'.*'max' or 'most_recent'"),
     "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must lie from -126 to 126"),
     "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0; it must be a finite number"),
@@ -204,9 +204,9 @@ PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 SCALED = Cast(E4M3, Layout.TENSOR)
 
 
-def update(window: Any = None, algorithm: Any = "max", margin: float = 0.0) -> None:
-    window = torch.ones(4, 3) if window is None else window
-    ops.update_scales(ROWS.clone(), window, ROWS.clone(), ROWS, margin, algorithm)
+def update(amax_history: Any = None, algorithm: Any = "max", margin: float = 0.0) -> None:
+    amax_history = torch.ones(4, 3) if amax_history is None else amax_history
+    ops.update_scales(ROWS.clone(), amax_history, ROWS.clone(), ROWS, margin, algorithm)
 
 
 def norm(eps: Any) -> Any:
@@ -237,7 +237,7 @@ def test_eps_may_be_any_number() -> None:
 def test_scales_that_are_not_the_operands_are_refused(layout: Layout) -> None:
     a = ops.quantize(X, Cast(E4M3, layout)).rowwise
     assert a is not None
-    how = f"{layout.value} {layout.value} float32"
+    config = f"{layout.value} {layout.value} float32"
     for scales, error in ((a.scale_inv[:-1], ValueError), (a.scale_inv.view(torch.uint8), TypeError)):
         with pytest.raises(error, match="^scale_inv of b"):
-            reference.scaled_mm(a.data, a.scale_inv, a.data, scales, how)
+            reference.scaled_mm(a.data, a.scale_inv, a.data, scales, config)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.how import how_to, how_to_multiply, parsed, parsed_product
+from lightning_fp8.ops.config import parse_quantize_config, parse_scaled_mm_config, quantize_config, scaled_mm_config
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
@@ -108,11 +108,11 @@ def test_scaled_mm(layout: Layout, out_dtype: torch.dtype, bias: bool, power_2: 
     b = ops.quantize(torch.randn(50, 300), Cast(E5M2, weight_layout, power_2)).rowwise
     assert a is not None
     assert b is not None
-    added, seen, high = torch.randn(50) if bias else None, torch.tensor(1.0), torch.tensor(1e9)
+    added, amax, high = torch.randn(50) if bias else None, torch.tensor(1.0), torch.tensor(1e9)
     out = ops.scaled_mm(a, b, bias=added, out_dtype=out_dtype)
-    assert torch.equal(ops.scaled_mm(a, b, bias=added, out_dtype=out_dtype, seen=seen), out)
-    assert seen == out.abs().max()
-    ops.scaled_mm(a, b, seen=high)
+    assert torch.equal(ops.scaled_mm(a, b, bias=added, out_dtype=out_dtype, amax=amax), out)
+    assert amax == out.abs().max()
+    ops.scaled_mm(a, b, amax=high)
     assert high == 1e9
     exact, magnitude = product(a, b)
     rounded_bias = 0 if added is None else (added.bfloat16() if out_dtype == torch.bfloat16 else added).double()
@@ -157,29 +157,37 @@ def test_nan_and_inf_stay_what_they_are() -> None:
 
 
 def test_a_scale_of_zero_takes_the_tensors_own_and_seen_is_a_maximum() -> None:
-    x, seen = torch.tensor([[1.0, -7.0]]), torch.tensor(3.0)
-    quantized = ops.quantize(x, Cast(E4M3, Layout.TENSOR), scale=torch.tensor(0.0), seen=seen).rowwise
+    x, amax = torch.tensor([[1.0, -7.0]]), torch.tensor(3.0)
+    quantized = ops.quantize(x, Cast(E4M3, Layout.TENSOR), scale=torch.tensor(0.0), amax=amax).rowwise
     assert quantized is not None
     assert quantized.scale_inv.item() == pytest.approx(7 / 448)
-    assert seen.item() == 7.0
-    ops.observe(torch.tensor([[2.0]]), seen)
-    assert seen.item() == 7.0
-    ops.observe(torch.empty(0, 4), seen)
-    assert seen.item() == 7.0
+    assert amax.item() == 7.0
+    ops.observe(torch.tensor([[2.0]]), amax)
+    assert amax.item() == 7.0
+    ops.observe(torch.empty(0, 4), amax)
+    assert amax.item() == 7.0
 
 
 def test_how_in_words() -> None:
     cast = Cast(E4M3, Layout.BLOCK_1X128, True, 0.5)
-    assert how_to(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
-    assert parsed(how_to(cast, columnwise=True)) == (E4M3, Layout.BLOCK_1X128, True, 0.5, True, True, False)
-    assert parsed("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
+    assert quantize_config(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
+    assert parse_quantize_config(quantize_config(cast, columnwise=True)) == (
+        E4M3,
+        Layout.BLOCK_1X128,
+        True,
+        0.5,
+        True,
+        True,
+        False,
+    )
+    assert parse_quantize_config("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
     for wrong, message in {
         "": "names the format ''; use one of e4m3, e5m2",
         "e4m3": "'' is not a valid Layout",
         "e4m3 row rowwise colwise": "says colwise; known are power_2, epsilon, rowwise",
     }.items():
         with pytest.raises(ValueError, match=message):
-            parsed(wrong)
+            parse_quantize_config(wrong)
 
 
 @contextmanager
@@ -217,24 +225,24 @@ def test_products_do_not_depend_on_whether_subnormal_numbers_are_flushed(recipe:
 
 
 def test_how_to_multiply_in_words() -> None:
-    how = how_to_multiply(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
-    assert how == "1x128 128x128 bfloat16 fast"
-    assert parsed_product(how) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    config = scaled_mm_config(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    assert config == "1x128 128x128 bfloat16 fast"
+    assert parse_scaled_mm_config(config) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
     for wrong in ("", "tensor tensor", "tensor tensor float64", "row row bfloat16 slow", "row row bfloat16 fast fast"):
         with pytest.raises(ValueError, match="is not two layouts and one of bfloat16, float16, float32"):
-            parsed_product(wrong)
+            parse_scaled_mm_config(wrong)
 
 
 def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
         for usage in [(True, True), (True, False), (False, True)]:
-            how = how_to(Cast(E4M3, layout, True, 0.5), *usage)
-            torch.library.opcheck(library.quantize, (x, how))
-            torch.library.opcheck(library.quantize_unobserved, (x, how))
-    scale, seen = torch.tensor(2.0), torch.tensor(0.0)
-    torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, seen))
-    torch.library.opcheck(library.observe, (x, seen))
+            config = quantize_config(Cast(E4M3, layout, True, 0.5), *usage)
+            torch.library.opcheck(library.quantize, (x, config))
+            torch.library.opcheck(library.quantize_unobserved, (x, config))
+    scale, amax = torch.tensor(2.0), torch.tensor(0.0)
+    torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, amax))
+    torch.library.opcheck(library.observe, (x, amax))
     a, s = torch.randn(5, 8).to(E4M3.dtype), torch.tensor(1.0)
     b = torch.randn(6, 8).to(E4M3.dtype)
     # The schema check multiplies its inputs by numbers, which torch cannot do with FP8.
@@ -256,7 +264,7 @@ def test_errors_say_what_fits() -> None:
     with pytest.raises(ValueError, match="'row' scales each block from itself"):
         ops.quantize(torch.ones(2, 2), Cast(E4M3, Layout.ROW), scale=torch.tensor(1.0))
     with pytest.raises(ValueError, match="pass scale too"):
-        ops.quantize(torch.ones(2, 2), Cast(E4M3, Layout.TENSOR), seen=torch.tensor(1.0))
+        ops.quantize(torch.ones(2, 2), Cast(E4M3, Layout.TENSOR), amax=torch.tensor(1.0))
     operands = [ops.quantize(torch.ones(2, k), Cast(E4M3, Layout.TENSOR)).rowwise for k in (3, 4)]
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 4\)"):
         ops.scaled_mm(*operands)  # type: ignore[arg-type]

@@ -136,4 +136,4 @@ def test_amaxes_that_wait_may_be_infinite() -> None:
         linear(torch.full((2, 16), torch.inf))
     other = Linear(16, 8)
     load_fp8_state_dict(other, fp8_state_dict(linear))
-    assert other.slots[other.roles[0]].seen == torch.inf
+    assert other.slots[other.roles[0]].amax == torch.inf

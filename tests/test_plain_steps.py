@@ -50,10 +50,10 @@ def test_models_in_alternation_count_their_own_steps(interval: int) -> None:
     for index, model in enumerate(models):
         found = history(model)
         assert found.updates == 7 + 1 + index  # the regions before its first step found nothing
-        assert (found.window[-7:] > 0).all()
+        assert (found.amax_history[-7:] > 0).all()
         due = 7 - 7 % interval  # the last update that recomputed
         largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in found.names])
-        torch.testing.assert_close(found.scale, largest / found.window[: WINDOW - 7 + due].amax(0))
+        torch.testing.assert_close(found.scale, largest / found.amax_history[: WINDOW - 7 + due].amax(0))
 
 
 def test_alternation_without_optimizers_recomputes_too() -> None:
@@ -77,8 +77,8 @@ def test_micro_batches_of_a_plain_loop_are_one_step() -> None:
     with fp8_autocast(fp8_recipe=recipe):
         pass
     assert history(model).updates == 1 + 5
-    assert (history(model).window[-5:] > 0).all()
-    assert not history(model).window[:-5].any()
+    assert (history(model).amax_history[-5:] > 0).all()
+    assert not history(model).amax_history[:-5].any()
 
 
 def test_closures_of_a_plain_loop_are_one_step_from_the_first_on() -> None:
@@ -97,7 +97,7 @@ def test_closures_of_a_plain_loop_are_one_step_from_the_first_on() -> None:
         optimizer.step(closure)  # type: ignore[arg-type]
     assert len(calls) > 2
     assert history(model).updates == 1  # the second step's comes with the next region
-    assert (history(model).window[-1] > 0).all()
+    assert (history(model).amax_history[-1] > 0).all()
 
 
 def test_an_optimizer_of_adapters_alone_steps_the_model() -> None:
@@ -113,8 +113,8 @@ def test_an_optimizer_of_adapters_alone_steps_the_model() -> None:
     with fp8_autocast(fp8_recipe=recipe):
         pass
     assert history(model).updates == 2 + 3  # the first two regions knew of no optimizer yet
-    assert (history(model).window[-4:, 0] > 0).all()
-    assert not history(model).window[:-4].any()
+    assert (history(model).amax_history[-4:, 0] > 0).all()
+    assert not history(model).amax_history[:-4].any()
 
 
 def test_models_in_alternation_keep_their_own_recipes() -> None:
@@ -260,7 +260,7 @@ def test_a_copy_that_is_only_evaluated_scales_from_itself() -> None:
         region_step(twin, optimizer, recipe)
     assert history(twin).updates == 3
     largest = torch.tensor([448.0, 448.0, 57344.0])
-    torch.testing.assert_close(history(twin).scale, largest / history(twin).window.amax(0))
+    torch.testing.assert_close(history(twin).scale, largest / history(twin).amax_history.amax(0))
 
 
 def test_a_model_that_ran_in_a_group_copies_and_pickles(tmp_path: Path) -> None:
@@ -323,4 +323,4 @@ def test_optimizers_inside_the_backward_pass_are_one_step() -> None:
     with fp8_autocast(fp8_recipe=recipe):
         pass
     assert history(plain).updates == 1 + 5
-    assert (history(plain).window[-5:] > 0).all()
+    assert (history(plain).amax_history[-5:] > 0).all()

@@ -263,7 +263,7 @@ def test_stages_without_training(stage: str) -> None:
     result = getattr(trainer(plugin), stage)(module, loader())
     assert [type(layer) is lightning_fp8.Linear for layer in module.layers] == [False, True, True, False]
     history = plugin.histories["model"]
-    assert not history.seen.any()
+    assert not history.amax.any()
     assert not history.scale.any()
     if stage == "predict":
         assert [batch.dtype for batch in result] == [torch.bfloat16] * 2
@@ -296,26 +296,26 @@ def test_stages_after_training_keep_conversion_and_scales() -> None:
 def test_training_again_goes_on_with_the_same_scales() -> None:
     module, plugin = Mlp(), FP8Precision()
     trainer(plugin).fit(module, loader())
-    window = plugin.histories["model"].window.clone()
+    amax_history = plugin.histories["model"].amax_history.clone()
     trainer(plugin).fit(module, loader())
     history = plugin.histories["model"]
     assert history.updates == 4
-    assert torch.equal(history.window[:-2], window[2:])
-    assert (history.window[-2:] > 0).all()
+    assert torch.equal(history.amax_history[:-2], amax_history[2:])
+    assert (history.amax_history[-2:] > 0).all()
 
 
 def test_another_plugin_takes_the_model_with_its_scales() -> None:
     module = Mlp()
     first, second = FP8Precision(), FP8Precision(num_layers_at_end_in_bf16=0)
     trainer(first).fit(module, loader())
-    known = first.histories["model"].window[-2:].clone()
+    known = first.histories["model"].amax_history[-2:].clone()
     trainer(second).fit(module, loader())
     history = second.histories["model"]
     assert history.names[:6] == first.histories["model"].names
     assert len(history.names) == 9
-    assert torch.equal(history.window[-4:-2, :6], known)
-    assert not history.window[-4:-2, 6:].any()
-    assert (history.window[-2:] > 0).all()
+    assert torch.equal(history.amax_history[-4:-2, :6], known)
+    assert not history.amax_history[-4:-2, 6:].any()
+    assert (history.amax_history[-2:] > 0).all()
 
 
 def test_one_plugin_for_another_model_starts_over() -> None:
@@ -329,11 +329,11 @@ def test_one_plugin_for_another_model_starts_over() -> None:
     assert list(plugin.histories) == ["model"]
     assert len(new.names) == 9
     assert new.updates == 2
-    assert (new.window[-2:] > 0).all()
-    assert not new.window[:-2].any()
+    assert (new.amax_history[-2:] > 0).all()
+    assert not new.amax_history[:-2].any()
     assert old.updates == 2
     assert torch.equal(old.scale, kept["scale"])
-    assert torch.equal(old.window, kept["amax_history"])
+    assert torch.equal(old.amax_history, kept["amax_history"])
 
 
 # Checkpoints
@@ -353,7 +353,7 @@ def test_checkpoint_holds_the_state_and_loads_with_weights_only(recipe: Any, tmp
     expected = plugin.histories["model"]
     assert state["model"]["names"] == expected.names
     assert torch.equal(state["model"]["scale"], expected.scale)
-    assert torch.equal(state["model"]["amax_history"], expected.window)
+    assert torch.equal(state["model"]["amax_history"], expected.amax_history)
     assert state["model"]["updates"] == (2 if recipe == "delayed" else 0)
     for key in ("scale", "amax_history"):
         assert state["model"][key].dtype == torch.float32
@@ -369,7 +369,7 @@ def test_state_is_a_copy() -> None:
     state = plugin.state_dict()
     scale = state["model"]["scale"].clone()
     plugin.histories["model"].scale.zero_()
-    plugin.histories["model"].window.zero_()
+    plugin.histories["model"].amax_history.zero_()
     assert torch.equal(state["model"]["scale"], scale)
     assert state["model"]["amax_history"].any()
 
@@ -383,7 +383,7 @@ def test_every_stage_takes_the_scales_of_a_checkpoint(stage: str, tmp_path: Path
     restored = FP8Precision()
     getattr(trainer(restored), stage)(Mlp(), loader(), ckpt_path=tmp_path / "x.ckpt")
     assert torch.equal(restored.histories["model"].scale, plugin.histories["model"].scale)
-    assert torch.equal(restored.histories["model"].window, plugin.histories["model"].window)
+    assert torch.equal(restored.histories["model"].amax_history, plugin.histories["model"].amax_history)
 
 
 def test_state_before_conversion_waits_for_it() -> None:

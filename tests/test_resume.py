@@ -110,13 +110,13 @@ def test_a_history_of_another_length_is_cut_or_padded(length: int, tmp_path: Pat
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["FP8Precision"]["model"]["amax_history"]
     other = fp8_trainer(DelayedScaling(amax_history_len=length), max_epochs=3)
     other.fit(Regression(), regression_data(), ckpt_path=tmp_path / "a.ckpt")
-    window = other.precision_plugin.histories["model"].window
-    assert window.shape[0] == length
+    amax_history = other.precision_plugin.histories["model"].amax_history
+    assert amax_history.shape[0] == length
     kept = min(8, length - 4 - 1)  # four steps came after the file; the first row is 0 between steps
     assert kept > 0
-    assert torch.equal(window[length - 4 - kept : length - 4], saved[8 - kept :])
+    assert torch.equal(amax_history[length - 4 - kept : length - 4], saved[8 - kept :])
     assert (saved[1:] > 0).all()
-    assert not window[: length - 4 - kept].any()
+    assert not amax_history[: length - 4 - kept].any()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("delayed", "blockwise"), ("blockwise", "delayed")])

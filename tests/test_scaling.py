@@ -93,19 +93,19 @@ def test_the_margin_is_multiplied_in_before_the_division(margin: int) -> None:
 )
 def test_delayed_scaling_over_more_steps_than_its_window(algorithm: str, scales: list[float]) -> None:
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm)  # type: ignore[arg-type]
-    history, seen = AmaxHistory([("x", Role.INPUT)]), []
+    history, updated = AmaxHistory([("x", Role.INPUT)]), []
     for amax in [4, 2, 1, 0, 0.5, 0.25, 0.125, 0.0625]:
-        history.seen.fill_(amax)
+        history.amax.fill_(amax)
         history.update(recipe)
-        seen.append(history.scale.item())
-        assert history.seen.item() == 0
-    assert seen == scales
-    assert history.window.flatten().tolist() == [0, 0.25, 0.125, 0.0625]  # 0.5 counted for the last time
+        updated.append(history.scale.item())
+        assert history.amax.item() == 0
+    assert updated == scales
+    assert history.amax_history.flatten().tolist() == [0, 0.25, 0.125, 0.0625]  # 0.5 counted for the last time
 
 
 def test_formats_and_margin_of_the_rows() -> None:
     history = AmaxHistory([("x", Role.INPUT), ("w", Role.WEIGHT), ("g", Role.GRAD_OUTPUT)])
-    history.seen.fill_(1.0)
+    history.amax.fill_(1.0)
     history.update(DelayedScaling(margin=3))
     assert history.scale.tolist() == [56.0, 56.0, 7168.0]
     history.update(DelayedScaling(margin=3))  # nothing was seen: nothing changes
@@ -120,12 +120,12 @@ def test_a_bad_amax_never_enters_the_window(bad: float, algorithm: str) -> None:
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)  # type: ignore[arg-type]
     history, scales = AmaxHistory([("x", Role.INPUT)]), []
     for amax in [4, bad, 2, bad, 1, 1, 1]:
-        history.seen.fill_(amax)
+        history.amax.fill_(amax)
         history.update(recipe)
         scales.append(history.scale.item())
     expected = {"max": [112, 112, 112, 112, 112, 224, 448], "most_recent": [112, 112, 224, 224, 448, 448, 448]}
     assert scales == expected[algorithm]
-    assert torch.isfinite(history.window).all()
+    assert torch.isfinite(history.amax_history).all()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
         module = torch.load(tmp_path / "module.pt", weights_only=False)
     elif what == "moved":
         history = module.history
-        history.scale, history.seen = history.scale.clone(), history.seen.clone()  # what another device's were
+        history.scale, history.amax = history.scale.clone(), history.amax.clone()  # what another device's were
         history.to(torch.device("cpu", 0))
     elif what == "loaded":
         module.history.load_state_dict(module.history.state_dict())
@@ -159,22 +159,22 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
     assert slots is not None
     for index, slot in enumerate(slots.values()):
         assert slot.history is history
-        before = [tensor._version for other in slots.values() for tensor in (other.scale, other.seen)]
-        slot.seen.fill_(index + 1.0)
+        before = [tensor._version for other in slots.values() for tensor in (other.scale, other.amax)]
+        slot.amax.fill_(index + 1.0)
         slot.scale.fill_(index + 4.0)
-        after = [tensor._version for other in slots.values() for tensor in (other.scale, other.seen)]
+        after = [tensor._version for other in slots.values() for tensor in (other.scale, other.amax)]
         assert sum(a != b for a, b in zip(before, after)) == 2
-        assert not slot.seen._is_view()
-    assert history.seen.tolist() == [1.0, 2.0, 3.0]
+        assert not slot.amax._is_view()
+    assert history.amax.tolist() == [1.0, 2.0, 3.0]
     assert history.scale.tolist() == [4.0, 5.0, 6.0]
-    history.seen.zero_()
-    assert [slot.seen.item() for slot in slots.values()] == [0.0] * 3
+    history.amax.zero_()
+    assert [slot.amax.item() for slot in slots.values()] == [0.0] * 3
 
 
 def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> None:
     recipe, history, scales = DelayedScaling(interval=3, amax_history_len=2), AmaxHistory([("x", Role.INPUT)]), []
     for amax in [8, 4, 2, 1, 1, 1]:
-        history.seen.fill_(amax)
+        history.amax.fill_(amax)
         history.update(recipe)
         scales.append(history.scale.item())
     assert scales == [0, 0, 112, 112, 112, 448]  # 0: cast by the tensor's own amax
@@ -185,10 +185,10 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
     first, second = history.slot(0), history.slot(1)
     assert first.may_be_0()
-    history.seen[0] = 2.0
+    history.amax[0] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
     assert (first.may_be_0(), second.may_be_0()) == (False, True)
-    history.seen[1] = 2.0
+    history.amax[1] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
     assert not second.may_be_0()
     assert copy.deepcopy(history).slot(0).may_be_0()
@@ -204,12 +204,12 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
 def test_history_is_cut_or_padded_at_its_old_end() -> None:
     history = AmaxHistory([("x", Role.INPUT)])
     for amax in [1, 2, 3]:
-        history.seen.fill_(amax)
+        history.amax.fill_(amax)
         history.update(DelayedScaling(amax_history_len=3))
     history.resize(5)
-    assert history.window.flatten().tolist() == [0, 0, 0, 2, 3]
+    assert history.amax_history.flatten().tolist() == [0, 0, 0, 2, 3]
     history.resize(2)
-    assert history.window.flatten().tolist() == [2, 3]
+    assert history.amax_history.flatten().tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -235,9 +235,9 @@ def test_calibration_observes_and_leaves_second_derivatives_alone() -> None:
     for ours, exact in both("delayed", linear, x, 3, run):
         assert torch.equal(ours.double(), exact)
     assert linear.slots is not None
-    assert [float(linear.slots[role].seen) for role in linear.roles[:2]] == [7.0, 7.0]
-    assert linear.slots[Role.GRAD_OUTPUT].seen >= 7.0
-    assert not linear.slots[Role.GRAD_OUTPUT].seen.requires_grad
+    assert [float(linear.slots[role].amax) for role in linear.roles[:2]] == [7.0, 7.0]
+    assert linear.slots[Role.GRAD_OUTPUT].amax >= 7.0
+    assert not linear.slots[Role.GRAD_OUTPUT].amax.requires_grad
 
 
 def test_an_ordinary_backward_leaves_no_graph() -> None:

@@ -58,11 +58,11 @@ def fitted(model: Regression, epochs: int = 2, recipe: DelayedScaling | None = N
 def assert_updated(history: AmaxHistory, steps: int) -> None:
     """Each of ``steps`` updates found amaxes in every row, and the scales follow from the window."""
     assert history.updates == steps
-    assert (history.window[-steps:] > 0).all()
-    assert not history.window[: WINDOW - steps].any()
+    assert (history.amax_history[-steps:] > 0).all()
+    assert not history.amax_history[: WINDOW - steps].any()
     largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in history.names])
-    torch.testing.assert_close(history.scale, largest / history.window.amax(0))
-    assert not history.seen.any()
+    torch.testing.assert_close(history.scale, largest / history.amax_history.amax(0))
+    assert not history.amax.any()
 
 
 def raw(optimizer: Optimizer, loss: Tensor) -> None:
@@ -94,7 +94,7 @@ def test_a_raw_step_equals_lightnings() -> None:
     two.step_by = lambda optimizer, loss: two.optimizers().step()  # type: ignore[union-attr]
     histories = [fitted(model) for model in (one, two)]
     assert one.losses == two.losses
-    assert torch.equal(histories[0].window, histories[1].window)
+    assert torch.equal(histories[0].amax_history, histories[1].amax_history)
 
 
 def test_an_optimizer_that_lightning_never_saw() -> None:
@@ -227,7 +227,7 @@ def test_an_interval_counts_the_updates_that_saw_a_row() -> None:
     history = fitted(Halves(), recipe=DelayedScaling(amax_history_len=WINDOW, interval=2))
     assert history.updates == 16
     largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in history.names])
-    torch.testing.assert_close(history.scale, largest / history.window[-8:].amax(0))
+    torch.testing.assert_close(history.scale, largest / history.amax_history[-8:].amax(0))
 
 
 def test_optimizers_inside_the_backward_pass_are_one_step() -> None:

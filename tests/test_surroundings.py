@@ -190,7 +190,7 @@ def test_what_happens_without_gradients_can_be_trained_with_them(mode: Callable[
     model = model.float()
     source, x = convert_module(copy.deepcopy(model), first_last_layers_bf16=False), x.float()
     for history in {id(m.history): m.history for m in source.modules() if isinstance(m, Linear)}.values():
-        history.seen.uniform_(1.0, 2.0)  # type: ignore[union-attr]
+        history.amax.uniform_(1.0, 2.0)  # type: ignore[union-attr]
         history.update(recipe)  # type: ignore[union-attr]
     state, written = fp8_state_dict(source), export_te_state_dict(source, "1.8", recipe)
     twin = copy.deepcopy(model)
@@ -203,7 +203,7 @@ def test_what_happens_without_gradients_can_be_trained_with_them(mode: Callable[
         elif what == "a Transformer Engine file":
             load_te_state_dict(model, written)
         elif what == "an update":
-            model[0].history.seen.fill_(3.0)  # type: ignore[index, union-attr]
+            model[0].history.amax.fill_(3.0)  # type: ignore[index, union-attr]
             model[0].history.update(recipe)  # type: ignore[index, union-attr]
         else:
             for module in (module for module in model.modules() if isinstance(module, Linear)):
@@ -242,8 +242,8 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
     operands = []
     for role, shape in zip(roles, shapes):
         cast, x = make_recipe(recipe).cast(role), torch.ones(shape, dtype=torch.bfloat16).as_subclass(kind)
-        scale, seen = (torch.zeros(()).as_subclass(kind) for _ in range(2)) if recipe == "delayed" else (None, None)
-        found = reference.quantize(x, ops.how_to(cast, True, True), scale, seen)
+        scale, amax = (torch.zeros(()).as_subclass(kind) for _ in range(2)) if recipe == "delayed" else (None, None)
+        found = reference.quantize(x, ops.quantize_config(cast, True, True), scale, amax)
         row, column = ops.quantized(found, cast, True, True, False)
         assert row is not None
         assert column is not None
@@ -255,7 +255,7 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
         (dy8, w8_t, None, (0, 40)),
         (dy8_t, x8_t, torch.ones(40).as_subclass(kind), (24, 40)),
     ):
-        how = ops.how_to_multiply(a.layout, b.layout, torch.bfloat16)
-        result = reference.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, how, added)
+        config = ops.scaled_mm_config(a.layout, b.layout, torch.bfloat16)
+        result = reference.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, config, added)
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, torch.zeros(shape, dtype=torch.bfloat16) + (0 if added is None else added))

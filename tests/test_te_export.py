@@ -38,7 +38,7 @@ def trained(steps: int = 4) -> nn.Sequential:
     model = blocks()
     for _ in range(steps):
         for block in model:
-            block.self_attention.core_attention.history.seen.uniform_(1, 2)
+            block.self_attention.core_attention.history.amax.uniform_(1, 2)
         with fp8_autocast(fp8_recipe=RECIPE):
             y = model(torch.randn(8, 16))
         y.square().sum().backward()
@@ -69,7 +69,7 @@ def test_the_next_step_is_bit_for_bit_the_same() -> None:
     scales = []
     for one in (model, again):
         for module in (one[0].fc, one[1].fc):
-            module.history.seen.fill_(1.5)
+            module.history.amax.fill_(1.5)
             module.history.update(RECIPE)
         scales.append(fp8_state_dict(one)["scale"])
     assert torch.equal(*scales)

@@ -30,9 +30,9 @@ def assert_rows(model: nn.Module, rows: dict[str, tuple[float, Tensor]]) -> None
     state = fp8_state_dict(model)
     assert set(state["names"]) == set(rows)
     for index, name in enumerate(state["names"]):
-        scale, window = rows[name]
+        scale, amax_history = rows[name]
         assert state["scale"][index] == scale, name
-        assert torch.equal(state["amax_history"][:, index], window), name
+        assert torch.equal(state["amax_history"][:, index], amax_history), name
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +170,12 @@ def test_a_history_of_another_length_keeps_its_newest_amaxes(length: int, files:
     model = blocks()
     load_te_state_dict(model, state_dict)
     history = model[0].fc.history
-    history.seen.fill_(1.0)
+    history.amax.fill_(1.0)
     history.update(DelayedScaling(amax_history_len=length))
     saved = written["states"]["0.fc"][1][:, 0]
     row = history.names.index("input")
     kept = min(length - 2, 8)  # between the empty first row and the step that has just been
-    assert history.window[:, row].tolist() == [0.0] * (length - 1 - kept) + saved[8 - kept :].tolist() + [1.0]
+    assert history.amax_history[:, row].tolist() == [0.0] * (length - 1 - kept) + saved[8 - kept :].tolist() + [1.0]
 
 
 # Names of parameters.

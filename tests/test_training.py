@@ -274,7 +274,7 @@ def test_one_linear_called_twice_in_a_step(gemms: Gemms) -> None:
     row = history.names.index("model.shared.input")
     calls = module.model.inputs
     observed = [max(pair) for pair in zip(calls[::2], calls[1::2], strict=True)]
-    assert history.window[1:, row].tolist() == observed[1:]
+    assert history.amax_history[1:, row].tolist() == observed[1:]
 
 
 # Activation checkpointing, accumulation, copies, averages
@@ -298,7 +298,7 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool, recipe: str, g
     assert recomputed.losses == plain.losses
     assert_same_bits(parameters(recomputed), parameters(plain))
     histories = [history_of(plugin) for plugin in plugins]
-    assert torch.equal(histories[0].window, histories[1].window)
+    assert torch.equal(histories[0].amax_history, histories[1].amax_history)
     assert torch.equal(histories[0].scale, histories[1].scale)
     assert_falls(recomputed.losses)
 
@@ -316,8 +316,8 @@ def test_checkpointing_of_compiled_blocks_recomputes_in_fp8(reentrant: bool) -> 
     assert len(fp8_modules(recomputed)) == 2
     assert recomputed.losses == plain.losses
     assert_same_bits(parameters(recomputed), parameters(plain))
-    assert torch.equal(history_of(plugins[1]).window, history_of(plugins[0]).window)
-    assert (history_of(plugins[1]).window[-5:] > 0).all()
+    assert torch.equal(history_of(plugins[1]).amax_history, history_of(plugins[0]).amax_history)
+    assert (history_of(plugins[1]).amax_history[-5:] > 0).all()
 
 
 def _collate_with_gradient(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -351,16 +351,16 @@ def test_accumulation_over_micro_batches_equals_one_big_batch(recipe: str, gemms
     if recipe == "delayed":
         big, accumulated = (history_of(plugin) for plugin in plugins)
         assert big.updates == accumulated.updates == steps
-        assert big.window.shape == (4, 18)
-        assert (big.window[0] == 0).all()
+        assert big.amax_history.shape == (4, 18)
+        assert (big.amax_history[0] == 0).all()
         # The data is no result of FP8: its amax is the maximum over the micro-batches, to the bit.
         row = big.names.index("model.blocks.0.fc1.input")
-        assert accumulated.window[1:, row].tolist() == [dataset().tensors[0].abs().amax().item()] * steps
+        assert accumulated.amax_history[1:, row].tolist() == [dataset().tensors[0].abs().amax().item()] * steps
         first_weight = big.names.index("model.blocks.0.fc1.weight")
-        assert torch.equal(accumulated.window[1, first_weight], start.blocks[0].fc1.weight.detach().abs().amax())
-        torch.testing.assert_close(accumulated.window, big.window, rtol=0.25, atol=0)
+        assert torch.equal(accumulated.amax_history[1, first_weight], start.blocks[0].fc1.weight.detach().abs().amax())
+        torch.testing.assert_close(accumulated.amax_history, big.amax_history, rtol=0.25, atol=0)
         torch.testing.assert_close(accumulated.scale, big.scale, rtol=0.25, atol=0)
-        assert (accumulated.seen == 0).all()
+        assert (accumulated.amax == 0).all()
 
 
 def test_deepcopy_of_a_converted_model_is_independent() -> None:
@@ -377,12 +377,12 @@ def test_deepcopy_of_a_converted_model_is_independent() -> None:
     losses_so_far = len(twin.losses)
     twin_plugin = fit(twin, steps=20)
     assert history_of(twin_plugin) is not history
-    window = history_of(twin_plugin).window
-    assert (window[:-20] == 0).all(), "a copy starts without amaxes"
-    assert (window[-20:-1] > 0).any()
+    amax_history = history_of(twin_plugin).amax_history
+    assert (amax_history[:-20] == 0).all(), "a copy starts without amaxes"
+    assert (amax_history[-20:-1] > 0).any()
     assert_same_bits(parameters(module), before)
     assert torch.equal(history.scale, scale)
-    assert (history.seen == 0).all()
+    assert (history.amax == 0).all()
     assert len(fp8_modules(twin)) == 2
     assert_falls([*module.losses, *twin.losses[losses_so_far:]])
 
@@ -460,10 +460,10 @@ def test_compiled_block_trains_as_the_eager_one(backend: str, recipe: str) -> No
     if backend == "aot_eager":
         assert compiled.losses == eager.losses
     histories = [history_of(plugin) for plugin in plugins]
-    torch.testing.assert_close(histories[1].window, histories[0].window, rtol=1e-5, atol=0)
+    torch.testing.assert_close(histories[1].amax_history, histories[0].amax_history, rtol=1e-5, atol=0)
     assert histories[1].updates == (5 if recipe == "delayed" else 0)
     if recipe == "delayed":
-        assert (histories[1].window[-5:] > 0).all()
+        assert (histories[1].amax_history[-5:] > 0).all()
     assert_falls(compiled.losses, to=0.95)
 
 
@@ -501,8 +501,8 @@ def test_manual_optimization_equals_automatic(optimizers: int, gemms: Gemms) -> 
     assert_same_bits(parameters(manual), parameters(automatic))
     assert manual.losses == automatic.losses
     histories = [history_of(plugin) for plugin in plugins]
-    assert torch.equal(histories[1].window, histories[0].window)
-    assert (histories[1].window[-20:] > 0).all()
+    assert torch.equal(histories[1].amax_history, histories[0].amax_history)
+    assert (histories[1].amax_history[-20:] > 0).all()
     assert sum(gemms.values()) == 2 * 20 * 3 * 2
     assert len(fp8_modules(manual)) == 2
     assert_falls(manual.losses)
@@ -535,7 +535,7 @@ def test_two_models_of_a_manual_module_step_by_turns() -> None:
     assert history.updates == 60
     assert len(fp8_modules(module)) == 10
     # A turn of the other part leaves window and scale of this one alone: 30 turns fill the window.
-    assert (history.window[1:] > 0).all()
+    assert (history.amax_history[1:] > 0).all()
     for part in "ab":
         assert_falls(module.losses[part])
 
@@ -561,7 +561,7 @@ class WatchHistory(Callback):
     @staticmethod
     def _state(trainer: Trainer) -> tuple[Tensor, Tensor]:
         history = trainer.precision_plugin.histories["model"]
-        return history.seen.clone(), history.scale.clone()
+        return history.amax.clone(), history.scale.clone()
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
@@ -581,11 +581,11 @@ def test_validation_moves_neither_amaxes_nor_scales(inference_mode: bool, gemms:
     )
     assert watch.sanity == [True] + [False] * 8
     assert sum(gemms.values()) == (9 + 3 * 8) * 2  # validation ran in FP8 too
-    for (seen, scale), (seen_after, scale_after) in zip(watch.before, watch.after, strict=True):
-        assert torch.equal(seen, seen_after)
+    for (amax, scale), (seen_after, scale_after) in zip(watch.before, watch.after, strict=True):
+        assert torch.equal(amax, seen_after)
         assert torch.equal(scale, scale_after)
     assert not watch.before[0][0].any()
-    assert sum(bool(seen.any()) for seen, _ in watch.before) == 4
+    assert sum(bool(amax.any()) for amax, _ in watch.before) == 4
     assert sum(bool(scale.all()) for _, scale in watch.before) == 7
 
 
@@ -630,10 +630,10 @@ def test_training_recovers_from_a_poisoned_batch(recipe: str, poison: float) -> 
     assert module.skipped == 2
     assert not math.isfinite(module.losses[10])
     assert torch.isfinite(history.scale).all()
-    assert torch.isfinite(history.window).all()
+    assert torch.isfinite(history.amax_history).all()
     if recipe == "delayed":
         assert (history.scale > 0).all()
-        assert (history.window[1:] > 0).all()
+        assert (history.amax_history[1:] > 0).all()
     good = [loss for step, loss in enumerate(module.losses) if step not in (0, 10)]
     assert_falls(good)
     assert good[-1] < good[9]
@@ -679,14 +679,14 @@ def test_fabric(weights_dtype: torch.dtype, compute_dtype: torch.dtype | None, g
         losses += fabric_steps(fabric, wrapped, optimizer, 1, x, y)
         assert history.updates == step
         assert not torch.equal(history.scale, scale)
-        assert (history.seen == 0).all()
+        assert (history.amax == 0).all()
     assert fp8_modules(model) == ["blocks.1.fc1", "blocks.1.fc2"]
     assert sum(gemms.values()) == 30 * 3 * 2
     assert {parameter.dtype for parameter in model.parameters()} == {weights_dtype}
     assert set(computed) == {compute_dtype or weights_dtype}
     # The window holds the amaxes of all 30 steps, and their largest makes the scale: by E4M3's and E5M2's own largest.
     largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in history.names])
-    torch.testing.assert_close(history.scale, largest / history.window.amax(0))
+    torch.testing.assert_close(history.scale, largest / history.amax_history.amax(0))
     assert_falls(losses)
 
 
@@ -709,7 +709,7 @@ def test_fabric_checkpoint_restores_scales(tmp_path: Path) -> None:
     assert not history_of(restored).scale.any()
     fabric.load(tmp_path / "x.ckpt", {"model": other, "optimizer": optimizer, "fp8": restored})
     assert torch.equal(history_of(restored).scale, saved["model"]["scale"])
-    assert torch.equal(history_of(restored).window, saved["model"]["amax_history"])
+    assert torch.equal(history_of(restored).amax_history, saved["model"]["amax_history"])
     assert history_of(restored).updates == 6
     assert fabric_steps(fabric, other, optimizer, 6, x, y) == expected
     assert_same_bits(parameters(other), parameters(model))
@@ -728,11 +728,11 @@ def test_checkpointing_under_fabric_recomputes_in_fp8(reentrant: bool, gemms: Ge
         gemms.clear()
         losses = fabric_steps(fabric, wrapped, optimizer, 8, x.clone().requires_grad_(), y)
         assert sum(gemms.values()) == 8 * 2 * (3 if checkpointing is None else 4)
-        results.append((losses, parameters(model), history_of(plugin).window))
-    (losses, weights, window), (other_losses, other_weights, other_window) = results
+        results.append((losses, parameters(model), history_of(plugin).amax_history))
+    (losses, weights, amax_history), (other_losses, other_weights, other_window) = results
     assert other_losses == losses
     assert_same_bits(other_weights, weights)
-    assert torch.equal(other_window, window)
+    assert torch.equal(other_window, amax_history)
 
 
 def test_fabric_with_a_closure_updates_scales_after_its_backward() -> None:
@@ -750,7 +750,7 @@ def test_fabric_with_a_closure_updates_scales_after_its_backward() -> None:
     losses = [optimizer.step(closure=closure).item() for _ in range(10)]
     history = history_of(plugin)
     assert history.updates == 10
-    assert (history.window[-10:] > 0).all()
+    assert (history.amax_history[-10:] > 0).all()
     assert_falls(losses, to=0.95)
 
 
@@ -764,9 +764,9 @@ def test_fabric_looks_after_every_model_it_sets_up() -> None:
         assert_falls(fabric_steps(fabric, model, optimizer, 20, x, y))
     first, second = plugin.histories.values()
     # The second model's steps left the first alone.
-    assert (first.window[-20:] > 0).all()
-    assert not first.window[:-20].any()
-    assert (second.window[-20:] > 0).all()
+    assert (first.amax_history[-20:] > 0).all()
+    assert not first.amax_history[:-20].any()
+    assert (second.amax_history[-20:] > 0).all()
     assert set(plugin.state_dict()) == {"recipe", "model", "model_1"}
 
 
@@ -776,7 +776,7 @@ def test_fabric_without_gradients_observes_nothing() -> None:
     model: Callable[[Tensor], Tensor] = fabric.setup(Blocks())
     with torch.no_grad():
         model(dataset().tensors[0])
-    assert not history_of(plugin).seen.any()
+    assert not history_of(plugin).amax.any()
     model(dataset().tensors[0])
     input_weight_gradient = [True, True, False]  # no backward ran
-    assert (history_of(plugin).seen > 0).tolist() == 2 * input_weight_gradient
+    assert (history_of(plugin).amax > 0).tolist() == 2 * input_weight_gradient

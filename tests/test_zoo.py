@@ -146,7 +146,7 @@ def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
     assert equal_weights(resumed, module)
     for one, other in zip(plugin.histories.values(), again.histories.values(), strict=True):
         assert torch.equal(one.scale, other.scale)
-        assert torch.equal(one.window, other.window)
+        assert torch.equal(one.amax_history, other.amax_history)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("llama", "delayed"), ("gpt2", "tensorwise")])

@@ -116,10 +116,10 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_rows(owner)
     for key, state in _our_states(file):
         try:
-            names, scale, window, _ = validated_state(_loaded(state, Path(key)))
+            names, scale, amax_history, _ = validated_state(_loaded(state, Path(key)))
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        rows = {name: Row(scale[index].item(), window[:, index]) for index, name in enumerate(names)}
+        rows = {name: Row(scale[index].item(), amax_history[:, index]) for index, name in enumerate(names)}
         yield key, "lightning_fp8", rows
 
 

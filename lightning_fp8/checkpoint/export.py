@@ -93,10 +93,10 @@ def parse_version(version: str) -> tuple[int, int]:
 def _columns(slots: Mapping[Role, Slot]) -> dict[str, Tensor] | None:
     if not slots:
         return None
-    length = max(1, *(len(slot.history.window) for slot in slots.values()))
+    length = max(1, *(len(slot.history.amax_history) for slot in slots.values()))
     columns = empty_columns(num_gemms_of(tuple(slots)), length)
     for role, slot in slots.items():
-        place_row(columns, role, slot.scale.item(), slot.history.window[:, slot.row].detach().cpu())
+        place_row(columns, role, slot.scale.item(), slot.history.amax_history[:, slot.row].detach().cpu())
     return columns
 
 

@@ -203,12 +203,12 @@ def _history_state(rows: Mapping[str, Row]) -> dict[str, Any] | None:
     if not rows:
         return None
     length = max(len(row.amax_history) for row in rows.values())
-    window = torch.zeros(length, len(rows), dtype=torch.float32, device="cpu")
+    amax_history = torch.zeros(length, len(rows), dtype=torch.float32, device="cpu")
     for index, row in enumerate(rows.values()):
-        window[length - len(row.amax_history) :, index] = row.amax_history
+        amax_history[length - len(row.amax_history) :, index] = row.amax_history
     return {
         "names": list(rows),
         "scale": torch.tensor([row.scale for row in rows.values()], dtype=torch.float32, device="cpu"),
-        "amax_history": window,
+        "amax_history": amax_history,
         "updates": 0,
     }

@@ -67,13 +67,13 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     return columns
 
 
-def place_row(columns: dict[str, Tensor], role: Role, scale: float, window: Tensor) -> None:
+def place_row(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor) -> None:
     """Write one tensor's state into ``columns``; a scale of 0, never updated, stays at its default."""
     direction, index = column_of(role)
     if scale:
         columns[f"scale_{direction}"][index] = scale
-    if len(window):
-        columns[f"amax_history_{direction}"][-len(window) :, index] = window
+    if len(amax_history):
+        columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class TEState:
         columns = self.forward if direction == "fwd" else self.backward
         if columns is None or index >= len(columns.scale):
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
-        scale, window = columns.scale[index].item(), columns.amax_history[:, index]
-        return Row(0.0 if scale == 1.0 and not window.any() else scale, window)
+        scale, amax_history = columns.scale[index].item(), columns.amax_history[:, index]
+        return Row(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
     def named_rows(self, module: str) -> dict[str, Row]:
         """The tensors that are cast, under the names that the module called ``module`` gives its history's rows.
@@ -218,17 +218,20 @@ def _from_dict(state: Any, writer: str) -> TEState:
 
 def _columns(state: Mapping[Any, Any], direction: str) -> tuple[Columns, int]:
     scale = _float32(state, f"scale_{direction}", 1)
-    window = _float32(state, f"amax_history_{direction}", 2)
-    if window.shape[1] != len(scale):
+    amax_history = _float32(state, f"amax_history_{direction}", 2)
+    if amax_history.shape[1] != len(scale):
         raise CheckpointError(
-            f"amax_history_{direction} has shape {tuple(window.shape)} for {len(scale)} values of scale_{direction}"
+            f"amax_history_{direction} has shape {tuple(amax_history.shape)} for {len(scale)} values of "
+            f"scale_{direction}"
         )
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CheckpointError(f"scale_{direction} holds zero, negative, infinite or NaN values")
-    if bool((window < 0).any()):
+    if bool((amax_history < 0).any()):
         raise CheckpointError(f"amax_history_{direction} holds negative values")
-    usable = torch.isfinite(window)  # an overflow of the run that wrote it would freeze the scale for a whole window
-    return Columns(scale, torch.where(usable, window, 0.0)), int((~usable).sum())
+    usable = torch.isfinite(
+        amax_history
+    )  # an overflow of the run that wrote it would freeze the scale for a whole window
+    return Columns(scale, torch.where(usable, amax_history, 0.0)), int((~usable).sum())
 
 
 def _float32(state: Mapping[Any, Any], key: str, dim: int) -> Tensor:

@@ -134,8 +134,8 @@ class LinearLayer(FP8Module):
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
         assert self._slots is not None
-        ops.observe(input.detach(), self._slots[Role.INPUT].seen)
-        ops.observe(weight.detach(), self._slots[Role.WEIGHT].seen)
+        ops.observe(input.detach(), self._slots[Role.INPUT].amax)
+        ops.observe(weight.detach(), self._slots[Role.WEIGHT].amax)
         output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 

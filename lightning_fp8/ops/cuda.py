@@ -11,80 +11,80 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.config import NAMES
 from lightning_fp8.ops.given import Checked, lie_of, require_beside_a_cast, require_of_an_update
-from lightning_fp8.ops.how import NAMES
 from lightning_fp8.ops.planning import current_device, planned, refuse_empty
 from lightning_fp8.ops.plans import blocks_of, casting, values_of
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
 
-quantize = casting(reference.quantize, lambda how, *lies: values_of(*lies))
+quantize = casting(reference.quantize, lambda config, *lies: values_of(*lies))
 
 
-def observe(x: Tensor, seen: Tensor) -> None:
+def observe(x: Tensor, amax: Tensor) -> None:
     return _observe_plan(
         x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16
-    )(x, seen)  # fmt: skip
+    )(x, amax)  # fmt: skip
 
 
 @planned(reference.observe)
 def _observe_plan(
     device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int
 ) -> Callable[[Tensor, Tensor], None]:
-    from cuda_kernels.casts import amax
+    from cuda_kernels.casts.amax import amax_kernel
     from cuda_kernels.host import launch
 
     refuse_empty(shape)
     if len(shape) != 2:
-        return lambda x, seen: observe(x.reshape(-1, shape[-1] if shape else 1), seen)
+        return lambda x, amax: observe(x.reshape(-1, shape[-1] if shape else 1), amax)
     if dtype == torch.float64:
-        return lambda x, seen: observe(x.float(), seen)
+        return lambda x, amax: observe(x.float(), amax)
     if dtype not in NAMES:
         raise TypeError(f"cannot observe {dtype}; cast to one of {', '.join(map(str, NAMES))} first")
     values = values_of(dtype, shape, strides, address)
     if values is None:
-        return lambda x, seen: observe(x.contiguous(), seen)
-    source, pitch, size = values.wide or values.source, values.pitch, (values.rows, values.columns)
-    start = launch.Launch(amax.amax_kernel(source, True), blocks_of(device, *size), size, device).start
+        return lambda x, amax: observe(x.contiguous(), amax)
+    source, stride, size = values.wide or values.source, values.stride, (values.rows, values.columns)
+    start = launch.Launch(amax_kernel(source, True), blocks_of(device, *size), size, device).start
     at, checked = launch.address_on(device), Checked(device)
     known = checked.known
 
-    def op(x: Tensor, seen: Tensor) -> None:
-        observed = at(seen)
+    def op(x: Tensor, amax: Tensor) -> None:
+        observed = at(amax)
         if observed not in known:
-            require_beside_a_cast(device, None, lie_of(seen), None)
+            require_beside_a_cast(device, None, lie_of(amax), None)
             checked.keep(observed)
-        start(at(x), pitch, 0, observed)
+        start(at(x), stride, 0, observed)
 
     return op
 
 
 def update_scales(
-    seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
     op = _update_plan(
-        seen.device, seen.is_cuda and current_device(), window.shape, margin, algorithm, recompute
+        amax.device, amax.is_cuda and current_device(), amax_history.shape, margin, algorithm, recompute
     )  # fmt: skip
-    return op(seen, window, scale, fp8_max, margin, algorithm, recompute)
+    return op(amax, amax_history, scale, fp8_max, margin, algorithm, recompute)
 
 
 @planned(reference.update_scales)
 def _update_plan(
-    device: torch.device, window: Sequence[int], margin: float, algorithm: str, recompute: bool
+    device: torch.device, amax_history: Sequence[int], margin: float, algorithm: str, recompute: bool
 ) -> Callable[..., None]:
     from cuda_kernels.casts import update_scales
     from cuda_kernels.host import launch
 
-    refuse_empty(window)
-    length, n = window if len(window) == 2 else (0, 0)
+    refuse_empty(amax_history)
+    length, n = amax_history if len(amax_history) == 2 else (0, 0)
     kernel = update_scales.update_scales_kernel(algorithm == "most_recent", recompute)
     start = launch.Launch(kernel, -(-n // update_scales.COLUMNS), (2.0**-margin, length, n), device).start
     at, checked = launch.address_on(device), Checked(device)
     known = checked.known
 
-    def op(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:
-        addresses = at(seen), at(window), at(scale), at(fp8_max)
+    def op(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, *rule: object) -> None:
+        addresses = at(amax), at(amax_history), at(scale), at(fp8_max)
         if addresses not in known:
-            require_of_an_update(seen, window, scale, fp8_max)
+            require_of_an_update(amax, amax_history, scale, fp8_max)
             checked.keep(addresses)
         start(*addresses)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.how import NAMES
+from lightning_fp8.ops.config import NAMES
 
 Lie = tuple[torch.dtype, Sequence[int], torch.device]
 """Dtype, shape and device."""
@@ -51,14 +51,14 @@ def require(
         raise ValueError(f"{name} is on {lie[2]} and what it belongs to on {device}; move one to the other")
 
 
-def require_beside_a_cast(device: torch.device, scale: Lie | None, seen: Lie | None, counts: Lie | None) -> None:
+def require_beside_a_cast(device: torch.device, scale: Lie | None, amax: Lie | None, counts: Lie | None) -> None:
     """What a cast on ``device`` takes: float32 ``[]`` scale and amax, int64 ``[2]`` counts.
 
     Raises:
         TypeError, ValueError: as :func:`require`.
     """
     require("scale", scale, torch.float32, (), device)
-    require("seen", seen, torch.float32, (), device)
+    require("amax", amax, torch.float32, (), device)
     require("counts", counts, torch.int64, (2,), device)
 
 
@@ -83,16 +83,16 @@ KEPT_ADDRESSES = 2**12
 """Of each plan: scales and amaxes of the layers that share it."""
 
 
-def require_of_an_update(seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
+def require_of_an_update(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
     """What an update takes: float32 ``[n]``, and a window of ``[len, n]`` with at least one row, on one device.
 
     Raises:
         TypeError, ValueError: as :func:`require`.
     """
-    rows, length, device = seen.numel(), window.shape[0] if window.dim() else 1, seen.device
+    rows, length, device = amax.numel(), amax_history.shape[0] if amax_history.dim() else 1, amax.device
     for name, tensor, shape in (
-        ("seen", seen, (rows,)),
-        ("window", window, (max(length, 1), rows)),
+        ("amax", amax, (rows,)),
+        ("amax_history", amax_history, (max(length, 1), rows)),
         ("scale", scale, (rows,)),
         ("fp8_max", fp8_max, (rows,)),
     ):
@@ -130,7 +130,7 @@ def require_statistics(statistics: Lie | None, rms: bool, rows: int, device: tor
 
 
 def require_beside_a_product(
-    shape: tuple[int, int], device: torch.device, bias: Lie | None, out: Lie | None = None, seen: Lie | None = None
+    shape: tuple[int, int], device: torch.device, bias: Lie | None, out: Lie | None = None, amax: Lie | None = None
 ) -> None:
     """What a product of ``shape [M, N]`` takes: a bias ``[N]``, what to add to, and an amax.
 
@@ -139,4 +139,4 @@ def require_beside_a_product(
     """
     require("bias", bias, tuple(NAMES), shape[1:], device)
     require("out", out, tuple(NAMES), shape, device)
-    require("seen", seen, torch.float32, (), device)
+    require("amax", amax, torch.float32, (), device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.how import NAMES, parsed_product
+from lightning_fp8.ops.config import NAMES, parse_scaled_mm_config
 from lightning_fp8.ops.schema import empty_operand, operand_layout
 from lightning_fp8.scaled import Layout
 
@@ -32,13 +32,13 @@ def place_of(data: Tensor, scale: Tensor) -> Place:
 
 
 class Operand(NamedTuple):
-    """A K-major operand ``[rows, k]`` and its scales; ``pitch`` is 0 where a row's elements are not side by side."""
+    """A K-major operand ``[rows, k]`` and its scales; ``stride`` is 0 where a row's elements are not side by side."""
 
     dtype: torch.dtype
     layout: Layout
     rows: int
     k: int
-    pitch: int
+    stride: int
     address: int
     scale_strides: tuple[int, ...]
     scale_address: int
@@ -46,8 +46,8 @@ class Operand(NamedTuple):
     @classmethod
     def at(cls, place: Place, layout: Layout) -> Operand:
         dtype, (rows, k), strides, address, scale_strides, scale_address = place
-        pitch = strides[0] if strides[1] == 1 or k == 1 else 0
-        return cls(dtype, layout, rows, k, pitch, address, scale_strides, scale_address)
+        stride = strides[0] if strides[1] == 1 or k == 1 else 0
+        return cls(dtype, layout, rows, k, stride, address, scale_strides, scale_address)
 
     @classmethod
     def promised(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> Operand:
@@ -58,7 +58,7 @@ class Operand(NamedTuple):
     @property
     def lies_well(self) -> bool:
         """Whether copies of tensors and of scales can begin at each row."""
-        if self.pitch <= 0 or self.pitch % 16 or self.address:
+        if self.stride <= 0 or self.stride % 16 or self.address:
             return False
         strides = self.scale_strides
         if self.layout is Layout.BLOCK_1X128:
@@ -80,21 +80,21 @@ def laid_out(data: Tensor, scale: Tensor, layout: Layout) -> tuple[Tensor, Tenso
 
 
 class Job(NamedTuple):
-    """A product of operands that lie well; ``pitch``: of the result, in elements."""
+    """A product of operands that lie well; ``stride``: of the result, in elements."""
 
     device: torch.device
     problem: Problem
     a: Operand
     b: Operand
-    how: str
-    pitch: int
+    config: str
+    stride: int
 
 
 def job_of(
     device: torch.device,
     a: Operand,
     b: Operand,
-    how: str,
+    config: str,
     bias: tuple[torch.dtype, int] | None = None,
     out: tuple[int, int] | None = None,
     amax: bool = False,
@@ -104,13 +104,13 @@ def job_of(
     from cuda_kernels.host import launch
     from cuda_kernels.host.gemm_configs import Problem
 
-    _, _, dtype, fast = parsed_product(how)
+    _, _, dtype, fast = parse_scaled_mm_config(config)
     format_a, format_b = (float8_of(operand.dtype).name.lower() for operand in (a, b))
     scaling, of_bias = Scaling[SCALINGS[a.layout, b.layout]], None if bias is None else NAMES[bias[0]]
     product = GemmSpec(format_a, format_b, scaling, NAMES[dtype], of_bias, out is not None, not fast, amax)
-    pitch, address = out or (b.rows, 0)
-    aligned = pitch * dtype.itemsize % 16 == 0 and address == 0
-    even = pitch % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0
+    stride, address = out or (b.rows, 0)
+    aligned = stride * dtype.itemsize % 16 == 0 and address == 0
+    even = stride % 2 == b.rows % 2 == 0 and address % (2 * dtype.itemsize) == 0
     even = even and (bias is None or bias[1] % 8 == 0) and b.scale_address % 8 == 0
     card = launch.architecture_of(device), launch.multiprocessors(device)
-    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, how, pitch)
+    return Job(device, Problem(a.rows, b.rows, a.k, product, *card, aligned, even), a, b, config, stride)

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.how import How
+from lightning_fp8.ops.config import QuantizeConfig
 from lightning_fp8.ops.schema import Placed, operand_layout, scale_dtype
 from lightning_fp8.scaled import Layout
 
@@ -30,34 +30,36 @@ def allocator(device: torch.device) -> Allocator:
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device.type)
 
 
-def comes_in_vectors(columns: int, pitch: int, address: int, item: int, elements: int, size: int | None = None) -> bool:
+def comes_in_vectors(
+    columns: int, stride: int, address: int, item: int, elements: int, size: int | None = None
+) -> bool:
     """Whether rows are whole vectors of ``elements``, each at a multiple of ``size`` bytes; by default its own.
 
-    ``pitch``: from row to row, in elements of ``item`` bytes; ``address``: of the first row, modulo 16 or whole.
+    ``stride``: from row to row, in elements of ``item`` bytes; ``address``: of the first row, modulo 16 or whole.
     """
     size = size or elements * item
-    return columns % elements == 0 and pitch * item % size == 0 and address % size == 0
+    return columns % elements == 0 and stride * item % size == 0 and address % size == 0
 
 
 class Operands:
     """The results of a cast of ``[rows, columns]``: described once, allocated at each call.
 
     Attributes:
-        pitches: of codes and scales, of the rowwise and of the transposed copy.
+        strides: of codes and scales, of the rowwise and of the transposed copy.
     """
 
-    def __init__(self, device: torch.device, how: How, rows: int, columns: int) -> None:
-        layout, dtype = how.layout, how.float8.dtype
+    def __init__(self, device: torch.device, config: QuantizeConfig, rows: int, columns: int) -> None:
+        layout, dtype = config.layout, config.float8.dtype
         by_columns = layout in (Layout.BLOCK_1X128, Layout.MX_1X32)
         empty, no_scale = partial(nothing, device, dtype), partial(nothing, device, scale_dtype(layout))
         self._makers: list[Callable[[], Tensor]] = []
-        self.pitches: list[int] = []
-        for wanted, r, k in ((how.rowwise, rows, columns), (how.columnwise, columns, rows)):
+        self.strides: list[int] = []
+        for wanted, r, k in ((config.rowwise, rows, columns), (config.columnwise, columns, rows)):
             data, scales = operand_layout(layout, dtype, r, k)
             self._makers += (_maker(device, data), _maker(device, scales)) if wanted else (empty, no_scale)
             strides = scales.strides
-            scale_pitch = strides[1 if by_columns else 0] if len(strides) == 2 else 0
-            self.pitches += (data.strides[0], scale_pitch) if wanted else (0, 0)
+            scale_stride = strides[1 if by_columns else 0] if len(strides) == 2 else 0
+            self.strides += (data.strides[0], scale_stride) if wanted else (0, 0)
         if layout is Layout.TENSOR:  # which has one scale for both
             self._makers[1::2] = _maker(device, operand_layout(layout, dtype, rows, columns)[1]), no_scale
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cuda_kernels.host.launch import NoKernels
 from cuda_kernels.kernel import KernelError
-from lightning_fp8.ops.how import How, parsed
+from lightning_fp8.ops.config import QuantizeConfig, parse_quantize_config
 from lightning_fp8.ops.operands import Operands, Outputs
 
 Op = Callable[..., Any]
@@ -45,7 +45,7 @@ def current_device() -> int:
 
 
 def planned(
-    reference_op: Op, how_at: int | None = None, without_kernels: Callable[..., Op] | None = None
+    reference_op: Op, config_arg: int | None = None, without_kernels: Callable[..., Op] | None = None
 ) -> Callable[[Callable[..., Op]], Callable[..., Op]]:
     """Keeps what a planner gives: ``plan(device, *lies) -> op`` becomes ``(device, current, *lies) -> op``.
 
@@ -54,10 +54,10 @@ def planned(
     to do, ``op`` is ``reference_op``.
 
     Args:
-        how_at: which argument says how to cast; None if none does.
+        config_arg: which argument says how to cast; None if none does.
         without_kernels: what plans where the device runs none, if not all is then the reference's.
     """
-    otherwise = reference_op if how_at is None else _lying_as_promised(reference_op, how_at)
+    otherwise = reference_op if config_arg is None else _lying_as_promised(reference_op, config_arg)
 
     def decorate(plan: Callable[..., Op]) -> Callable[..., Op]:
         @lru_cache(KEPT_PLANS)
@@ -118,20 +118,20 @@ def _elsewhere(op_for: Callable[..., Op], device: torch.device, lies: Sequence[H
     return op
 
 
-def _lying_as_promised(reference_op: Op, how_at: int) -> Op:
+def _lying_as_promised(reference_op: Op, config_arg: int) -> Op:
     """The reference, its operands in the strides that these ops promise."""
 
     def op(*args: Any) -> Any:
         results = reference_op(*args)
-        return (*_promised(results[:4], parsed(args[how_at])), *results[4:])
+        return (*_promised(results[:4], parse_quantize_config(args[config_arg])), *results[4:])
 
     return op
 
 
-def _promised(results: Sequence[Tensor], how: How) -> Outputs:
+def _promised(results: Sequence[Tensor], config: QuantizeConfig) -> Outputs:
     data, _, data_t, _ = results
-    rows, columns = data.shape if how.rowwise else data_t.t().shape if how.columnwise else (0, 0)
-    promised = Operands(data.device, how, rows, columns).allocate()
+    rows, columns = data.shape if config.rowwise else data_t.t().shape if config.columnwise else (0, 0)
+    promised = Operands(data.device, config, rows, columns).allocate()
     for empty, result in zip(promised, results):
         kind = torch.uint8 if result.element_size() == 1 else result.dtype
         empty.view(kind).copy_(result.view(kind))

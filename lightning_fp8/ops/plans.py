@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.config import NAMES, QuantizeConfig, parse_quantize_config
 from lightning_fp8.ops.given import Checked, Lie, compact, lie_of, require_beside_a_cast
-from lightning_fp8.ops.how import NAMES, How, parsed
 from lightning_fp8.ops.operands import Operands, Outputs, allocator, comes_in_vectors
 from lightning_fp8.ops.planning import Op, current_device, planned, refuse_empty
 from lightning_fp8.scaled import Layout
@@ -26,34 +26,34 @@ Given = Tensor | None
 
 
 class Task(NamedTuple):
-    """``how`` to cast, and whether ``scale``, ``seen`` and ``counts`` are given."""
+    """``config`` to cast, and whether ``scale``, ``amax`` and ``counts`` are given."""
 
-    how: How
+    config: QuantizeConfig
     given: bool
     observes: bool
     counts: bool
 
 
-def task_of(device: torch.device, how: str, given: bool, observes: bool, counts: Lie | None) -> Task:
+def task_of(device: torch.device, config: str, given: bool, observes: bool, counts: Lie | None) -> Task:
     """The task of a cast on ``device``.
 
     Raises:
         TypeError, ValueError: ``counts`` do not fit.
     """
     require_beside_a_cast(device, None, None, counts)
-    return Task(parsed(how), given, observes, counts is not None)
+    return Task(parse_quantize_config(config), given, observes, counts is not None)
 
 
 class Values(NamedTuple):
     """What one tensor gives kernels to cast: ``[rows, columns]``, by a source.
 
     Attributes:
-        pitch: of the tensor's rows.
+        stride: of the tensor's rows.
         wide: the source of the same in vectors of 16 bytes, if it comes in them; see ``tile.Source.vector``.
     """
 
     source: Source
-    pitch: int
+    stride: int
     rows: int
     columns: int
     wide: Source | None = None
@@ -73,12 +73,12 @@ def values_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], 
     return Values(source, strides[0], rows, columns, wide)
 
 
-def sources_of(values: Values, how: How) -> tuple[Source, Source]:
+def sources_of(values: Values, config: QuantizeConfig) -> tuple[Source, Source]:
     """What finds amaxes, and what casts: in the widest vectors, but where columns, or 128 of a row, share a scale."""
     narrow, wide = values.source, values.wide or values.source
-    if how.layout is Layout.BLOCK_1X128:
+    if config.layout is Layout.BLOCK_1X128:
         return narrow, narrow
-    return narrow if how.layout is Layout.ROW else wide, narrow if how.columnwise else wide
+    return narrow if config.layout is Layout.ROW else wide, narrow if config.columnwise else wide
 
 
 def blocks_of(device: torch.device, rows: int, columns: int) -> int:
@@ -111,15 +111,19 @@ class CastPlan:
         from cuda_kernels.device import tile
         from cuda_kernels.host import launch
 
-        how = task.how
+        config = task.config
         if task.given:
-            how.refuse_scale()
+            config.refuse_scale()
         self.at: Callable[[Tensor], Argument] = launch.address_on(device)
         self.device, self.rows, self.columns = device, rows, columns
-        self.operands, self._allocate = Operands(device, how, rows, columns), allocator(device)
+        self.operands, self._allocate = Operands(device, config, rows, columns), allocator(device)
         # In place of a given scale of 0 the tensor's own is taken as delayed scaling does, without a recipe's options.
-        scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
-        self._values, self._fp8, self._usage = storing or source, how.float8.name.lower(), (how.rowwise, how.columnwise)
+        scaling = (0, 0.0) if task.given else (int(config.power_2), config.epsilon)
+        self._values, self._fp8, self._usage = (
+            storing or source,
+            config.float8.name.lower(),
+            (config.rowwise, config.columnwise),
+        )
         kernel, *numbers = self._plan(source, task, scaling)
         self._cast = launch.Launch(kernel, tile.tiles(rows, columns), numbers, device).start
 
@@ -127,7 +131,7 @@ class CastPlan:
         """The kernel that casts and its numbers; plans the launches before it."""
         raise NotImplementedError
 
-    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, amax: Given, counts: Given, storing: Words | None = None) -> Outputs:
         """Cast; ``words``: what the source takes; ``storing``: what that of the kernel that casts takes."""
         raise NotImplementedError
 
@@ -136,32 +140,33 @@ class TensorPlan(CastPlan):
     """One scale for all; the tensor's own amax is found first where it may be needed."""
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
-        from cuda_kernels.casts import amax, quantize
+        from cuda_kernels.casts import quantize
+        from cuda_kernels.casts.amax import amax_kernel
         from cuda_kernels.host import launch
 
         self._checked = Checked(self.device)
         blocks = blocks_of(self.device, self.rows, self.columns)
         numbers = self.rows, self.columns
-        self._amax: Start | None = None
+        self._find_amax: Start | None = None
         self._partials = (blocks,), (1,), torch.float32
-        if not (task.given and task.how.nonzero):
-            self._amax = launch.Launch(amax.amax_kernel(source, False), blocks, numbers, self.device).start
+        if not (task.given and task.config.nonzero):
+            self._find_amax = launch.Launch(amax_kernel(source, False), blocks, numbers, self.device).start
         kernel = quantize.quantize_tensor_kernel(self._values, self._fp8, *self._usage, task.observes, task.counts)
-        pitch, _, pitch_t, _ = self.operands.pitches
-        return kernel, *numbers, blocks, *scaling, pitch, pitch_t
+        stride, _, stride_t, _ = self.operands.strides
+        return kernel, *numbers, blocks, *scaling, stride, stride_t
 
-    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
-        at, amax, known = self.at, self._amax, self._checked.known
-        given, observed = 0 if scale is None else at(scale), 0 if seen is None else at(seen)
+    def cast(self, words: Words, scale: Given, amax: Given, counts: Given, storing: Words | None = None) -> Outputs:
+        at, find_amax, known = self.at, self._find_amax, self._checked.known
+        given, observed = 0 if scale is None else at(scale), 0 if amax is None else at(amax)
         if given not in known or observed not in known:
-            require_beside_a_cast(self.device, lie_of(scale), lie_of(seen), None)
+            require_beside_a_cast(self.device, lie_of(scale), lie_of(amax), None)
             self._checked.keep(given, observed)
         outputs = data, scale_inv, data_t, _ = self.operands.allocate()
         own: Argument = 0
-        if amax is not None:
+        if find_amax is not None:
             partials = self._allocate(*self._partials)
             own = at(partials)
-            amax(*words, given, own)  # returns at once where a scale is given, unless the scale is 0
+            find_amax(*words, given, own)  # returns at once where a scale is given, unless the scale is 0
         self._cast(
             *(storing or words), given, own, observed, 0 if counts is None else at(counts),
             at(data), at(scale_inv), at(data_t),
@@ -173,25 +178,26 @@ class RowPlan(CastPlan):
     """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
 
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
-        from cuda_kernels.casts import amax, quantize
+        from cuda_kernels.casts import quantize
+        from cuda_kernels.casts.amax import row_amax_kernel
         from cuda_kernels.device import tile
         from cuda_kernels.host import launch
 
         numbers = self.rows, self.columns
-        kernel = amax.row_amax_kernel(source, *self._usage)
-        self._amax = launch.Launch(kernel, tile.tiles(*numbers), numbers, self.device).start
+        kernel = row_amax_kernel(source, *self._usage)
+        self._find_amax = launch.Launch(kernel, tile.tiles(*numbers), numbers, self.device).start
         self._amaxes, self._of_columns = ((sum(numbers),), (1,), torch.float32), 4 * self.rows
         self._zero = launch.zeroing(self.device, sum(numbers))
         kernel = quantize.quantize_rows_kernel(self._values, self._fp8, *self._usage, task.counts)
-        return kernel, *numbers, *scaling, *self.operands.pitches
+        return kernel, *numbers, *scaling, *self.operands.strides
 
-    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, amax: Given, counts: Given, storing: Words | None = None) -> Outputs:
         at = self.at
         outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
         amaxes = self._allocate(*self._amaxes)
         of_rows, of_columns = at(amaxes), amaxes.data_ptr() + self._of_columns
         self._zero(of_rows)
-        self._amax(*words, of_rows, of_columns)
+        self._find_amax(*words, of_rows, of_columns)
         counted = 0 if counts is None else at(counts)
         self._cast(
             *(storing or words), of_rows, of_columns, counted,
@@ -206,10 +212,10 @@ class BlockPlan(CastPlan):
     def _plan(self, source: Source, task: Task, scaling: tuple[int, float]) -> tuple[Any, ...]:
         from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
 
-        kernel = quantize_blocks_kernel(self._values, self._fp8, task.how.layout.value, *self._usage, task.counts)
-        return kernel, self.rows, self.columns, *scaling, *self.operands.pitches
+        kernel = quantize_blocks_kernel(self._values, self._fp8, task.config.layout.value, *self._usage, task.counts)
+        return kernel, self.rows, self.columns, *scaling, *self.operands.strides
 
-    def cast(self, words: Words, scale: Given, seen: Given, counts: Given, storing: Words | None = None) -> Outputs:
+    def cast(self, words: Words, scale: Given, amax: Given, counts: Given, storing: Words | None = None) -> Outputs:
         at = self.at
         outputs = data, scale_inv, data_t, scale_inv_t = self.operands.allocate()
         counted = 0 if counts is None else at(counts)
@@ -221,44 +227,44 @@ def plan_of(
     device: torch.device, source: Source, rows: int, columns: int, task: Task, storing: Source | None = None
 ) -> CastPlan:
     """The plan for the layout that the task says; see :class:`CastPlan`."""
-    kind = {Layout.TENSOR: TensorPlan, Layout.ROW: RowPlan}.get(task.how.layout, BlockPlan)
+    kind = {Layout.TENSOR: TensorPlan, Layout.ROW: RowPlan}.get(task.config.layout, BlockPlan)
     return kind(device, source, rows, columns, task, storing)
 
 
 def casting(reference_op: Op, values: Callable[..., Values | None]) -> Op:
-    """An op ``(x, how, scale, seen, counts) -> operands`` that casts what ``values(how, *lies)`` says of x.
+    """An op ``(x, config, scale, amax, counts) -> operands`` that casts what ``values(config, *lies)`` says of x.
 
     ``lies``: x's dtype, shape, strides, and address modulo 16. Where there are no values x is made contiguous first.
     """
 
-    @planned(reference_op, how_at=1)
+    @planned(reference_op, config_arg=1)
     def plan(
         device: torch.device,
         dtype: torch.dtype,
         shape: Sequence[int],
         strides: Sequence[int],
         address: int,
-        how: str,
+        config: str,
         given: bool,
         observes: bool,
         counts: Lie | None,
     ) -> Op:
-        task = task_of(device, how, given, observes, counts)
-        found = values(how, dtype, shape, strides, address)
+        task = task_of(device, config, given, observes, counts)
+        found = values(config, dtype, shape, strides, address)
         if found is None:
             return lambda x, *args: op(x.contiguous(), *args)
-        pitch = found.pitch
-        source, storing = sources_of(found, task.how)
+        stride = found.stride
+        source, storing = sources_of(found, task.config)
         made = plan_of(device, source, found.rows, found.columns, task, storing)
         at, cast = made.at, made.cast
-        return lambda x, how, scale, seen, counts: cast((at(x), pitch), scale, seen, counts)
+        return lambda x, config, scale, amax, counts: cast((at(x), stride), scale, amax, counts)
 
     @wraps(reference_op)
-    def op(x: Tensor, how: str, scale: Given = None, seen: Given = None, counts: Given = None) -> Outputs:
+    def op(x: Tensor, config: str, scale: Given = None, amax: Given = None, counts: Given = None) -> Outputs:
         planned_op = plan(
             x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
-            how, scale is not None, seen is not None, None if counts is None else compact("counts", counts),
+            config, scale is not None, amax is not None, None if counts is None else compact("counts", counts),
         )  # fmt: skip
-        return planned_op(x, how, scale, seen, counts)
+        return planned_op(x, config, scale, amax, counts)
 
     return op

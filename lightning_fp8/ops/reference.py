@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
+from lightning_fp8.ops.config import DTYPES, parse_quantize_config, parse_scaled_mm_config
 from lightning_fp8.ops.given import (
     compact,
     lie_of,
@@ -25,7 +26,6 @@ from lightning_fp8.ops.given import (
     require_beside_a_product,
     require_of_an_update,
 )
-from lightning_fp8.ops.how import DTYPES, parsed, parsed_product
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED, scale_dtype, scale_shape
 from lightning_fp8.scaled import Layout, block_shape
 
@@ -52,31 +52,31 @@ def tensor_amax(x: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def observe(x: Tensor, seen: Tensor) -> None:
-    require("seen", lie_of(seen), torch.float32, (), x.device)
+def observe(x: Tensor, amax: Tensor) -> None:
+    require("amax", lie_of(amax), torch.float32, (), x.device)
     if not x.is_floating_point():
         raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, DTYPES.values()))} first")
-    torch.maximum(seen, tensor_amax(x), out=seen)
+    torch.maximum(amax, tensor_amax(x), out=amax)
 
 
 def quantize(
-    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
+    x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One given scale, or x's own where that is 0; else each tensor, row or block scaled from itself.
 
     See :func:`lightning_fp8.ops.quantize`.
     """
-    require_beside_a_cast(x.device, lie_of(scale), lie_of(seen), compact("counts", counts))
-    (float8, kind, power_2, epsilon, rowwise, columnwise, nonzero), x = parsed(how), x.contiguous()
+    require_beside_a_cast(x.device, lie_of(scale), lie_of(amax), compact("counts", counts))
+    (float8, kind, power_2, epsilon, rowwise, columnwise, nonzero), x = parse_quantize_config(config), x.contiguous()
     if scale is not None:
-        parsed(how).refuse_scale()
+        parse_quantize_config(config).refuse_scale()
         may_be_0 = not nonzero and (x.is_cuda or not scale.item())  # asking a card would wait for it
-        if may_be_0 or seen is not None:
-            amax = tensor_amax(x)
-            if seen is not None:
-                torch.maximum(seen, amax, out=seen)
+        if may_be_0 or amax is not None:
+            own_amax = tensor_amax(x)
+            if amax is not None:
+                torch.maximum(amax, own_amax, out=amax)
             if may_be_0:
-                scale = torch.where(scale == 0, scaling.current_scale(amax, float8.max), scale)
+                scale = torch.where(scale == 0, scaling.current_scale(own_amax, float8.max), scale)
         return _quantize_tensor(x, scale, float8, rowwise, columnwise, counts)
     if kind is Layout.TENSOR:
         scale = scaling.current_scale(tensor_amax(x), float8.max, power_2, epsilon)
@@ -170,9 +170,11 @@ def decode(data: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 
 
-def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None = None) -> Tensor:
+def scaled_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str, bias: Tensor | None = None
+) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`. ``fast`` changes nothing here: accumulation is float32."""
-    layout_a, layout_b, out_dtype, _ = parsed_product(how)
+    layout_a, layout_b, out_dtype, _ = parse_scaled_mm_config(config)
     for name, data, scales, layout in (("a", a, scale_a, layout_a), ("b", b, scale_b, layout_b)):
         if data.numel():
             shape = scale_shape(layout, *data.shape)
@@ -193,18 +195,18 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, 
 
 
 def scaled_mm_observed(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str, bias: Tensor | None, seen: Tensor
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str, bias: Tensor | None, amax: Tensor
 ) -> Tensor:
     """See :func:`lightning_fp8.ops.scaled_mm`."""
-    out = scaled_mm(a, scale_a, b, scale_b, how, bias)
-    observe(out, seen)
+    out = scaled_mm(a, scale_a, b, scale_b, config, bias)
+    observe(out, amax)
     return out
 
 
-def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
+def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str) -> None:
     """See :func:`lightning_fp8.ops.scaled_mm_accumulate`."""
     require_beside_a_product((a.shape[0], b.shape[0]), a.device, None, lie_of(out))
-    out += scaled_mm(a, scale_a, b, scale_b, how)
+    out += scaled_mm(a, scale_a, b, scale_b, config)
 
 
 def _operands(
@@ -298,18 +300,18 @@ def _set_float32_precision(precision: str) -> None:
 
 
 def update_scales(
-    seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
     """See :func:`lightning_fp8.ops.update_scales`."""
-    require_of_an_update(seen, window, scale, fp8_max)
-    rolled = scaling.roll_history(window, seen)
+    require_of_an_update(amax, amax_history, scale, fp8_max)
+    rolled = scaling.roll_history(amax_history, amax)
     if recompute:
-        amax = scaling.reduce_history(rolled, "max" if algorithm == "max" else "most_recent")
-        ran = (seen > 0) & torch.isfinite(seen)
-        scale.copy_(torch.where(ran, scaling.delayed_scale(amax, scale, fp8_max, margin), scale))
+        largest = scaling.reduce_history(rolled, "max" if algorithm == "max" else "most_recent")
+        ran = (amax > 0) & torch.isfinite(amax)
+        scale.copy_(torch.where(ran, scaling.delayed_scale(largest, scale, fp8_max, margin), scale))
     rolled[0] = 0  # the oldest amax counted for the last time
-    window.copy_(rolled)
-    seen.zero_()
+    amax_history.copy_(rolled)
+    amax.zero_()
 
 
 for _op in (observe, quantize, scaled_mm, scaled_mm_observed, scaled_mm_accumulate, update_scales):

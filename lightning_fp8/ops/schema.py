@@ -1,10 +1,10 @@
 """The schemas of ``torch.ops.lightning_fp8`` and their shapes on fake and meta tensors.
 
-Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``how`` asks (see :mod:`lightning_fp8.ops.how`),
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``config`` asks (see ``config.py``),
 the operand of x (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). What was not asked
 for comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
 
-``scale``, float32 ``[]``, is taken instead of the tensor's own, unless it is 0, and ``seen``, float32 ``[]``, is
+``scale``, float32 ``[]``, is taken instead of the tensor's own, unless it is 0, and ``amax``, float32 ``[]``, is
 raised to the amax. ``counts``, int64 ``[2]``, grows by how many values were saturated and how many were flushed to
 zero, in the operand of x if it was asked for.
 """
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.ops.how import How, parsed, parsed_product
+from lightning_fp8.ops.config import QuantizeConfig, parse_quantize_config, parse_scaled_mm_config
 from lightning_fp8.scaled import Layout, block_shape
 from lightning_fp8.transforms import WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 
-CAST = "str how, Tensor? scale=None, Tensor(a!)? seen=None, Tensor(b!)? counts=None"
+CAST = "str config, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? counts=None"
 """The last arguments of every op that casts."""
 
 UNOBSERVED = "_unobserved"
-"""Ends the name of an op that casts and takes neither ``seen`` nor ``counts``."""
+"""Ends the name of an op that casts and takes neither ``amax`` nor ``counts``."""
 
 OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
 
@@ -45,23 +45,23 @@ def define_cast(name: str, inputs: str, outputs: str) -> None:
 
 
 define_cast("quantize", "Tensor x", OPERANDS)
-torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) seen) -> ()")
+torch.library.define(f"{NAMESPACE}::observe", "(Tensor x, Tensor(a!) amax) -> ()")
 torch.library.define(
     f"{NAMESPACE}::scaled_mm",
-    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias=None) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str config, Tensor? bias=None) -> Tensor",
 )
 # An op of its own: Inductor takes none that gives one tensor and may write to another, or not.
 torch.library.define(
     f"{NAMESPACE}::scaled_mm_observed",
-    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how, Tensor? bias, Tensor(a!) seen) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str config, Tensor? bias, Tensor(a!) amax) -> Tensor",
 )
 torch.library.define(
     f"{NAMESPACE}::scaled_mm_accumulate",
-    "(Tensor(a!) out, Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str how) -> ()",
+    "(Tensor(a!) out, Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str config) -> ()",
 )
 torch.library.define(
     f"{NAMESPACE}::update_scales",
-    "(Tensor(a!) seen, Tensor(b!) window, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
+    "(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
     " bool recompute) -> ()",
 )
 
@@ -114,8 +114,8 @@ def operand_layout(layout: Layout, dtype: torch.dtype, rows: int, columns: int) 
     Rows of ``data`` begin at multiples of 16 bytes; zeros fill the gap. Scales of blocks that lie along a row have the
     rows side by side, each block's beginning at a multiple of 16 bytes.
     """
-    pitch = -(-columns // 16) * 16
-    data = Placed((rows, columns), (rows, pitch), (pitch, 1), dtype, None if pitch == columns else columns)
+    stride = -(-columns // 16) * 16
+    data = Placed((rows, columns), (rows, stride), (stride, 1), dtype, None if stride == columns else columns)
     shape, kind = scale_shape(layout, rows, columns), scale_dtype(layout)
     if len(shape) < 2:
         return data, Placed(shape, shape, (), kind, None)
@@ -139,16 +139,16 @@ def empty_operand(
 @torch.library.register_fake(f"{NAMESPACE}::quantize")
 @torch.library.register_fake(f"{NAMESPACE}::quantize{UNOBSERVED}")
 def _quantize(
-    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
+    x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_operands(x, x.shape[0], x.shape[1], parsed(how))
+    return fake_operands(x, x.shape[0], x.shape[1], parse_quantize_config(config))
 
 
-def fake_operands(x: Tensor, rows: int, columns: int, how: How) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fake_operands(x: Tensor, rows: int, columns: int, config: QuantizeConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a cast of ``[rows, columns]`` gives where ``x`` is."""
-    layout, dtype = how.layout, how.float8.dtype
+    layout, dtype = config.layout, config.float8.dtype
     results: list[Tensor] = []
-    for transposed, wanted in enumerate((how.rowwise, how.columnwise)):
+    for transposed, wanted in enumerate((config.rowwise, config.columnwise)):
         r, k = (columns, rows) if transposed else (rows, columns)
         if not wanted:
             results += x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=scale_dtype(layout))
@@ -165,7 +165,7 @@ def fake_operands(x: Tensor, rows: int, columns: int, how: How) -> tuple[Tensor,
 
 
 @torch.library.register_fake(f"{NAMESPACE}::observe")
-def _observe(x: Tensor, seen: Tensor) -> None:
+def _observe(x: Tensor, amax: Tensor) -> None:
     return None
 
 
@@ -176,20 +176,20 @@ def _scaled_mm(
     scale_a: Tensor,
     b: Tensor,
     scale_b: Tensor,
-    how: str,
+    config: str,
     bias: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=parsed_product(how).out)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=parse_scaled_mm_config(config).out)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm_accumulate")
-def _scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, how: str) -> None:
+def _scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str) -> None:
     return None
 
 
 @torch.library.register_fake(f"{NAMESPACE}::update_scales")
 def _update_scales(
-    seen: Tensor, window: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
 ) -> None:
     return None

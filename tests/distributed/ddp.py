@@ -26,11 +26,11 @@ class Record(L.Callback):
     """The amaxes of this rank before each update, the scales after it, and the collectives of the update."""
 
     def __init__(self) -> None:
-        self.seen: list[list[float]] = []
+        self.amax: list[list[float]] = []
         self.scales: list[list[float]] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
-        self.seen.append(trainer.precision_plugin.histories["model"].seen.tolist())
+        self.amax.append(trainer.precision_plugin.histories["model"].amax.tolist())
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.scales.append(trainer.precision_plugin.histories["model"].scale.tolist())
@@ -70,7 +70,7 @@ def scales(folder: Path, accumulate: int) -> dict[str, Any]:
     options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "accumulate_grad_batches": accumulate}
     quiet_trainer(precision="bf16-true", **options).fit(Regression(), regression_data())
     return {
-        "seen": record.seen,
+        "amax": record.amax,
         "scales": record.scales,
         "updates": updates,
         "steps": trainer.global_step,

@@ -56,7 +56,7 @@ def in_a_trainer() -> dict[str, Any]:
     trainer, model = fp8_trainer(RECIPE, strategy="ddp", devices=2, max_epochs=2), Raw()
     trainer.fit(model, regression_data())
     history = trainer.precision_plugin.histories["model"]
-    return {"window": history.window.tolist(), "scale": history.scale.tolist(), "updates": history.updates}
+    return {"amax_history": history.amax_history.tolist(), "scale": history.scale.tolist(), "updates": history.updates}
 
 
 def in_plain_loops() -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def in_plain_loops() -> list[dict[str, Any]]:
         pass
     states = [fp8_state_dict(model.module) for model in models]
     return [
-        {"window": state["amax_history"].tolist(), "scale": state["scale"].tolist(), "reduced": reduced}
+        {"amax_history": state["amax_history"].tolist(), "scale": state["scale"].tolist(), "reduced": reduced}
         for state in states
     ]
 

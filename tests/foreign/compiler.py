@@ -157,8 +157,8 @@ class Emulated:
         launched: the kernels, in order.
     """
 
-    def __init__(self, **how: Any) -> None:
-        self.how = how
+    def __init__(self, **config: Any) -> None:
+        self.config = config
         self.launched: list[Compiled] = []
 
     def __call__(
@@ -180,7 +180,7 @@ class Emulated:
             cluster=(options.num_ctas, 1, 1),
             dynamic_shared=made.shared,
             strict=False,
-            **self.how,
+            **self.config,
         )
 
 

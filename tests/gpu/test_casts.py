@@ -50,7 +50,7 @@ def test_case(case: Case) -> None:
 @pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_bfloat16(scale: float, float8: Float8) -> None:
-    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cuda", seen=0.0)
+    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cuda", amax=0.0)
 
 
 @LAYOUTS
@@ -87,12 +87,12 @@ def test_more_than_2_31_elements(layout: Layout) -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    x, scale, seen = (
+    x, scale, amax = (
         torch.randn(300, 300, device="cuda", dtype=BF16),
         torch.ones((), device="cuda"),
         torch.zeros((), device="cuda"),
     )
-    window, scales, largest = (
+    amax_history, scales, largest = (
         torch.zeros(16, 8, device="cuda"),
         torch.ones(8, device="cuda"),
         torch.full((8,), 448.0, device="cuda"),
@@ -101,9 +101,9 @@ def test_nothing_waits_for_the_device() -> None:
         with nothing_waits():
             for layout in Layout:
                 ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
-            ops.quantize(x, "e4m3 tensor rowwise columnwise", scale, seen)
-            ops.observe(x, seen)
-            ops.update_scales(torch.ones(8, device="cuda"), window, scales, largest, 0.0, "max", True)
+            ops.quantize(x, "e4m3 tensor rowwise columnwise", scale, amax)
+            ops.observe(x, amax)
+            ops.update_scales(torch.ones(8, device="cuda"), amax_history, scales, largest, 0.0, "max", True)
 
 
 def test_kernels_run_on_the_current_stream() -> None:
@@ -142,17 +142,17 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
 
 def test_a_delayed_step_in_a_graph() -> None:
     """Cast, observe and update, replayed: scales move as on the CPU."""
-    on_card, on_cpu = ({"x": torch.empty(64, 256, dtype=BF16, device=on), "seen": torch.zeros(1, device=on),
-                        "window": torch.zeros(4, 1, device=on), "scale": torch.zeros(1, device=on),
+    on_card, on_cpu = ({"x": torch.empty(64, 256, dtype=BF16, device=on), "amax": torch.zeros(1, device=on),
+                        "amax_history": torch.zeros(4, 1, device=on), "scale": torch.zeros(1, device=on),
                         "largest": torch.full((1,), 448.0, device=on)} for on in ("cuda", "cpu"))  # fmt: skip
 
     def step(s: dict[str, Tensor]) -> Tensor:
-        data = ops.quantize(s["x"], "e4m3 tensor rowwise", s["scale"][0], s["seen"][0])[0]
-        ops.update_scales(s["seen"], s["window"], s["scale"], s["largest"], 0.0, "max", True)
+        data = ops.quantize(s["x"], "e4m3 tensor rowwise", s["scale"][0], s["amax"][0])[0]
+        ops.update_scales(s["amax"], s["amax_history"], s["scale"], s["largest"], 0.0, "max", True)
         return data
 
     step(on_card)
-    on_card["scale"].zero_(), on_card["window"].zero_(), on_card["seen"].zero_()
+    on_card["scale"].zero_(), on_card["amax_history"].zero_(), on_card["amax"].zero_()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -163,7 +163,7 @@ def test_a_delayed_step_in_a_graph() -> None:
         on_cpu["x"].copy_(values)
         graph.replay()
         assert_same(data, step(on_cpu), "data")
-        for name in ("scale", "window", "seen"):
+        for name in ("scale", "amax_history", "amax"):
             assert_same(on_card[name], on_cpu[name], name)
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import HIGH_PRECISION, Quantized, gives_a_view, quantized
+from lightning_fp8.ops.config import quantize_config
 from lightning_fp8.ops.fused import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.fused import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.fused import schema as _schema  # (defines the ops)
-from lightning_fp8.ops.fused.schema import activation_to, norm_to
-from lightning_fp8.ops.how import how_to
+from lightning_fp8.ops.fused.schema import activation_config, norm_config
 from lightning_fp8.scaled import Cast, Layout
 
 _ops = torch.ops.lightning_fp8
@@ -41,7 +41,7 @@ def norm_quantize(
     rms: bool = False,
     zero_centered: bool = False,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     may_be_0: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -60,12 +60,12 @@ def norm_quantize(
         eps: added to the variance.
         rms: RMSNorm, not LayerNorm.
         zero_centered: ``weight`` holds the factor minus 1.
-        scale, seen, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of y.
+        scale, amax, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of y.
 
     Raises:
         TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
     """
-    _check(x, cast, scale, seen)
+    _check(x, cast, scale, amax)
     _check_parameter("weight", weight, x)
     if bias is not None:
         if rms:
@@ -74,12 +74,12 @@ def norm_quantize(
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
     view = gives_a_view(x, cast, columnwise)
-    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    how = f"{norm_to(rms, eps, zero_centered)}, {how}"
-    if seen is None and counts is None:
-        *operands, statistics = _ops.norm_quantize_unobserved.default(x, weight, bias, how, scale)
+    config = quantize_config(cast, rowwise or view, columnwise and not view, not may_be_0)
+    config = f"{norm_config(rms, eps, zero_centered)}, {config}"
+    if amax is None and counts is None:
+        *operands, statistics = _ops.norm_quantize_unobserved.default(x, weight, bias, config, scale)
     else:
-        *operands, statistics = _ops.norm_quantize.default(x, weight, bias, how, scale, seen, counts)
+        *operands, statistics = _ops.norm_quantize.default(x, weight, bias, config, scale, amax, counts)
     return Normalized(quantized(operands, cast, rowwise, columnwise, view), statistics)
 
 
@@ -108,7 +108,7 @@ def norm_backward(
         TypeError, ValueError: x, dy, weight or statistics do not fit together.
     """
     _check(x)
-    norm = norm_to(rms, 0.0, zero_centered, bias)
+    norm = norm_config(rms, 0.0, zero_centered, bias)
     dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
     return dx, dweight, dbias if bias else None
 
@@ -119,7 +119,7 @@ def activation_quantize(
     cast: Cast,
     *,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     may_be_0: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -131,21 +131,21 @@ def activation_quantize(
         x: bfloat16, float16 or float32.
         activation: one of :data:`ACTIVATIONS`.
         cast: format and layout.
-        scale, seen, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of the values.
+        scale, amax, may_be_0, rowwise, columnwise, counts: as in :func:`lightning_fp8.ops.quantize`, of the values.
 
     Raises:
         TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
             number of columns for a gated one.
     """
-    _check(x, cast, scale, seen)
+    _check(x, cast, scale, amax)
     _check_activation(activation, x)
     view = gives_a_view(x, cast, columnwise)
-    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    how = f"{activation}, {how}"
-    if seen is None and counts is None:
-        operands = _ops.activation_quantize_unobserved.default(x, how, scale)
+    config = quantize_config(cast, rowwise or view, columnwise and not view, not may_be_0)
+    config = f"{activation}, {config}"
+    if amax is None and counts is None:
+        operands = _ops.activation_quantize_unobserved.default(x, config, scale)
     else:
-        operands = _ops.activation_quantize.default(x, how, scale, seen, counts)
+        operands = _ops.activation_quantize.default(x, config, scale, amax, counts)
     return quantized(operands, cast, rowwise, columnwise, view)
 
 
@@ -157,7 +157,7 @@ def activation_backward_quantize(
     *,
     bias_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     may_be_0: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -175,27 +175,27 @@ def activation_backward_quantize(
     Returns:
         The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
     """
-    _check(x, cast, scale, seen)
+    _check(x, cast, scale, amax)
     _check_activation(activation, x)
     if dy.shape != _schema.activated_shape(activation, x.shape):
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     view = gives_a_view(x, cast, columnwise)
-    how = how_to(cast, rowwise or view, columnwise and not view, not may_be_0)
-    how = f"{activation_to(activation, bias_dtype)}, {how}"
-    if seen is None and counts is None:
-        *operands, dbias = _ops.activation_backward_quantize_unobserved.default(dy, x, how, scale)
+    config = quantize_config(cast, rowwise or view, columnwise and not view, not may_be_0)
+    config = f"{activation_config(activation, bias_dtype)}, {config}"
+    if amax is None and counts is None:
+        *operands, dbias = _ops.activation_backward_quantize_unobserved.default(dy, x, config, scale)
     else:
-        *operands, dbias = _ops.activation_backward_quantize.default(dy, x, how, scale, seen, counts)
+        *operands, dbias = _ops.activation_backward_quantize.default(dy, x, config, scale, amax, counts)
     return quantized(operands, cast, rowwise, columnwise, view), dbias if bias_dtype else None
 
 
-def _check(x: Tensor, cast: Cast | None = None, scale: Tensor | None = None, seen: Tensor | None = None) -> None:
+def _check(x: Tensor, cast: Cast | None = None, scale: Tensor | None = None, amax: Tensor | None = None) -> None:
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
     if cast is not None and cast.layout is not Layout.TENSOR and scale is not None:
         raise ValueError(f"layout {cast.layout.value!r} scales each block from itself; scale must be None")
-    if seen is not None and scale is None:
-        raise ValueError("seen is collected for a given scale; pass scale too (0 takes the tensor's own)")
+    if amax is not None and scale is None:
+        raise ValueError("amax is collected for a given scale; pass scale too (0 takes the tensor's own)")
 
 
 def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:

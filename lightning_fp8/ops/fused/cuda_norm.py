@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.config import DTYPES, NAMES
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import Place, Results, place_of
-from lightning_fp8.ops.fused.schema import NormKind, parsed_norm
+from lightning_fp8.ops.fused.schema import NormConfig, parse_norm_config
 from lightning_fp8.ops.given import (
     Checked,
     Lie,
@@ -19,7 +20,6 @@ from lightning_fp8.ops.given import (
     require_beside_a_cast,
     require_beside_a_norm,
 )
-from lightning_fp8.ops.how import DTYPES, NAMES
 from lightning_fp8.ops.operands import Operands, allocator
 from lightning_fp8.ops.planning import current_device, planned
 from lightning_fp8.ops.plans import Task, plan_of, task_of
@@ -35,9 +35,9 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    how: str,
+    config: str,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Results:
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
@@ -45,10 +45,10 @@ def norm_quantize(
     addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
     op = _norm_plan(
         x.device, x.is_cuda and current_device(), x.dtype, x.shape, x.stride(), addresses % 16, weight.dtype,
-        bias is not None, how, scale is not None, seen is not None,
+        bias is not None, config, scale is not None, amax is not None,
         None if counts is None else compact("counts", counts),
     )  # fmt: skip
-    return op(x, weight, bias, how, scale, seen, counts)
+    return op(x, weight, bias, config, scale, amax, counts)
 
 
 class _Input(NamedTuple):
@@ -56,13 +56,13 @@ class _Input(NamedTuple):
 
     device: torch.device
     norm: Norm
-    kind: NormKind
+    kind: NormConfig
     place: Place
     rows: int
 
     def comes_in(self, elements: int, size: int | None = None) -> bool:
         """Whether the rows, weight and bias are whole vectors; as :meth:`Place.comes_in`."""
-        weight = self.place._replace(dtype=DTYPES[self.norm.weight_dtype], pitch=0)
+        weight = self.place._replace(dtype=DTYPES[self.norm.weight_dtype], stride=0)
         return self.place.comes_in(elements, size) and weight.comes_in(elements, size)
 
     @property
@@ -80,27 +80,27 @@ class _NormPlan:
         from cuda_kernels.host import launch
 
         self._at, self._allocate = launch.address_on(of.device), allocator(of.device)
-        self._pitch, self._offset = of.place.pitch, int(of.kind.zero_centered)
+        self._stride, self._offset = of.place.stride, int(of.kind.zero_centered)
         self._statistics = (of.kind.statistics, of.rows), (of.rows, 1), torch.float32
         self._checked, self._device, self._columns = Checked(of.device), of.device, (of.place.columns,)
 
     def _addresses(
-        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, seen: Tensor | None
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None
     ) -> tuple[Argument, ...]:
         """What launches take for these, once they were found to fit."""
         at = self._at
         addresses = (
             at(weight), 0 if bias is None else at(bias), 0 if scale is None else at(scale),
-            0 if seen is None else at(seen),
+            0 if amax is None else at(amax),
         )  # fmt: skip
         if addresses not in self._checked.known:
             require_beside_a_norm(self._columns, self._device, lie_of(weight), lie_of(bias))
-            require_beside_a_cast(self._device, lie_of(scale), lie_of(seen), None)
+            require_beside_a_cast(self._device, lie_of(scale), lie_of(amax), None)
             self._checked.keep(addresses)
         return addresses
 
     def op(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, scale: Tensor | None, amax: Tensor | None,
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         raise NotImplementedError
@@ -118,35 +118,35 @@ class _RowsInRegisters(_NormPlan):
         from cuda_kernels.norm import cast
 
         super().__init__(of)
-        how, fp8 = task.how, task.how.float8.name.lower()
-        self._operands = Operands(of.device, how, of.rows, of.place.columns)
+        config, fp8 = task.config, task.config.float8.name.lower()
+        self._operands = Operands(of.device, config, of.rows, of.place.columns)
         kernel = cast.normalize_kernel(of.norm, fp8, spread, task.observes)
         groups = -(-of.rows * spread.threads_per_row // THREADS)
         blocks = min(groups, kernel.min_blocks_per_sm * launch.multiprocessors(of.device))
-        shape, pitch = (of.rows, of.place.columns, float(self._offset)), self._operands.pitches[0]
-        self._normalize = launch.Launch(kernel, blocks, (*shape, of.kind.eps, pitch), of.device).start
+        shape, stride = (of.rows, of.place.columns, float(self._offset)), self._operands.strides[0]
+        self._normalize = launch.Launch(kernel, blocks, (*shape, of.kind.eps, stride), of.device).start
         self._again: Callable[..., None] | None = None
         self._partials = (blocks,), (1,), torch.float32
-        if not (task.given and how.nonzero):
-            scaling = (0, 0.0) if task.given else (int(how.power_2), how.epsilon)
+        if not (task.given and config.nonzero):
+            scaling = (0, 0.0) if task.given else (int(config.power_2), config.epsilon)
             kernel = cast.cast_normalized_kernel(of.norm, fp8, spread)
-            self._again = launch.Launch(kernel, blocks, (*shape, blocks, *scaling, pitch), of.device).start
+            self._again = launch.Launch(kernel, blocks, (*shape, blocks, *scaling, stride), of.device).start
 
     def op(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, scale: Tensor | None, amax: Tensor | None,
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         at, again = self._at, self._again
-        of_weight, of_bias, of_scale, of_seen = self._addresses(weight, bias, scale, seen)
+        of_weight, of_bias, of_scale, of_amax = self._addresses(weight, bias, scale, amax)
         outputs = data, scale_inv, _, _ = self._operands.allocate()
         statistics = self._allocate(*self._statistics)
         own: Argument = 0
         if again is not None:
             amaxes = self._allocate(*self._partials)
             own = at(amaxes)
-        head = at(x), self._pitch, of_weight, of_bias, at(statistics), of_scale, own
+        head = at(x), self._stride, of_weight, of_bias, at(statistics), of_scale, own
         results = at(data), at(scale_inv)
-        self._normalize(*head, of_seen, *results)
+        self._normalize(*head, of_amax, *results)
         if again is not None:
             again(*head, *results)
         return *outputs, statistics
@@ -163,24 +163,24 @@ class _Bands(_NormPlan):
         from cuda_kernels.norm import bands
 
         super().__init__(of)
-        how, fp8 = task.how, task.how.float8.name.lower()
-        self._operands = Operands(of.device, how, of.rows, of.place.columns)
-        kernel = bands.normalize_bands_kernel(of.norm, of.comes_in(4), fp8, how.rowwise, task.observes)
-        pitch, _, pitch_t, _ = self._operands.pitches
-        numbers = of.rows, of.place.columns, of.kind.eps, pitch, pitch_t
+        config, fp8 = task.config, task.config.float8.name.lower()
+        self._operands = Operands(of.device, config, of.rows, of.place.columns)
+        kernel = bands.normalize_bands_kernel(of.norm, of.comes_in(4), fp8, config.rowwise, task.observes)
+        stride, _, stride_t, _ = self._operands.strides
+        numbers = of.rows, of.place.columns, of.kind.eps, stride, stride_t
         self._start = launch.Launch(kernel, -(-of.rows // bands.BAND), numbers, of.device).start
 
     def op(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, scale: Tensor | None, amax: Tensor | None,
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
         at = self._at
-        of_weight, of_bias, of_scale, of_seen = self._addresses(weight, bias, scale, seen)
+        of_weight, of_bias, of_scale, of_amax = self._addresses(weight, bias, scale, amax)
         outputs = data, scale_inv, data_t, _ = self._operands.allocate()
         statistics = self._allocate(*self._statistics)
         self._start(
-            at(x), self._pitch, of_weight, of_bias, at(statistics), self._offset,
-            of_scale, of_seen, at(data), at(scale_inv), at(data_t),
+            at(x), self._stride, of_weight, of_bias, at(statistics), self._offset,
+            of_scale, of_amax, at(data), at(scale_inv), at(data_t),
         )  # fmt: skip
         return *outputs, statistics
 
@@ -207,19 +207,19 @@ class _StatisticsFirst(_NormPlan):
         ).cast
 
     def op(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, how: str, scale: Tensor | None, seen: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, scale: Tensor | None, amax: Tensor | None,
         counts: Tensor | None,
     ) -> Results:  # fmt: skip
-        at, pitch = self._at, self._pitch
+        at, stride = self._at, self._stride
         of_weight, of_bias, _, _ = self._addresses(weight, bias, None, None)
         statistics = self._allocate(*self._statistics)
         of_x, of_statistics = at(x), at(statistics)
-        self._start(of_x, pitch, of_statistics)
-        words = of_x, pitch, of_weight, of_bias, of_statistics, self._offset
-        return *self._cast(words, scale, seen, counts), statistics
+        self._start(of_x, stride, of_statistics)
+        words = of_x, stride, of_weight, of_bias, of_statistics, self._offset
+        return *self._cast(words, scale, amax, counts), statistics
 
 
-@planned(reference.norm_quantize, how_at=3)
+@planned(reference.norm_quantize, config_arg=3)
 def _norm_plan(
     device: torch.device,
     dtype: torch.dtype,
@@ -228,7 +228,7 @@ def _norm_plan(
     address: int,
     weight_dtype: torch.dtype,
     bias: bool,
-    how: str,
+    config: str,
     given: bool,
     observes: bool,
     counts: Lie | None,
@@ -237,10 +237,10 @@ def _norm_plan(
     from cuda_kernels.norm.statistics import Norm
 
     require_beside_a_norm(shape[1:], device, (weight_dtype, shape[1:], device))
-    place, task = place_of(dtype, shape, strides, address), task_of(device, how, given, observes, counts)
+    place, task = place_of(dtype, shape, strides, address), task_of(device, config, given, observes, counts)
     if place is None:
         return lambda x, *args: norm_quantize(x.contiguous(), *args)
-    kind, cast = parsed_norm(how), task.how
+    kind, cast = parse_norm_config(config), task.config
     of = _Input(device, Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, bias), kind, place, shape[0])
     spread, one_scale = of.spread, cast.layout is Layout.TENSOR and not task.counts
     plan: _NormPlan

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.config import NAMES
 from lightning_fp8.ops.fused import reference
 from lightning_fp8.ops.fused.parts import ColumnSums, Place, Results, place_of
-from lightning_fp8.ops.fused.schema import parsed_norm
+from lightning_fp8.ops.fused.schema import parse_norm_config
 from lightning_fp8.ops.given import (
     Checked,
     compact,
@@ -19,7 +20,6 @@ from lightning_fp8.ops.given import (
     require_gradient,
     require_statistics,
 )
-from lightning_fp8.ops.how import NAMES
 from lightning_fp8.ops.operands import allocator, nothing
 from lightning_fp8.ops.planning import current_device, planned
 
@@ -62,13 +62,13 @@ class _NormBackward:
         self._checked, self._device, self._rms = Checked(device), device, not norm.mean
         self._dx = (rows, columns), (columns, 1), x.dtype
         self._dweight = (columns,), (1,), weight.dtype
-        self._pitches = x.pitch, dy.pitch
+        self._strides = x.stride, dy.stride
         self._no_bias = None if norm.bias else nothing(device, weight.dtype)
         self._start = launch.Launch(kernel, blocks, (rows, columns, offset), device).start
         self._sums = ColumnSums(device, blocks, columns, weight.dtype, 1 + norm.bias)
 
     def op(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        at, new, sums, (x_pitch, dy_pitch) = self._at, self._allocate, self._sums, self._pitches
+        at, new, sums, (x_stride, dy_stride) = self._at, self._allocate, self._sums, self._strides
         of_weight, of_statistics = addresses = at(weight), at(statistics)
         if addresses not in self._checked.known:
             require_beside_a_norm(x.shape[1:], self._device, lie_of(weight))
@@ -79,7 +79,7 @@ class _NormBackward:
             dbias = new(*self._dweight)
         partials = sums.partials()
         self._start(
-            at(x), x_pitch, at(dy), dy_pitch, of_weight, of_statistics, at(dx), at(partials), sums.pitch,
+            at(x), x_stride, at(dy), dy_stride, of_weight, of_statistics, at(dx), at(partials), sums.stride,
         )  # fmt: skip
         sums.add(partials, dweight, dbias)
         return dx, dweight, dbias
@@ -105,6 +105,6 @@ def _norm_backward_plan(
     x, dy = place_of(dtype, shape, strides, address), place_of(dy_dtype, shape, dy_strides, address)
     if x is None or dy is None:
         return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    kind, weight = parsed_norm(norm), Place(weight_dtype, shape[1], 0, address)
+    kind, weight = parse_norm_config(norm), Place(weight_dtype, shape[1], 0, address)
     of = Norm(NAMES[dtype], NAMES[weight_dtype], not kind.rms, kind.bias)
     return _NormBackward(device, of, shape[0], weight, x, dy, float(kind.zero_centered)).op

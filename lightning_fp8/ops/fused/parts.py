@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.how import NAMES
+from lightning_fp8.ops.config import NAMES
 from lightning_fp8.ops.operands import allocator, comes_in_vectors
 from lightning_fp8.ops.planning import refuse_empty
 
@@ -16,16 +16,16 @@ Results = tuple[Tensor, ...]
 
 
 class Place(NamedTuple):
-    """How a tensor lies: ``address`` modulo 16, ``pitch`` in elements from row to row; 0 of a vector."""
+    """How a tensor lies: ``address`` modulo 16, ``stride`` in elements from row to row; 0 of a vector."""
 
     dtype: torch.dtype
     columns: int
-    pitch: int
+    stride: int
     address: int
 
     def comes_in(self, elements: int, size: int | None = None) -> bool:
         """Whether its rows are whole vectors; see :func:`comes_in_vectors`."""
-        return comes_in_vectors(self.columns, self.pitch, self.address, self.dtype.itemsize, elements, size)
+        return comes_in_vectors(self.columns, self.stride, self.address, self.dtype.itemsize, elements, size)
 
 
 def place_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], address: int) -> Place | None:
@@ -37,19 +37,19 @@ def place_of(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], a
 
 
 class ColumnSums:
-    """Adds up ``of`` sets of partial sums, float32 ``[of, n, pitch]``.
+    """Adds up ``of`` sets of partial sums, float32 ``[of, n, stride]``.
 
     Attributes:
-        pitch: from row to row of partial sums, in elements.
+        stride: from row to row of partial sums, in elements.
     """
 
     def __init__(self, device: torch.device, n: int, columns: int, dtype: torch.dtype, of: int) -> None:
         from cuda_kernels.casts import column_sums
         from cuda_kernels.host import launch
 
-        self.pitch = -(-columns // 4) * 4
+        self.stride = -(-columns // 4) * 4
         self._at, self._allocate = launch.address_on(device), allocator(device)
-        self._partials = (of * n * self.pitch,), (1,), torch.float32
+        self._partials = (of * n * self.stride,), (1,), torch.float32
         blocks = of * -(-columns // column_sums.COLUMNS)
         kernel = column_sums.column_sums_kernel(NAMES[dtype])
         self._start = launch.Launch(kernel, blocks, (n, columns), device).start
@@ -60,4 +60,4 @@ class ColumnSums:
 
     def add(self, partials: Tensor, out: Tensor, other: Tensor | None = None) -> None:
         at = self._at
-        self._start(at(partials), at(out), 0 if other is None else at(other), self.pitch)
+        self._start(at(partials), at(out), 0 if other is None else at(other), self.stride)

@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.fused.schema import NormKind, activated_shape, is_gated, parsed_activation, parsed_norm
+from lightning_fp8.ops.fused.schema import (
+    NormConfig,
+    activated_shape,
+    is_gated,
+    parse_activation_config,
+    parse_norm_config,
+)
 from lightning_fp8.ops.given import compact, lie_of, require_beside_a_norm, require_gradient, require_statistics
 from lightning_fp8.ops.reference import quantize
 from lightning_fp8.ops.schema import NAMESPACE, UNOBSERVED
@@ -21,28 +27,28 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    how: str,
+    config: str,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.norm_quantize`."""
     require_beside_a_norm(x.shape[1:], x.device, lie_of(weight), lie_of(bias))
-    kind, x = parsed_norm(how), x.float()
+    kind, x = parse_norm_config(config), x.float()
     means = [] if kind.rms else [x.mean(1)]
     centered = x if kind.rms else x - means[0][:, None]
     rstd = torch.rsqrt(centered.square().mean(1) + kind.eps)
     y = centered * rstd[:, None] * _gamma(weight, kind)
     if bias is not None:
         y = y + bias.float()
-    return *quantize(y, how, scale, seen, counts), torch.stack((*means, rstd))
+    return *quantize(y, config, scale, amax, counts), torch.stack((*means, rstd))
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.fused.norm_backward`."""
-    kind = parsed_norm(norm)
+    kind = parse_norm_config(norm)
     require_gradient(lie_of(dy), x.shape, x.device)
     require_beside_a_norm(x.shape[1:], x.device, lie_of(weight))
     require_statistics(compact("statistics", statistics), kind.rms, x.shape[0], x.device)
@@ -56,7 +62,7 @@ def norm_backward(
     return (dx * rstd[:, None]).to(x.dtype), dweight, dy.sum(0).to(weight.dtype) if kind.bias else weight.new_empty(0)
 
 
-def _gamma(weight: Tensor, kind: NormKind) -> Tensor:
+def _gamma(weight: Tensor, kind: NormConfig) -> Tensor:
     return weight.float() + (1.0 if kind.zero_centered else 0.0)
 
 
@@ -126,29 +132,29 @@ ACTIVATIONS = {
 
 
 def activation_quantize(
-    x: Tensor, how: str, scale: Tensor | None = None, seen: Tensor | None = None, counts: Tensor | None = None
+    x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_quantize`."""
-    kind = parsed_activation(how)
+    kind = parse_activation_config(config)
     value, _ = ACTIVATIONS[kind.name]
     if is_gated(kind.name):
         x, gate = x.float().chunk(2, 1)
         y = value(x) * gate
     else:
         y = value(x.float())
-    return quantize(y, how, scale, seen, counts)
+    return quantize(y, config, scale, amax, counts)
 
 
 def activation_backward_quantize(
     dy: Tensor,
     x: Tensor,
-    how: str,
+    config: str,
     scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.fused.activation_backward_quantize`."""
-    kind = parsed_activation(how)
+    kind = parse_activation_config(config)
     require_gradient(lie_of(dy), activated_shape(kind.name, x.shape), x.device)
     value, backward = ACTIVATIONS[kind.name]
     dy, x = dy.float(), x.float()
@@ -158,7 +164,7 @@ def activation_backward_quantize(
     else:
         dx = backward(dy, x)
     dbias = dx.sum(0).to(kind.bias) if kind.bias else dx.new_empty(0)
-    return *quantize(dx, how, scale, seen, counts), dbias
+    return *quantize(dx, config, scale, amax, counts), dbias
 
 
 for _op in (norm_quantize, activation_quantize, activation_backward_quantize):

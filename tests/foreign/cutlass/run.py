@@ -60,7 +60,7 @@ def ptx_in(folder: Path) -> str:
     return max((path.read_text() for path in folder.glob("product*.ptx")), key=len)
 
 
-def check(folder: Path, shape: tuple[int, int, int], **how: str) -> None:
+def check(folder: Path, shape: tuple[int, int, int], **config: str) -> None:
     """The product of small integers is float64's, rounded once, to the bit."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def check(folder: Path, shape: tuple[int, int, int], **how: str) -> None:
     d = torch.zeros(m, n, dtype=torch.bfloat16)
     program = Program(ptx_in(folder))
     filled, launch = parameters(ctypes.CDLL(str(folder / "product.so")), (a, b, d), shape, processors=4)
-    print(f"{shape} {how}: {len(filled)} bytes of parameters, grid, block and shared memory {launch}", flush=True)
+    print(f"{shape} {config}: {len(filled)} bytes of parameters, grid, block and shared memory {launch}", flush=True)
     grid, block = (launch[0], launch[1], launch[2]), (launch[3], launch[4], launch[5])
     program.launch(
         grid,
@@ -77,7 +77,7 @@ def check(folder: Path, shape: tuple[int, int, int], **how: str) -> None:
         cluster=(2, 1, 1),
         dynamic_shared=launch[6],
         memory=[a, b, d],
-        **how,  # type: ignore[arg-type]
+        **config,  # type: ignore[arg-type]
     )
     assert torch.equal(d.double(), (a.double() @ b.double().T).bfloat16().double())
     print("equal to float64's product", flush=True)

@@ -20,7 +20,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Dtypes that are not FP8, and what strings and kernels call them."""
 
 
-class How(NamedTuple):
+class QuantizeConfig(NamedTuple):
     """What the string says.
 
     Attributes:
@@ -49,7 +49,7 @@ class How(NamedTuple):
             raise ValueError(f"layout {self.layout.value!r} scales each block from itself; scale must be None")
 
 
-def how_to(cast: Cast, rowwise: bool = True, columnwise: bool = False, nonzero: bool = False) -> str:
+def quantize_config(cast: Cast, rowwise: bool = True, columnwise: bool = False, nonzero: bool = False) -> str:
     """The string for a recipe's ``cast``."""
     return cast.text + _WORDS[rowwise, columnwise, nonzero]
 
@@ -63,22 +63,22 @@ _WORDS = {
 
 
 @lru_cache(maxsize=4096)
-def parsed(text: str) -> How:
+def parse_quantize_config(text: str) -> QuantizeConfig:
     """What ``text`` says of the cast.
 
     Raises:
-        ValueError: it names no format and layout first, or says a word that is none of :class:`How`'s.
+        ValueError: it names no format and layout first, or says a word that is none of :class:`QuantizeConfig`'s.
     """
     name, _, rest = text.rpartition(", ")[2].partition(" ")
     layout, _, words = rest.partition(" ")
     if name not in FORMATS:
-        raise ValueError(f"how={text!r} names the format {name!r}; use one of {', '.join(FORMATS)}")
+        raise ValueError(f"config={text!r} names the format {name!r}; use one of {', '.join(FORMATS)}")
     said = options_of(words, ("power_2", "epsilon", "rowwise", "columnwise", "nonzero"))
     flags = ("rowwise" in said, "columnwise" in said, "nonzero" in said)
-    return How(FORMATS[name], Layout(layout), "power_2" in said, float(said.get("epsilon", 0.0)), *flags)
+    return QuantizeConfig(FORMATS[name], Layout(layout), "power_2" in said, float(said.get("epsilon", 0.0)), *flags)
 
 
-class HowToMultiply(NamedTuple):
+class ScaledMMConfig(NamedTuple):
     """What the string of a product says.
 
     Attributes:
@@ -93,13 +93,13 @@ class HowToMultiply(NamedTuple):
     fast: bool
 
 
-def how_to_multiply(a: Layout, b: Layout, out: torch.dtype, fast: bool = False) -> str:
+def scaled_mm_config(a: Layout, b: Layout, out: torch.dtype, fast: bool = False) -> str:
     """The string for a product."""
     return f"{a.value} {b.value} {NAMES[out]}" + " fast" * fast
 
 
 @lru_cache
-def parsed_product(text: str) -> HowToMultiply:
+def parse_scaled_mm_config(text: str) -> ScaledMMConfig:
     """What ``text`` says.
 
     Raises:
@@ -107,8 +107,8 @@ def parsed_product(text: str) -> HowToMultiply:
     """
     words = text.split()
     if len(words) not in (3, 4) or words[2] not in DTYPES or words[3:] not in ([], ["fast"]):
-        raise ValueError(f"how={text!r} is not two layouts and one of {', '.join(DTYPES)}, with or without fast")
-    return HowToMultiply(Layout(words[0]), Layout(words[1]), DTYPES[words[2]], len(words) == 4)
+        raise ValueError(f"config={text!r} is not two layouts and one of {', '.join(DTYPES)}, with or without fast")
+    return ScaledMMConfig(Layout(words[0]), Layout(words[1]), DTYPES[words[2]], len(words) == 4)
 
 
 def options_of(words: str, known: Collection[str]) -> dict[str, str]:
