@@ -267,7 +267,7 @@ X = torch.randn(2, 3, 4, 16)
         (
             {"cu_seqlens_q_padded": torch.tensor([0, 3, 6])},
             ValueError,
-            "of qkv_format='thd', not 'bshd'; pass cu_seqlens_q",
+            "of qkv_format='thd', not 'bshd'; pass cu",
         ),
     ],
 )
