@@ -24,6 +24,7 @@ from cuda_kernels.device.codec import (
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import (
+    load_4,
     permute_bytes,
     quotient,
     shared_load_16,
@@ -59,11 +60,11 @@ def position(tile, rows, columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """A loader of tiles: of a tensor as it is, or of values computed from tensors on the way (prologue fusion).
+class TileLoader:
+    """How a cast loads a tile: from a tensor, or computed from tensors on the way (prologue fusion).
 
     Attributes:
-        name: unique among all sources.
+        name: unique among all loaders.
         num_args: int64 parameters that a kernel takes for it: addresses, strides.
         num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
         load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
@@ -88,6 +89,27 @@ class Source:
     def args_type(self) -> Any:
         """The type of a kernel's first parameter."""
         return UniTuple(i64, self.num_args)
+
+    def load_tile(self) -> Any:
+        """A device function ``(args, tile, rows, columns, registers) -> first_row, first_column, row, column, whole``.
+
+        It loads what a thread holds of tile number ``tile`` of a tensor ``[rows, columns]``. ``first_row``,
+        ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``whole``: whether the whole
+        tile is inside.
+        """
+        load = self.load
+        origin_of = thread_origin(self.vector)
+
+        @device
+        def load_tile(args, tile, rows, columns, registers):
+            first_row, first_column, whole = position(tile, rows, columns)
+            row, column = origin_of(cuda.threadIdx.x)
+            row = i32(first_row + row)
+            column = i32(first_column + column)
+            load(args, rows, columns, row, column, whole, registers)
+            return first_row, first_column, row, column, whole
+
+        return load_tile
 
 
 def thread_origin(vector: int) -> Any:
@@ -119,7 +141,7 @@ def row_of_quad(vector: int) -> Any:
 
 
 @cache
-def tensor_source(dtype: str, vector: int) -> Source:
+def tensor_loader(dtype: str, vector: int) -> TileLoader:
     """A tensor of ``dtype``: its address and the stride of its rows in elements.
 
     ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
@@ -159,7 +181,7 @@ def tensor_source(dtype: str, vector: int) -> Source:
 
     maxima = decoded_maxima() if dtype == "float32" else packed_maxima(dtype)
     blocks = (3 if quad == 2 else 2) - int(vector == 1)
-    return Source(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
+    return TileLoader(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
 
 
 @device
@@ -171,6 +193,20 @@ def block_max(value, shared, thread):
     cuda.syncthreads()
     low, high = shared_load_16(shared), shared_load_16(shared + 16)
     return unsigned_max(largest_of(low[0], low[1], low[2], low[3]), largest_of(high[0], high[1], high[2], high[3]))
+
+
+@device
+def reduce_block_amax(block_amax, num_block_amax, shared, thread):
+    """The bits of the largest of ``block_amax [num_block_amax]``, for every thread; 0 where its address is.
+
+    ``shared`` as in :func:`block_max`.
+    """
+    largest = u32(0)
+    index = thread
+    while block_amax != 0 and index < num_block_amax:
+        largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
+        index += THREADS
+    return block_max(largest, shared, thread)
 
 
 def row_storer(vector: int) -> Any:

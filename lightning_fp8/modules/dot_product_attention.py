@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.attention_function import fp8_attention, why_not_fp8, why_not_heads
-from lightning_fp8.autocast import Setting
-from lightning_fp8.functions import ObserveGradFunction
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
+from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules import attention_arguments as arguments
 from lightning_fp8.modules import attention_masks as masks
 from lightning_fp8.modules.base import FP8Module
@@ -25,7 +26,6 @@ from lightning_fp8.modules.sequences import Sequences
 from lightning_fp8.ops.attention import FORMATS, Band
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.transforms import refuse_transforms
 
 
 class _Call(NamedTuple):
@@ -76,7 +76,7 @@ class DotProductAttention(FP8Module):
     """
 
     roles = ATTENTION_ROLES
-    _last_setting: Setting | None = None
+    _last_context: FP8Context | None = None
 
     def __init__(
         self,
@@ -222,28 +222,29 @@ class DotProductAttention(FP8Module):
 
     def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
-        setting = autocast.current_setting()
+        context = autocast.current_context()
         again = autocast.in_backward()
         if again:  # recomputation repeats what its forward did, outside every region
-            setting = self._last_setting or setting
-        asked = self.fp8 and (setting.recipe.fp8_dpa or setting.recipe.fp8_mha)
-        in_fp8 = asked and setting.enabled and not reason
-        if asked and setting.enabled and reason:
+            context = self._last_context or context
+        asked = self.fp8 and (context.recipe.fp8_dpa or context.recipe.fp8_mha)
+        in_fp8 = asked and context.enabled and not reason
+        if asked and context.enabled and reason:
             _say(reason)
         if not (again or torch.compiler.is_compiling()):
-            if self._last_setting is not setting:
-                self._last_setting = setting  # slow in a module, so only where it changes
+            if self._last_context is not context:
+                self._last_context = context  # slow in a module, so only where it changes
             if asked and self.reason != reason:
                 self.reason = reason
             (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
-        observe = torch.is_grad_enabled() and self.training and setting.observe
+        observe = torch.is_grad_enabled() and self.training and context.observe
         if in_fp8:
-            return lambda q, k, v: self._fp8(call, setting.recipe, observe, q, k, v)
-        if asked and setting.calibrating and not setting.enabled:
+            return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
+        if asked and context.calibrating and not context.enabled:
             return lambda q, k, v: self._calibrating(call, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
 
     def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         observe = observe and isinstance(recipe, DelayedScaling)
         if observe:
             self._follow(recipe, q.device)
@@ -273,6 +274,7 @@ class DotProductAttention(FP8Module):
 
     def _calibrating(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_transforms("DotProductAttention", q, k, v)
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         slots = self._slots
         assert slots is not None
         for x in (q, k, v):

@@ -1,0 +1,99 @@
+"""The backends of a GEMM: one of our kernels, ``torch._scaled_mm``, or the reference, which is exact and slower."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.host.gemm_configs import GemmChoice, KernelConfig, Library
+from cuda_kernels.host.launchers.gemm import GemmStrides, bind_gemm_kernel
+from lightning_fp8.ops.core.allocation import allocator
+from lightning_fp8.ops.gemm import reference
+from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.problem import BoundGemm
+from lightning_fp8.ops.gemm.schema import Gemm, Operand
+
+
+def build_gemm(gemm: BoundGemm, plan: GemmChoice) -> Gemm:
+    """The function that computes ``gemm`` as planned.
+
+    Raises:
+        KernelError: a kernel of the plan cannot be made.
+    """
+    if not isinstance(plan, Library):
+        return KernelGemm(gemm, plan).run
+    return ScaledMm(gemm.config, reference_gemm).run if plan is Library.CUBLASLT else reference_gemm
+
+
+def reference_gemm(
+    a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """A GEMM in BF16 or float32 that rounds no operand."""
+    result = reference.multiply(a, b, parse_scaled_mm_config(config), bias)
+    return _finish_unfused(result, amax, out)
+
+
+def _finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
+    """The rest of an epilogue that no kernel has computed: observe the result, and add it to ``out``."""
+    if amax is not None:
+        torch.ops.lightning_fp8.observe.default(result, amax)
+    return result if out is None else out.add_(result)
+
+
+class KernelGemm:
+    """One of our kernels, bound to a GEMM and a tile configuration."""
+
+    def __init__(self, gemm: BoundGemm, config: KernelConfig) -> None:
+        device, problem, a, b = gemm.device, gemm.problem, gemm.a, gemm.b
+        self._allocate = allocator(device)
+        self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_config(gemm.config).out_dtype
+        strides = GemmStrides(a.data.stride, b.data.stride, a.scale_stride, b.scale_stride, gemm.stride)
+        self._start = bind_gemm_kernel(device, problem, config, strides)
+
+    def run(
+        self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if out is None:
+            out = self._allocate(*self._out)
+        self._start(*a, *b, bias, amax, out)
+        return out
+
+
+class ScaledMm:
+    """``torch._scaled_mm``; once it has refused, with one warning, ``fallback`` in its place."""
+
+    def __init__(self, config: str, fallback: Gemm) -> None:
+        self._config = parse_scaled_mm_config(config)
+        self._fallback = fallback
+        self._refused = False
+
+    def run(
+        self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if self._refused:
+            return self._fallback(a, b, config, bias, amax, out)
+        (data_a, scale_a), (data_b, scale_b) = a, b
+        try:
+            result = torch._scaled_mm(
+                data_a,
+                data_b.t(),
+                scale_a=scale_a,
+                scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
+                bias=bias,
+                out_dtype=self._config.out_dtype,
+                use_fast_accum=self._config.fast_accum,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            self._refused = True
+            warnings.warn(
+                f"torch._scaled_mm refuses {tuple(data_a.shape)} x {tuple(data_b.t().shape)} on {data_a.device}: "
+                f"{error}. Products run exactly in BF16, slower.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._fallback(a, b, config, bias, amax, out)
+        return _finish_unfused(result, amax, out)

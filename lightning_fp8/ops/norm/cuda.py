@@ -1,0 +1,79 @@
+"""``norm_quantize`` on CUDA tensors: one of three ways to normalize and cast, chosen once for tensors of one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.device.rows import cast_row_layout
+from cuda_kernels.norm.statistics import Norm
+from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
+from lightning_fp8.ops.norm import reference
+from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
+from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
+from lightning_fp8.ops.quantize.launches import VariantKey, cast_variant, counts_key
+from lightning_fp8.ops.quantize.outputs import with_kernel_strides
+from lightning_fp8.ops.quantize.schema import implement_cast
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: str,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
+    if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+    parameters_address = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+    variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+    run = _plan(
+        x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
+        bias is not None, variant_key,
+    )  # fmt: skip
+    return run(x, weight, bias, config, (scale, amax, counts))
+
+
+@planned(fallback=with_kernel_strides(reference.normalize))
+def _plan(
+    device: torch.device,
+    x_key: Key,
+    weight_dtype: torch.dtype,
+    parameters_address: int,
+    has_bias: bool,
+    variant_key: VariantKey,
+) -> Callable[..., Results]:
+    """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
+    x = TensorKey(*x_key, device)
+    x = x._replace(address=x.address | parameters_address)
+    weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
+    check_parameters(x.shape[1:], device, weight)
+    variant = cast_variant(device, variant_key)
+    check_not_empty(x.shape)
+    if not x.has_contiguous_rows:
+        return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
+    norm, cast = parse_norm_config(variant_key[0]), variant.config
+    spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
+    aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
+    row_layout = None
+    if x.is_vectorizable(8, ALIGNMENT) and weight.is_vectorizable(8, ALIGNMENT):
+        row_layout = cast_row_layout(spec.dtype, x.columns)
+    one_scale = cast.layout.has_one_scale and not variant.has_counts
+    launches: NormLaunches
+    if row_layout and one_scale and cast.rowwise and not cast.columnwise:
+        launches = OneReadNorm(x, spec, norm, row_layout, variant)
+    elif one_scale and variant.scale_is_known and cast.columnwise:
+        launches = BandNorm(x, spec, norm, aligned, variant)
+    else:
+        launches = TwoReadNorm(x, spec, norm, row_layout, aligned, variant)
+    return launches.run
+
+
+implement_cast("norm_quantize", "cuda", norm_quantize)
