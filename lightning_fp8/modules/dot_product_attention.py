@@ -20,7 +20,7 @@ from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules import attention_arguments as arguments
 from lightning_fp8.modules import attention_masks as masks
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.high_precision_attention import Extras, alibi_slopes, attention
+from lightning_fp8.modules.high_precision_attention import Extras, attention, extras_of
 from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
 from lightning_fp8.modules.sequences import Sequences
 from lightning_fp8.ops.attention import FORMATS, Band
@@ -212,7 +212,16 @@ class DotProductAttention(FP8Module):
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         dropout = self.attention_dropout if self.training else 0.0
-        extras = self._extras(q, mask_type, attention_mask, core_attention_bias_type, core_attention_bias, alibi_slopes)
+        extras = extras_of(
+            mask_type,
+            attention_mask,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else getattr(self, "softmax_offset", None),
+            q,
+            self.softmax_scale,
+        )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
         core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
@@ -290,38 +299,6 @@ class DotProductAttention(FP8Module):
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
         return rows.put_back(rows.from_heads(o))
-
-    def _extras(
-        self,
-        q: Tensor,
-        mask_type: str,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None,
-        bias_type: str,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-    ) -> Extras:
-        """What is added to the scores, and what is masked out beside the band."""
-        arguments.one_of("core_attention_bias_type", bias_type, arguments.BIAS_TYPES)
-        if mask_type == "arbitrary" and not (isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool):
-            raise ValueError(
-                "attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out"
-            )
-        if (bias is not None) != bias_type.endswith("scale_bias"):
-            raise ValueError(
-                f"core_attention_bias_type={bias_type!r} with "
-                + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
-            )
-        if bias_type == "alibi":
-            slopes = alibi_slopes(self.sizes.heads, q.device) if slopes is None else slopes
-        elif slopes is not None:
-            raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
-        if bias is not None and bias_type == "pre_scale_bias":
-            bias = bias * self.softmax_scale
-        sink = getattr(self, "softmax_offset", None)
-        if self.softmax_type == "off-by-one":
-            sink = q.new_zeros(1, 1, 1, 1)
-        mask = attention_mask if mask_type == "arbitrary" and isinstance(attention_mask, Tensor) else None
-        return Extras(mask, bias, slopes, sink)
 
     def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
         sizes = self.sizes
