@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.modules.attention_arguments import BIAS_TYPES, one_of
+from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
 from lightning_fp8.ops.attention import Band, Lengths
 from lightning_fp8.ops.attention.masks import hidden
 

@@ -17,12 +17,11 @@ from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
 from lightning_fp8.functions.linear import ObserveGradFunction
-from lightning_fp8.modules import attention_arguments as arguments
-from lightning_fp8.modules import attention_masks as masks
+from lightning_fp8.modules.attention import arguments, masks
+from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.high_precision_attention import Extras, attention, extras_of
 from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
-from lightning_fp8.modules.sequences import Sequences
 from lightning_fp8.ops.attention import FORMATS, Band
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
@@ -167,7 +166,7 @@ class DotProductAttention(FP8Module):
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
                 for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else ignored.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
-                and a padding type, their lengths added up. Where one is None it is the other.
+                and a padding type, their lengths added up. Where one is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
                 them; ``cu_seqlens_*`` are their lengths added up.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
