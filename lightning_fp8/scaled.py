@@ -47,7 +47,7 @@ _BLOCKS_AND_DTYPES: dict[str, tuple[tuple[int | None, int | None], torch.dtype]]
 
 
 class Layout(Enum):
-    """Which elements of a K-major GEMM operand ``[R, K]`` share one scale.
+    """The elements of a K-major GEMM operand ``[R, K]`` that share one scale.
 
     Attributes:
         block: rows and columns that share a scale; None stands for all of them.
@@ -103,7 +103,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How a recipe casts one role: format, layout, and how an amax becomes a scale."""
+    """The cast of one role under a recipe: format, layout, and how an amax becomes a scale."""
 
     float8: Float8
     layout: Layout

@@ -125,7 +125,8 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     """
     if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
-    card, measured = launch.name_of(device), []
+    card = launch.name_of(device)
+    measured = []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
     if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)

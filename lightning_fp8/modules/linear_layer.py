@@ -66,7 +66,8 @@ class LinearLayer(FP8Module):
         """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
-        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
+        weight = self._parameter(self.weight_names)
+        bias = self._parameter(self.bias_names)
         self._check(input, weight)
         added_bias = None if self.return_bias else bias
         context = self._context(input)
@@ -194,7 +195,7 @@ class LinearLayer(FP8Module):
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast computes in on this device; None where it is off or unknown."""
+    """The dtype that torch.autocast computes in on this device; None where it is off or unknown."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
