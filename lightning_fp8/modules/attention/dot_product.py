@@ -21,7 +21,7 @@ from lightning_fp8.modules.attention import arguments, masks
 from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
 from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.ops.attention import FORMATS, Band
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
