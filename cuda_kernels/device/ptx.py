@@ -110,6 +110,7 @@ e4m3_pair = asm(
     UniTuple(f32, 2), u32, pure=True,
 )  # fmt: skip
 """The values of the codes in a register's low 16 bits, the lower byte's first."""
+
 CVT_RN = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
 """The instruction that rounds a float32 to nearest even, by the name of the dtype."""
 CVT_RN_X2 = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
