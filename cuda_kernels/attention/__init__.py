@@ -1,1 +1,1 @@
-"""FP8 attention: the cast of its operands, and the forward pass on Hopper."""
+"""FP8 attention: the cast of its operands, and both passes on Hopper."""

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from cuda_kernels.host.launch import architecture_of
-from tests.attention_kernel_cases import CASES
+from tests import attention_backward_cases, attention_kernel_cases
 from tests.kernel_cases import Case
 from tests.run_case import fits
+
+
+CASES = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
