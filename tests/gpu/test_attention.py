@@ -10,7 +10,6 @@ from tests import attention_backward_cases, attention_kernel_cases
 from tests.kernel_cases import Case
 from tests.run_case import fits
 
-
 CASES = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
 
 
