@@ -42,6 +42,19 @@ def ptx_of(kernel: Kernel) -> str:
     return ptx.decode().rstrip("\0")
 
 
+def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
+    """The assembler's report and the machine code; kept on disk between runs."""
+
+    from cuda_kernels.lowering import compiler
+
+    def build() -> bytes:
+        code, report = compiler.link(ltoir_of(kernel, arch), arch, "cubin")
+        return report.encode() + b"\0" + code
+
+    report, _, code = cached(machine_code.key(kernel, "report", arch), build).partition(b"\0")
+    return report.decode(), code
+
+
 @cache
 def program_of(ptx: str) -> Program:
     return Program(ptx)

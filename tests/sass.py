@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import files
 from pathlib import Path
@@ -193,8 +193,14 @@ def gpu_wide_barriers(code: Code) -> list[str]:
     return [f"{each} in a loop" for index, each in enumerate(code) if index in inside and each.gpu_wide]
 
 
-def faults_of_steps(code: Code) -> Iterator[str]:
-    """What makes tensor cores wait in the loops that use them."""
+def faults_of_steps(code: Code, groups: Set[int] = frozenset({4}), ahead: int | None = None) -> Iterator[str]:
+    """What makes tensor cores wait in the loops that use them.
+
+    Args:
+        groups: products of a warpgroup that run side by side before their group is closed; four take 128 bytes of K.
+        ahead: products between a load from global memory and the first use of what it loads; by default all of a
+            step's.
+    """
     following = successors(code)
     for loop in steps(code):
         step = sorted(loop)
@@ -205,13 +211,12 @@ def faults_of_steps(code: Code) -> Iterator[str]:
             if each.opcode in GLOBAL_LOADS:
                 between = products_until_read(code, following, loop, index)
                 products = sum(code[other].opcode in TENSOR_CORES for other in loop)
-                if between is not None and between < products:
+                if between is not None and between < (products if ahead is None else ahead):
                     yield f"{each}: read after {between} of a step's {products} products"
-        yield from _faults_of_groups([code[index] for index in step])
+        yield from _faults_of_groups([code[index] for index in step], groups)
 
 
-def _faults_of_groups(step: Code) -> Iterator[str]:
-    """Four products of a warpgroup run side by side, 128 bytes of K, and then the group is closed."""
+def _faults_of_groups(step: Code, groups: Set[int]) -> Iterator[str]:
     run, waited = 0, ""
     for each in step:
         if each.opcode in WARPGROUP_PRODUCTS:
@@ -219,7 +224,7 @@ def _faults_of_groups(step: Code) -> Iterator[str]:
                 yield f"{waited} between products"
             run, waited = run + 1, ""
             if "gsb" in each.operands:
-                if run != 4:
+                if run not in groups:
                     yield f"{run} products in a group"
                 run = 0
         elif each.opcode in WAITS:

@@ -238,8 +238,9 @@ KERNEL_ROOMS = {
     "casts": {"kernel", "device"},
     "norm": {"kernel", "device"},
     "gemm": {"kernel", "device"},
+    "attention": {"kernel", "device"},
     "lowering": {"kernel", "device", "references"},
-    "host": {"kernel", "device", "references", "gemm", "lowering"},
+    "host": {"kernel", "device", "references", "gemm", "attention", "lowering"},
 }
 """What each room of cuda_kernels may import of the others."""
 

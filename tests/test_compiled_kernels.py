@@ -11,33 +11,19 @@ from typing import Any
 import pytest
 
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
-from cuda_kernels.host import machine_code
-from cuda_kernels.host.cache import cached
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.lowering import compiler
-from tests import fused_cases, gemm_cases, kernel_cases, sass
+from tests import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases, sass
 from tests.cubin import ATTRIBUTES, entry_of
-from tests.emulated import builders, kernels_of, ltoir_of
+from tests.emulated import builders, compiled, kernels_of
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
-CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES]
+CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *attention_kernel_cases.CASES]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
-
-
-def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
-    """The assembler's report and the machine code; kept on disk between runs."""
-
-    def build() -> bytes:
-        code, report = compiler.link(ltoir_of(kernel, arch), arch, "cubin")
-        return report.encode() + b"\0" + code
-
-    report, _, code = cached(machine_code.key(kernel, "report", arch), build).partition(b"\0")
-    return report.decode(), code
 
 
 def instructions(code: bytes) -> Counter[str]:
@@ -74,7 +60,7 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     assert sum(found.values()) > 50
     assert not starting_with(found, "LDL", "STL"), "local memory"
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
-    casts = kernel.function.__name__.startswith(("quantize", "normalize", "cast"))
+    casts = kernel.function.__name__.startswith(("quantize", "normalize", "cast", "attention"))
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
     if re.search("aligned=True|vector=[48]", kernel.name):
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cuda_kernels.kernel import Kernel
-from tests import fused_cases, test_mutated_products
+from tests import attention_kernel_cases, fused_cases, test_mutated_products
 from tests.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.kernel_cases import CASES, Case
 
@@ -43,6 +43,11 @@ MUTATED = [
     ),
     *(case for case in CASES if case.name in ("update_scales-1024x70", "update_scales-257x9")),
     *(case for case in fused_cases.CASES if case.name in FUSED),
+    *(
+        case
+        for case in attention_kernel_cases.CASES
+        if case.name == "cast_heads-float32-128-lengths=[200,131]-centered=True-special=True"
+    ),
 ]
 
 CASES_OF: dict[Kernel, list[Case]] = {}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.attention_kernel_cases import CASES as ATTENTION
 from tests.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES
 from tests.kernel_cases import Case
@@ -19,7 +20,7 @@ pytestmark = needs_compilers
 
 ONE_BY_ONE = re.compile(
     r"^\s*(?:barrier\.cluster\.arrive[^;]*;\s*barrier\.cluster\.wait"
-    r"|bar\.sync|bar\.warp\.sync|fence\.proxy|cp\.async\.bulk\.wait_group|cp\.async\.wait_group)[^;]*;",
+    r"|bar\.sync|bar\.arrive|bar\.warp\.sync|fence\.proxy|cp\.async\.bulk\.wait_group|cp\.async\.wait_group)[^;]*;",
     re.MULTILINE,
 )
 TOGETHER = (
@@ -39,13 +40,14 @@ MUTATED = (
     "product-row-300x392x700-2/1/160/2",
     "product-blocks-300x264x700-128/128",
     "product-tensor-300x264x1300-2/1/128/1/1",
+    "attention_forward-64-many keys",
 )
-OF = [case for case in CASES if case.name.startswith(MUTATED)]
+OF = [case for case in (*CASES, *ATTENTION) if case.name.startswith(MUTATED)]
 
 
-def mutants(ptx: str, alternate: bool) -> Iterator[tuple[str, str]]:
+def mutants(ptx: str, in_turns: bool) -> Iterator[tuple[str, str]]:
     """What was removed, and the kernel without it."""
-    for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if alternate else (ONE_BY_ONE,):
+    for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if in_turns else (ONE_BY_ONE,):
         for found in pattern.finditer(ptx):
             line = ptx.count("\n", 0, found.end()) + 1
             yield f"{found[0].strip()} in line {line}", ptx[: found.start()] + ptx[found.end() :]
@@ -61,7 +63,7 @@ def mutants(ptx: str, alternate: bool) -> Iterator[tuple[str, str]]:
 def test_every_synchronisation_is_needed(case: Case) -> None:
     (kernel,) = kernels_of(case.run)
     assert not is_noticed([case], kernel, ptx_of(kernel))
-    found = list(mutants(ptx_of(kernel), "alternate" in kernel.name))
+    found = list(mutants(ptx_of(kernel), re.search("alternate|attention", kernel.name) is not None))
     assert len(found) > (15 if "staged" in kernel.name else 1)
     assert not [what for what, mutant in found if not is_noticed([case], kernel, mutant)]
 

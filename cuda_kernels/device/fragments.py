@@ -26,3 +26,13 @@ largest_of_rows = lowered("fragments", "largest_of_rows")
 store_fragment_global = lowered("fragment_stores", "store_fragment_global")
 ldmatrix_x4 = lowered("warp_products", "ldmatrix_x4")
 mma = lowered("warp_products", "mma")
+
+# Of attention's kernels.
+rows_max = lowered("attention_fragments", "rows_max")
+rows_sum = lowered("attention_fragments", "rows_sum")
+exp2_rows = lowered("attention_fragments", "exp2_rows")
+rescale_add_rows = lowered("attention_fragments", "rescale_add_rows")
+scale_seen_rows = lowered("attention_fragments", "scale_seen_rows")
+mask_rows = lowered("attention_fragments", "mask_rows")
+pack_a_words = lowered("attention_fragments", "pack_a_words")
+slice_words = lowered("attention_fragments", "slice_words")

@@ -86,6 +86,8 @@ square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
 exp2_approx = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 reciprocal_approx = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 """Of the special-function unit: within 2 and 1 float32-ulps; what is below 2**-126 is 0."""
+float_max = asm("max.NaN.f32 $0, $1, $2;", f32, f32, f32, pure=True)
+"""NaN where one of them is."""
 permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
 
 low_half = {

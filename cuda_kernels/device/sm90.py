@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, void
+from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, u32x, void
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 
@@ -34,6 +34,8 @@ mbarrier_wait_or_trap = asm(
 """``mbarrier_wait`` that traps after 10,000 waits of a millisecond; the hardware may cut each short."""
 fence_mbarrier_init = asm("fence.mbarrier_init.release.cluster;")
 named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
+named_barrier_arrive = asm("bar.arrive $0, $1;", void, i32, i32)
+"""Arrive at a named barrier without waiting for the others."""
 
 # --- Warps and clusters -----------------------------------------------------------------------------------------------
 
@@ -98,6 +100,24 @@ def wgmma(n: int, a: str, b: str) -> Any:
         f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 2}, 0;"
         f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}",
         fragment_type(count), fragment_type(count), i64, i64, i32,
+    )  # fmt: skip
+
+
+@cache
+def wgmma_rs(n: int, a: str, b: str) -> Any:
+    """``(acc, x, y, keep) -> acc``: as :func:`wgmma`, with A in four registers ``x`` of each thread.
+
+    They are words of four neighbouring columns: row ``lane / 4`` of a warp's 16 rows and the one eight below, columns
+    ``4 (lane mod 4)`` and on, then the same two rows 16 columns further (PTX ISA, "Register fragments for
+    wgmma.mma_async.m64nNk32").
+    """
+    count = n // 2
+    acc = ", ".join(f"${index}" for index in range(count))
+    x = ", ".join(f"${2 * count + index}" for index in range(4))
+    return asm(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 5}, 0;"
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, {{{x}}}, ${2 * count + 4}, p, 1, 1; }}",
+        fragment_type(count), fragment_type(count), u32x(4), i64, i32,
     )  # fmt: skip
 
 

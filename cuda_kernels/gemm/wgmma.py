@@ -18,6 +18,7 @@ import numpy as np
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
+from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     SMEM_DESC_K_MAJOR_SW128,
     address_of,
@@ -46,7 +47,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_wait,
 )
 from cuda_kernels.gemm.epilogue import make_epilogue_store
-from cuda_kernels.gemm.pipeline import make_consumer_release, stage_counters
+from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
     block_scale_readers,
     block_scale_window,

@@ -1,0 +1,1 @@
+"""FP8 attention: the cast of its operands, and the forward pass on Hopper."""

@@ -1,0 +1,210 @@
+"""The cast of attention's operands: E4M3, one scale for each head and 128 rows, row by row and transposed, in one read.
+
+The numerics are those of ``lightning_fp8.ops.attention.casts.cast``: a value that is not finite becomes NaN and takes
+no part in a scale; a mean over the sequence may be subtracted first. A block of threads holds 128 rows of a head in
+registers: a thread has four channels of 16 rows, which turn into four columns of 16 codes inside it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.attention.heads import GROUP, HeadsSpec, make_heads_reader
+from cuda_kernels.attention.spec import ORDER_A, ROWS
+from cuda_kernels.device.codec import (
+    FP8_MAX,
+    amax_to_scale,
+    decoded_maxima,
+    magnitude,
+    packed_maxima,
+    quad_decoder,
+    quad_registers,
+)
+from cuda_kernels.device.language import cuda, device, i32, i64, u32
+from cuda_kernels.device.ptx import (
+    bits,
+    divide,
+    dynamic_shared,
+    float8x4,
+    from_bits,
+    load_16_if,
+    shared_load_4,
+    shared_load_16,
+    shared_store_4,
+    shared_store_16,
+    shuffle,
+    store_4,
+    store_16,
+    store_f32,
+    unsigned_max,
+    warp_max,
+)
+from cuda_kernels.device.tile import transpose_quads
+from cuda_kernels.kernel import Kernel
+
+_ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
+_INFINITY = np.uint32(0x7F800000)
+_LARGEST = np.uint32(0x7F7FFFFF)
+
+
+def _block_max(warps: int) -> Any:
+    """A device function ``(value, shared, thread)``: the largest of all threads' ``value``; ``shared``: 64 bytes."""
+
+    @device
+    def block_max(value, shared, thread):
+        value = warp_max(value)
+        lane = thread & 31
+        if lane == 0:
+            shared_store_4(shared + (thread >> 5) * 4, value)
+        cuda.syncthreads()
+        return warp_max(shared_load_4(shared + (lane if lane < warps else 0) * 4))
+
+    return block_max
+
+
+@device
+def _finite_magnitude(value, raw):
+    """The bits of ``|value|``, 0 where it was made of what is not finite; infinite differences count as the largest."""
+    found = magnitude(value)
+    found = found if found < _INFINITY else _LARGEST
+    return found if magnitude(raw) < _INFINITY else u32(0)
+
+
+@device
+def _same_again(mean, lane):
+    """``mean``, unknown to the compiler: differences are made again where they would fill registers meanwhile."""
+    return (
+        from_bits(shuffle(bits(mean[0]), lane)),
+        from_bits(shuffle(bits(mean[1]), lane)),
+        from_bits(shuffle(bits(mean[2]), lane)),
+        from_bits(shuffle(bits(mean[3]), lane)),
+    )
+
+
+@device
+def _finite_or_nan(value, raw):
+    return value if magnitude(raw) < _INFINITY else _NAN
+
+
+def _decoder(spec: HeadsSpec, centered: bool) -> Any:
+    """A device function ``(registers, step, mean, rows) -> four float32`` of row ``step``.
+
+    If ``centered`` their channels' ``mean`` is subtracted from the first ``rows`` rows.
+    """
+    quad = quad_registers(spec.dtype)
+    decode_quad = quad_decoder(spec.dtype)
+
+    @device
+    def decode(registers, step, mean, rows):
+        return decode_quad(registers, step * quad)
+
+    @device
+    def decode_centered(registers, step, mean, rows):
+        a, b, c, d = decode_quad(registers, step * quad)
+        inside = step < rows
+        return (
+            a - mean[0] if inside else _ZERO,
+            b - mean[1] if inside else _ZERO,
+            c - mean[2] if inside else _ZERO,
+            d - mean[3] if inside else _ZERO,
+        )
+
+    return decode_centered if centered else decode
+
+
+@cache
+def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, centered: bool) -> Kernel:
+    """Codes of a tensor of heads in packed rows, with one scale for each head and 128 rows; see :mod:`.spec`.
+
+    Parameters are the addresses of x, of the table of its rows, of the means (float32 ``[H, sequences, D]``), of the
+    row copy, the transposed copy and ``scale_inv``; the heads, the packed rows, the sequences; and x's strides in
+    elements, from a sequence to the next, a row and a head.
+    """
+    head_dim, warps = spec.head_dim, spec.threads // 32
+    read, decode, decode_raw = make_heads_reader(spec), _decoder(spec, centered), _decoder(spec, False)
+    maxima = decoded_maxima() if centered or spec.dtype == "float32" else packed_maxima(spec.dtype)
+    n_kept, clear, fold, largest = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    num_registers = GROUP * quad_registers(spec.dtype)
+    block_max = _block_max(warps)
+    pack = float8x4["e4m3"]
+    fp8_max = FP8_MAX["e4m3"]
+    amax_smem = ROWS * head_dim if columnwise else 0
+    column_step = spec.threads // 8
+    order = ORDER_A
+
+    @device
+    def store_columns(packed, shared, group, quad, thread, out, stride):
+        """``out``: the address of this block's first row in the first channel; ``stride``: of a channel."""
+        ordered = cuda.local.array(GROUP, u32)
+        for place in range(GROUP):
+            ordered[place] = packed[order[place]]
+        transpose_quads(ordered)
+        for step in range(4):  # the 16-byte chunks of a column are swizzled against bank conflicts
+            at = shared + (4 * quad + step) * ROWS + ((group ^ (quad & 7)) << 4)
+            shared_store_16(at, ordered[4 * step], ordered[4 * step + 1], ordered[4 * step + 2], ordered[4 * step + 3])
+        cuda.syncthreads()
+        part = thread & 7
+        for step in range(4):
+            column = i32((thread >> 3) + step * column_step)
+            codes = shared_load_16(shared + column * ROWS + ((part ^ (column >> 2 & 7)) << 4))
+            store_16(out + i64(column) * stride + 16 * part, codes[0], codes[1], codes[2], codes[3])
+
+    def quantize_heads(
+        x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences, stride_b, stride_l, stride_h
+    ):
+        thread = i32(cuda.threadIdx.x)
+        shared = dynamic_shared()
+        registers = cuda.local.array(num_registers, u32)
+        head, sequence, row, rows, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
+        mean = (_ZERO, _ZERO, _ZERO, _ZERO)
+        if centered:
+            found = load_16_if(means + ((i64(head) * sequences + sequence) * head_dim + 4 * quad) * 4, True)
+            mean = (from_bits(found[0]), from_bits(found[1]), from_bits(found[2]), from_bits(found[3]))
+
+        kept = cuda.local.array(n_kept, u32)
+        clear(kept)
+        for step in range(GROUP):
+            fold(registers, step, decode(registers, step, mean, rows), kept)
+        amax = block_max(largest(kept), shared + amax_smem, thread)
+        if centered:
+            mean = _same_again(mean, thread & 31)
+        finite = amax < _INFINITY
+        if not finite:
+            of_finite = u32(0)
+            for step in range(GROUP):
+                values, raw = decode(registers, step, mean, rows), decode_raw(registers, step, mean, rows)
+                for index in range(4):
+                    of_finite = unsigned_max(of_finite, _finite_magnitude(values[index], raw[index]))
+            amax = block_max(of_finite, shared + amax_smem + 64, thread)
+        scale = amax_to_scale(from_bits(amax), fp8_max, False, _ZERO)
+        if thread == 0:
+            store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (row >> 7)) * 4, divide(_ONE, scale))
+
+        packed = cuda.local.array(GROUP, u32)
+        for step in range(GROUP):
+            a, b, c, d = decode(registers, step, mean, rows)
+            if not finite:
+                raw = decode_raw(registers, step, mean, rows)
+                a, b = _finite_or_nan(a, raw[0]), _finite_or_nan(b, raw[1])
+                c, d = _finite_or_nan(c, raw[2]), _finite_or_nan(d, raw[3])
+            packed[step] = pack(a * scale, b * scale, c * scale, d * scale)
+        if rowwise:
+            address = out + (i64(head) * packed_rows + row + group * GROUP) * head_dim + 4 * quad
+            for step in range(GROUP):
+                store_4(address, packed[step])
+                address += head_dim
+        if columnwise:
+            first = out_t + i64(head) * head_dim * packed_rows + row
+            store_columns(packed, shared, group, quad, thread, first, i64(packed_rows))
+
+    return Kernel(
+        f"quantize_heads({spec}, {rowwise=}, {columnwise=}, {centered=})",
+        quantize_heads,
+        (*[i64] * 6, i32, i32, i32, *[i64] * 3),
+        spec.threads,
+        shared_bytes=amax_smem + 128,
+        min_blocks_per_sm=max(1, 512 // spec.threads),
+    )

@@ -1,0 +1,99 @@
+"""Tensors of heads, which casts and means read: a thread has four channels of 16 rows, a block 128 rows of a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
+from cuda_kernels.device.codec import ITEM_BYTES, quad_loader, quad_registers
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import load_16_if, quotient
+
+GROUP = 16
+"""Rows of a thread."""
+
+
+@dataclass(frozen=True)
+class HeadsSpec:
+    """A tensor of heads that is read by strides.
+
+    Attributes:
+        head_dim: channels of a head, one of :data:`HEAD_DIMS`; they lie side by side.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        vector: 4 where the address and all strides are multiples of four elements, else 1.
+
+    Raises:
+        ValueError: there is no kernel for ``head_dim``.
+    """
+
+    head_dim: int
+    dtype: str
+    vector: int
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim={self.head_dim}: attention's kernels are for {HEAD_DIMS}; pad the heads")
+
+    @property
+    def quads(self) -> int:
+        """Threads that share a row."""
+        return self.head_dim // 4
+
+    @property
+    def threads(self) -> int:
+        """Of a block with 128 rows."""
+        return self.quads * (ROWS // GROUP)
+
+    def __str__(self) -> str:
+        return f"d={self.head_dim}, {self.dtype}, vector={self.vector}"
+
+
+@cache
+def make_heads_loader(spec: HeadsSpec) -> Any:
+    """A device function ``(x, stride, rows, registers)`` that loads a thread's four channels of 16 rows.
+
+    ``x``: the address of the first. ``stride``: the bytes from a row to the next. Rows from ``rows`` on are 0.
+    """
+    num_registers = quad_registers(spec.dtype)
+    load_quad = quad_loader(spec.dtype, spec.vector == 4)
+
+    @device
+    def load(x, stride, rows, registers):
+        address = x
+        for step in range(GROUP):
+            loaded = load_quad(address, 0, 4, step < rows)
+            for register in range(num_registers):
+                registers[step * num_registers + register] = loaded[register]
+            address += stride
+
+    return load
+
+
+@cache
+def make_heads_reader(spec: HeadsSpec) -> Any:
+    """A device function ``(x, table, heads, stride_b, stride_l, stride_h, registers)`` that loads a block's 128 rows.
+
+    It returns the head, the sequence, the first packed row and how many of a thread's own 16 rows there are; its group
+    of rows, and its quad of channels. Strides are in elements, from a sequence to the next, a row and a head.
+    """
+    item = ITEM_BYTES[spec.dtype]
+    quads = spec.quads
+    load = make_heads_loader(spec)
+
+    @device
+    def read(x, table, heads, stride_b, stride_l, stride_h, registers):
+        thread = i32(cuda.threadIdx.x)
+        block = quotient(cuda.blockIdx.x, heads)
+        head = i32(cuda.blockIdx.x - block * heads)
+        entry = load_16_if(table + i64(block) * 16, True)
+        sequence, source_row, valid, row = i32(entry[0]), i32(entry[1]), i32(entry[2]), i32(entry[3])
+        group = quotient(thread, quads)
+        quad = i32(thread - group * quads)
+        rows = i32(valid - group * GROUP)
+        place = i64(sequence) * stride_b + i64(source_row + group * GROUP) * stride_l + i64(head) * stride_h
+        load(x + (place + 4 * quad) * item, stride_l * item, rows, registers)
+        return head, sequence, row, rows, group, quad
+
+    return read

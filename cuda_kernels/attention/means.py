@@ -1,0 +1,146 @@
+"""Means of heads over their sequences, in a fixed order of additions: of blocks of 128 rows, then of the blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.attention.heads import GROUP, HeadsSpec, make_heads_reader
+from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.device.codec import magnitude, quad_decoder, quad_registers
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
+from cuda_kernels.device.ptx import (
+    bits,
+    divide,
+    dynamic_shared,
+    from_bits,
+    load_8_if,
+    load_16_if,
+    quotient,
+    shared_load_16,
+    shared_store_16,
+    store_16,
+)
+from cuda_kernels.kernel import Kernel
+
+_GROUPS = ROWS // GROUP
+_ZERO = np.float32(0)
+_INFINITY = np.uint32(0x7F800000)
+
+
+@device
+def _finite(value):
+    return value if magnitude(value) < _INFINITY else _ZERO
+
+
+@cache
+def _make_group_sum(quads: int) -> Any:
+    """A device function ``(a, b, c, d, shared, group, quad)``: four sums over the block's groups of threads, in order.
+
+    Those of the first group get it; ``shared``: 16 bytes for each thread.
+    """
+
+    @device
+    def group_sum(a, b, c, d, shared, group, quad):
+        shared_store_16(shared + (group * quads + quad) * 16, bits(a), bits(b), bits(c), bits(d))
+        cuda.syncthreads()
+        if group == 0:
+            for other in range(1, _GROUPS):
+                found = shared_load_16(shared + (other * quads + quad) * 16)
+                a += from_bits(found[0])
+                b += from_bits(found[1])
+                c += from_bits(found[2])
+                d += from_bits(found[3])
+        return a, b, c, d
+
+    return group_sum
+
+
+@cache
+def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
+    """Sums over 128 rows of a tensor of heads, of what is finite: float32 ``[H, R / 128, D]``.
+
+    Parameters are the addresses of x, of the table of its rows and of the sums; the heads, the packed rows; and x's
+    strides in elements, from a sequence to the next, a row and a head.
+    """
+    head_dim, quads = spec.head_dim, spec.quads
+    quad_words = quad_registers(spec.dtype)
+    read, decode = make_heads_reader(spec), quad_decoder(spec.dtype)
+    group_sum = _make_group_sum(quads)
+    num_registers = GROUP * quad_words
+
+    @device
+    def add_up(registers, only_finite):
+        a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
+        for step in range(GROUP):
+            e, f, g, h = decode(registers, step * quad_words)
+            if only_finite:
+                e, f, g, h = _finite(e), _finite(f), _finite(g), _finite(h)
+            a, b, c, d = a + e, b + f, c + g, d + h
+        return a, b, c, d
+
+    def sum_heads(x, table, sums, heads, packed_rows, stride_b, stride_l, stride_h):
+        registers = cuda.local.array(num_registers, u32)
+        head, _, row, _, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
+        a, b, c, d = add_up(registers, False)
+        # A sum that is not finite shows in the sum of all: only then is each value looked at.
+        if magnitude((a - a) + (b - b) + (c - c) + (d - d)) != u32(0):
+            a, b, c, d = add_up(registers, True)
+        a, b, c, d = group_sum(a, b, c, d, dynamic_shared(), group, quad)
+        if group == 0:
+            place = (i64(head) * (packed_rows >> 7) + (row >> 7)) * head_dim + 4 * quad
+            store_16(sums + place * 4, bits(a), bits(b), bits(c), bits(d))
+
+    return Kernel(
+        f"sum_heads({spec})",
+        sum_heads,
+        (*[i64] * 3, i32, i32, *[i64] * 3),
+        spec.threads,
+        shared_bytes=16 * spec.threads,
+        min_blocks_per_sm=max(1, 512 // spec.threads),
+    )
+
+
+@cache
+def mean_heads_kernel(head_dim: int) -> Kernel:
+    """Means over sequences, float32 ``[H, sequences, D]``, of sums over 128 rows each; 0 where one is not finite.
+
+    Parameters are the addresses of the sums, of the table of sequences (int32 ``[sequences, 2]``: the first block of
+    128 rows, the number of rows) and of the means; the heads, the packed rows and the sequences.
+    """
+    quads = head_dim // 4
+    threads = quads * _GROUPS
+    group_sum = _make_group_sum(quads)
+
+    def mean_heads(sums, table, means, heads, packed_rows, sequences):
+        thread = i32(cuda.threadIdx.x)
+        sequence = quotient(cuda.blockIdx.x, heads)
+        head = i32(cuda.blockIdx.x - sequence * heads)
+        entry = load_8_if(table + i64(sequence) * 8, True)
+        first, rows = i32(entry[0]), i32(entry[1])
+        group = quotient(thread, quads)
+        quad = i32(thread - group * quads)
+        a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
+        start = (i64(head) * (packed_rows >> 7) + first) * head_dim + 4 * quad
+        for block in range(group, i32(i32(rows + ROWS - 1) >> 7), _GROUPS):
+            found = load_16_if(sums + (start + i64(block) * head_dim) * 4, True)
+            a += from_bits(found[0])
+            b += from_bits(found[1])
+            c += from_bits(found[2])
+            d += from_bits(found[3])
+        a, b, c, d = group_sum(a, b, c, d, dynamic_shared(), group, quad)
+        if group == 0:
+            count = f32(max(rows, i32(1)))
+            a, b, c, d = divide(a, count), divide(b, count), divide(c, count), divide(d, count)
+            place = (i64(head) * sequences + sequence) * head_dim + 4 * quad
+            store_16(means + place * 4, bits(_finite(a)), bits(_finite(b)), bits(_finite(c)), bits(_finite(d)))
+
+    return Kernel(
+        f"mean_heads(d={head_dim})",
+        mean_heads,
+        (*[i64] * 3, i32, i32, i32),
+        threads,
+        shared_bytes=16 * threads,
+    )

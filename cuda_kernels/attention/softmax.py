@@ -1,0 +1,88 @@
+"""The running softmax of a warpgroup's rows: probabilities of a tile of keys as codes, and what they sum to."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.device.fragments import exp2_rows, pack_a_words, rows_max, rows_sum
+from cuda_kernels.device.language import device
+from cuda_kernels.device.ptx import bits, exp2_approx, float_max, from_bits, shuffle_xor
+
+TOP = np.float32(8)
+"""log2 of the code of a tile's largest probability: 256 is the largest power of two in E4M3."""
+REACH = np.float32(40)
+"""A tile's unit is at least 2**-40 of a row's largest value so far, so that rescaling does not overflow."""
+_ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
+
+START = (_MINUS_INFINITY, _MINUS_INFINITY, _MINUS_INFINITY, _MINUS_INFINITY, _ZERO, _ZERO)
+"""The state of two rows, eight apart, that have seen nothing: their largest scores, units, sums."""
+
+
+@device
+def quad_max(x):
+    """The largest of the four lanes that share a row."""
+    x = float_max(x, from_bits(shuffle_xor(bits(x), 1)))
+    return float_max(x, from_bits(shuffle_xor(bits(x), 2)))
+
+
+@device
+def quad_sum(x):
+    x = x + from_bits(shuffle_xor(bits(x), 1))
+    return x + from_bits(shuffle_xor(bits(x), 2))
+
+
+@device
+def next_unit(top, largest, unit):
+    """A row's largest score and unit after a tile, what to add to its scores, and the factor of what was summed so far.
+
+    ``top``: the tile's largest score. A row that has seen nothing yet has the unit -inf and keeps sums of 0.
+    """
+    largest = float_max(largest, top)
+    new = float_max(top, largest - REACH)
+    zero = _ZERO if new == _MINUS_INFINITY else new
+    return largest, new, TOP - zero, exp2_approx(unit - zero)
+
+
+@cache
+def make_softmax(keys: int) -> Any:
+    """A device function ``(scores, factor, state) -> words, state, alpha, alpha_below`` of a tile of ``keys`` keys.
+
+    ``scores``: products of codes, which times ``factor`` are logarithms to base 2. ``words``: E4M3 codes of the
+    probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of both rows' sums so far. Sums are
+    of this thread's columns, and of probabilities before they are rounded.
+    """
+    count = keys // 2
+    largest_of, sum_of, power, pack = rows_max(count), rows_sum(count), exp2_rows(count), pack_a_words(count, "e4m3")
+
+    @device
+    def softmax(scores, factor, state):
+        largest, largest_below, unit, unit_below, total, total_below = state
+        top, top_below = largest_of(scores)
+        largest, unit, offset, alpha = next_unit(quad_max(top * factor), largest, unit)
+        largest_below, unit_below, offset_below, alpha_below = next_unit(
+            quad_max(top_below * factor), largest_below, unit_below
+        )
+        probabilities = power(scores, factor, offset, offset_below)
+        more, more_below = sum_of(probabilities)
+        total, total_below = total * alpha + more, total_below * alpha_below + more_below
+        state = (largest, largest_below, unit, unit_below, total, total_below)
+        return pack(probabilities), state, alpha, alpha_below
+
+    return softmax
+
+
+@device
+def row_result(largest, unit, total, inside):
+    """What a row's sum is divided by, its largest score and its sum of exponentials; and whether it saw a key.
+
+    ``total``: of all its columns. ``inside``: whether there is such a row.
+    """
+    seen = inside and total != _ZERO
+    return (
+        seen,
+        largest if seen else _MINUS_INFINITY,
+        total * exp2_approx(unit - largest - TOP) if seen else _ZERO,
+    )

@@ -1,0 +1,67 @@
+"""A warp's rows of a result from registers to global memory, whatever their number and their strides."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.device.fragments import slice_fragment, store_fragment_shared
+from cuda_kernels.device.language import device, i64
+from cuda_kernels.device.ptx import shared_load_16, store_16
+from cuda_kernels.device.sm90 import syncwarp
+
+WARP_BYTES = 16 * 128
+"""Shared memory of a warp: 128 bytes of each of its 16 rows."""
+
+
+@cache
+def make_row_store(channels: int, dtype: str, again: bool = False) -> Any:
+    """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
+
+    ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a
+    multiple of 1024. ``out``: the address of the first row, a multiple of 16 as is ``stride``, the bytes from one row
+    to the next. Of the rows the first ``rows`` are stored. ``again``: the warp may still be reading what it stored
+    before through the same shared memory.
+    """
+    return _store_from(0, channels, dtype, again)
+
+
+def _store_from(start: int, channels: int, dtype: str, again: bool) -> Any:
+    """:func:`make_row_store` of the channels from ``start`` on, 128 bytes of each row at a time."""
+    wide = dtype == "float32"
+    item = 4 if wide else 2
+    columns = min(128 // item, channels - start)
+    chunks = columns * item // 16
+    part = slice_fragment(channels // 2, start // 2, columns // 2)
+    to_shared = store_fragment_shared(columns // 2, dtype)
+    byte = start * item
+    is_last = start + columns == channels
+    store_rest = None if is_last else _store_from(start + columns, channels, dtype, True)
+
+    @device
+    def store(acc, shared, out, stride, rows, lane):
+        if again:
+            syncwarp()
+        if wide:
+            row = lane >> 2
+            to_shared(part(acc), shared + row * 128 + (lane & 1) * 8, lane >> 1 & 1, row & 7)
+        else:
+            row = lane & 15
+            to_shared(part(acc), shared + row * 128, lane >> 4, row & 7)
+        syncwarp()
+        chunk = lane & 7
+        for index in range(4):
+            line = 4 * index + (lane >> 3)
+            words = shared_load_16(shared + line * 128 + ((chunk ^ (line & 7)) << 4))
+            if line < rows and chunk < chunks:
+                store_16(out + i64(line) * stride + byte + 16 * chunk, words[0], words[1], words[2], words[3])
+
+    if is_last:
+        return store
+
+    @device
+    def store_all(acc, shared, out, stride, rows, lane):
+        store(acc, shared, out, stride, rows, lane)
+        store_rest(acc, shared, out, stride, rows, lane)
+
+    return store_all

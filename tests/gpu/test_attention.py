@@ -1,0 +1,18 @@
+"""Attention's kernels on a card: the cases that are emulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cuda_kernels.host.launch import architecture_of
+from tests.attention_kernel_cases import CASES
+from tests.kernel_cases import Case
+from tests.run_case import fits
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    if not fits(case.name, architecture_of(torch.device("cuda", 0))):
+        pytest.skip("for other cards")
+    case.run("cuda")
