@@ -123,7 +123,7 @@ def in_a_fresh_thread(work: Any) -> None:
 
 def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     """Launches of the test cases: of each kernel's function the first, and of products one for each way to scale."""
-    from tests import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+    from tests import attention_backward_cases, attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
 
     found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
 
@@ -133,7 +133,8 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
         found.setdefault(kind, (kernel, blocks, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
-        for case in (*gemm_cases.CASES, *kernel_cases.CASES, *fused_cases.CASES, *attention_kernel_cases.CASES):
+        attention = *attention_kernel_cases.CASES, *attention_backward_cases.CASES
+        for case in (*gemm_cases.CASES, *kernel_cases.CASES, *fused_cases.CASES, *attention):
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")
     return found

@@ -18,9 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from cuda_kernels.host import launch, machine_code
-from tests import attention_kernel_cases, emulated, fused_cases, gemm_cases, kernel_cases
+from tests import attention_backward_cases, attention_kernel_cases, emulated, fused_cases, gemm_cases, kernel_cases
 
-MODULES = kernel_cases, fused_cases, gemm_cases, attention_kernel_cases
+MODULES = kernel_cases, fused_cases, gemm_cases, attention_kernel_cases, attention_backward_cases
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 NOT_FOR_THIS_CARD = 77
 """What automake's tests exit with when they are skipped."""
@@ -28,7 +28,7 @@ NOT_FOR_THIS_CARD = 77
 
 def fits(name: str, architecture: str) -> bool:
     """Whether the case is for cards of ``architecture``: products name their tile, more than two numbers on Hopper."""
-    if name.startswith("attention_forward"):
+    if name.startswith("attention_"):
         return architecture == "90a"
     if not name.startswith("product-"):
         return True

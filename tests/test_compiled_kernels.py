@@ -12,7 +12,7 @@ import pytest
 
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
-from tests import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases, sass
+from tests import attention_backward_cases, attention_kernel_cases, fused_cases, gemm_cases, kernel_cases, sass
 from tests.cubin import ATTRIBUTES, entry_of
 from tests.emulated import builders, compiled, kernels_of
 
@@ -21,7 +21,8 @@ REGISTERS = 65536
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
-CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *attention_kernel_cases.CASES]
+ATTENTION = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
+CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *ATTENTION]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 

@@ -19,6 +19,7 @@ if not os.environ.get("LIGHTNING_FP8_FOREIGN") and (
 ):
     pytest.skip('they need Triton 3.9: pip install "triton>=3.9" on Linux', allow_module_level=True)
 
+from tests.attention_backward_cases import CASES as ATTENTION_BACKWARD
 from tests.attention_kernel_cases import CASES as ATTENTION
 from tests.emulated import kernels_of, ptx_of
 from tests.foreign.cases import CASES, Case
@@ -69,7 +70,9 @@ def _met() -> set[str]:
 
 def test_what_no_other_kernel_has_is_listed_in_the_docs() -> None:
     """Both ways: no instruction of ours is neither met nor listed, and none is listed that is met, or not ours."""
-    ours = {kernel for case in (*OURS, *FUSED, *GEMMS, *ATTENTION) for kernel in kernels_of(case.run)}
+    ours = {
+        kernel for case in (*OURS, *FUSED, *GEMMS, *ATTENTION, *ATTENTION_BACKWARD) for kernel in kernels_of(case.run)
+    }
     used = set().union(*(kinds(ptx_of(kernel)) for kernel in ours))
     section = (ROOT / "docs/kernels.md").read_text().split("### Met in nobody else's kernel")[1]
     listed = set(section.split("```")[1].split())

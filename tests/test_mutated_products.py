@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.attention_backward_cases import CASES as ATTENTION_BACKWARD
 from tests.attention_kernel_cases import CASES as ATTENTION
 from tests.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES
@@ -41,8 +42,10 @@ MUTATED = (
     "product-blocks-300x264x700-128/128",
     "product-tensor-300x264x1300-2/1/128/1/1",
     "attention_forward-64-many keys",
+    "attention_dq-64-many keys",
+    "attention_dkv-64-many queries",
 )
-OF = [case for case in (*CASES, *ATTENTION) if case.name.startswith(MUTATED)]
+OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD) if case.name.startswith(MUTATED)]
 
 
 def mutants(ptx: str, in_turns: bool) -> Iterator[tuple[str, str]]:

@@ -36,3 +36,11 @@ scale_seen_rows = lowered("attention_fragments", "scale_seen_rows")
 mask_rows = lowered("attention_fragments", "mask_rows")
 pack_a_words = lowered("attention_fragments", "pack_a_words")
 slice_words = lowered("attention_fragments", "slice_words")
+
+# Of its backward pass.
+exp2_columns = lowered("score_gradients", "exp2_columns")
+score_gradients_rows = lowered("score_gradients", "score_gradients_rows")
+score_gradients_columns = lowered("score_gradients", "score_gradients_columns")
+rows_amax = lowered("score_gradients", "rows_amax")
+add_rows_to_global = lowered("score_gradients", "add_rows_to_global")
+add_from_global = lowered("score_gradients", "add_from_global")

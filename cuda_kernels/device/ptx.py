@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u32, u32x, void
+from cuda_kernels.device.language import UniTuple, asm, const, f32, i32, i64, lowered, u32, u32x, void
 
 GUARDED = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
 """Instructions with the predicate ``p``: that an operand is not 0."""
@@ -62,6 +62,9 @@ shared_store_16 = asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, i32, u32
 # --- Warps ------------------------------------------------------------------------------------------------------------
 
 warp_max = asm("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, u32)
+warp_any = asm(
+    "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }", i32, i32
+)
 warp_sum = asm("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, u32)
 shuffle = asm("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, i32)
 shuffle_xor = asm("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, const)
@@ -86,6 +89,7 @@ square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
 exp2_approx = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 reciprocal_approx = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 """Of the special-function unit: within 2 and 1 float32-ulps; what is below 2**-126 is 0."""
+log2_approx = asm("lg2.approx.f32 $0, $1;", f32, f32, pure=True)
 float_max = asm("max.NaN.f32 $0, $1, $2;", f32, f32, f32, pure=True)
 """NaN where one of them is."""
 permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
@@ -100,11 +104,17 @@ high_half = {
     "float16": asm("{ .reg .b16 h, x; mov.b32 {x, h}, $1; cvt.f32.f16 $0, h; }", f32, u32, pure=True),
 }
 
+e4m3_pair = asm(
+    "{ .reg .b16 c, h, i; .reg .b32 w; cvt.u16.u32 c, $2; cvt.rn.f16x2.e4m3x2 w, c; mov.b32 {h, i}, w;"
+    " cvt.f32.f16 $0, h; cvt.f32.f16 $1, i; }",
+    UniTuple(f32, 2), u32, pure=True,
+)  # fmt: skip
+"""The values of the codes in a register's low 16 bits, the lower byte's first."""
+
 CVT_RN = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
 """The instruction that rounds a float32 to nearest even, by the name of the dtype."""
 CVT_RN_X2 = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 """The same of two float32, of which the first goes to the high half."""
-
 pack_halves = {dtype: asm(f"{cvt} $0, $2, $1;", u32, f32, f32, pure=True) for dtype, cvt in CVT_RN_X2.items()}
 """Two float32, rounded to nearest even; the first in the low half. By the name of the dtype."""
 round_to = {

@@ -1,0 +1,103 @@
+"""D = rowsum(dO ∘ O), and what else the backward pass knows of each query: see :mod:`.statistics`.
+
+A block has 128 rows of one head. dO is taken from its codes: dP multiplies them, and only with the same ones do the
+rows of dS sum to 0.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
+from cuda_kernels.attention.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
+from cuda_kernels.attention.tiles import load_tile
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import (
+    bits,
+    e4m3_pair,
+    from_bits,
+    high_half,
+    load_16_if,
+    load_f32,
+    log2_approx,
+    low_half,
+    quotient,
+    remainder,
+    shuffle_xor,
+    store_f32,
+)
+from cuda_kernels.kernel import Kernel
+
+_THREADS = 256
+_ZERO, _INFINITY = np.float32(0), np.float32(np.inf)
+_low, _high = low_half["bfloat16"], high_half["bfloat16"]
+
+
+@device
+def _products(total, codes, first, second):
+    """``total`` plus four codes times four bfloat16 numbers in two registers."""
+    a, b = e4m3_pair(codes)
+    c, d = e4m3_pair(codes >> np.uint32(16))
+    return total + a * _low(first) + b * _high(first) + c * _low(second) + d * _high(second)
+
+
+@cache
+def attention_delta_kernel(head_dim: int) -> Kernel:
+    """Statistics of queries of ``head_dim`` channels, but for ``CORRECTED``.
+
+    Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's scales, o in bfloat16, m, l and the
+    statistics (:mod:`.statistics`); the heads and the packed rows of queries; and the strides of o in elements, from a
+    sequence to the next, a row and a head, multiples of 8.
+    """
+    assert head_dim in HEAD_DIMS
+    lanes = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # of a row, 16 channels each
+    rows_at_once = _THREADS // lanes
+    passes = ROWS // rows_at_once
+
+    @device
+    def dot(codes_row, values_row, inside, lane):
+        """The sum of a row's products, in all of its lanes; addresses of the row, which counts if ``inside``."""
+        inside = inside and 16 * lane < head_dim
+        codes = load_16_if(codes_row + 16 * lane, inside)
+        a, b = load_16_if(values_row + 32 * lane, inside), load_16_if(values_row + (32 * lane + 16), inside)
+        total = _products(_ZERO, codes[0], a[0], a[1])
+        total = _products(total, codes[1], a[2], a[3])
+        total = _products(total, codes[2], b[0], b[1])
+        total = _products(total, codes[3], b[2], b[3])
+        total = total + from_bits(shuffle_xor(bits(total), 1))
+        total = total + from_bits(shuffle_xor(bits(total), 2))
+        if lanes > 4:
+            total = total + from_bits(shuffle_xor(bits(total), 4))
+        if lanes > 8:
+            total = total + from_bits(shuffle_xor(bits(total), 8))
+        return total
+
+    def attention_delta(
+        table, do, scale_do, scale_q, o, m, l, statistics, heads, rows_q, stride_b, stride_l, stride_h,  # noqa: E741
+    ):  # fmt: skip
+        tile_idx = quotient(cuda.blockIdx.x, heads)
+        head = i32(cuda.blockIdx.x - tile_idx * heads)
+        first, _, _, _, _, _, _, _, valid, sequence, out_row, _ = load_tile(table, tile_idx)
+        block = (i64(head) * (rows_q >> 7) + (first >> 7)) * 4
+        gradient_scale = load_f32(scale_do + block)
+        packed = i64(head) * rows_q + first
+        mine = statistics + (i64(head) * STATISTICS * rows_q + first) * 4
+        lane = remainder(cuda.threadIdx.x, i32(lanes))
+        for step in range(passes):
+            row = i32(step * rows_at_once + quotient(cuda.threadIdx.x, i32(lanes)))
+            place = i64(sequence) * stride_b + i64(out_row + row) * stride_l + i64(head) * stride_h
+            total = dot(do + (packed + row) * head_dim, o + place * 2, row < valid, lane)
+            if lane == 0:
+                store_f32(mine + (i64(DELTA) * rows_q + row) * 4, total * gradient_scale)
+        row = cuda.threadIdx.x
+        if row < ROWS:
+            sum_of_row, total = load_f32(l + (packed + row) * 4), _INFINITY
+            if row < valid and sum_of_row != _ZERO:
+                total = load_f32(m + (packed + row) * 4) + log2_approx(sum_of_row)
+            store_f32(mine + (i64(TOTAL) * rows_q + row) * 4, total)
+            store_f32(mine + (i64(GRADIENT_SCALE) * rows_q + row) * 4, gradient_scale)
+            store_f32(mine + (i64(QUERY_SCALE) * rows_q + row) * 4, load_f32(scale_q + block))
+
+    return Kernel(f"attention_delta(d={head_dim})", attention_delta, (*[i64] * 8, i32, i32, *[i64] * 3), _THREADS)

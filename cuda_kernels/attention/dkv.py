@@ -1,0 +1,324 @@
+"""dK and dV of FP8 attention on Hopper: rows are keys; a producer warp copies with TMA, two warpgroups multiply.
+
+A block has 128 keys of one head, 64 for each warpgroup, whose codes of K and V stay in shared memory, and walks over
+the queries that see them, of all heads that share them: no block adds to another's results. Codes of Q and dO, both
+transposed too, and their statistics lie in a ring of stages of 128 queries. Of each 64 queries a warpgroup computes
+Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns them into Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q.
+While one warpgroup computes exponentials the other multiplies; nothing orders them. A warpgroup's own products all end
+with a tile: with some of them in flight behind it the assembler puts a wait after each (its advice C7513).
+
+**Scales.** A row of Pᵀ, times dO's scale, has one scale for all tiles, which changes only when the row outgrows it
+(:mod:`.running_scale`), and so has dSᵀ times Q's. So the tensor cores accumulate from tile to tile; adding each tile in
+float32, as :mod:`.dq` does, would cost four instructions for each score, and registers that there are not.
+
+**Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437). Modelled as 13 bits
+behind the point, cut off, sums of one sign shrink by up to 1 % in 1024 products and by 12 % in 16,384. So each
+:data:`FLUSH` queries they leave for float32 sums in global memory, which no other thread adds to: results are
+deterministic. Each 1024, since in that time the tensor cores need some 16,000 cycles, and the 128 KB of a block some
+thousand, beside them.
+
+Numerics: ``lightning_fp8.ops.attention.reference._dk_dv``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cuda_kernels.attention.backward_memory import (
+    FLUSH,
+    LINE,
+    MULTIPLYING,
+    PRODUCER_REGISTERS,
+    QUERIES,
+    REGISTERS,
+    STATISTICS_BYTES,
+    THREADS,
+    TILE,
+    dkv_offsets,
+    dkv_stages,
+    scratch_floats,
+)
+from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.running_scale import START, outgrown, refitted
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.statistics import (
+    CODE_UNIT,
+    CORRECTED,
+    GRADIENT_SCALE,
+    LARGEST_CODE,
+    QUERY_SCALE,
+    SMALLEST,
+    STATISTICS,
+    TOTAL,
+)
+from cuda_kernels.attention.stores import WARP_BYTES, make_row_store
+from cuda_kernels.attention.tiles import load_tile
+from cuda_kernels.device.fragments import (
+    add_from_global,
+    add_rows_to_global,
+    exp2_columns,
+    mask_rows,
+    pack_a_words,
+    rows_amax,
+    rows_max,
+    scale_rows,
+    scale_seen_rows,
+    score_gradients_columns,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
+from cuda_kernels.device.ptx import (
+    dynamic_shared,
+    float_max,
+    from_bits,
+    load_f32,
+    quotient,
+    reciprocal_approx,
+    shared_load_4,
+    warp_any,
+)
+from cuda_kernels.device.ring import stage_counters
+from cuda_kernels.device.sm90 import (
+    address_of,
+    elect_sync,
+    fence_mbarrier_init,
+    grid_constant_params,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    prefetch_tensormap,
+    shfl_sync_0,
+    syncwarp,
+    tma_load,
+    warpgroup_reg_alloc,
+    warpgroup_reg_dealloc,
+    wgmma_fence,
+    wgmma_wait,
+)
+from cuda_kernels.kernel import Kernel
+
+_ONE = np.float32(1)
+
+
+@cache
+def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
+    """``dk`` and ``dv`` of :func:`lightning_fp8.ops.attention.reference.backward`, in ``spec.out``.
+
+    Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
+    statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
+    keys, which sees queries in tiles of 64, of the scales of K and V, of dk, dv and :func:`scratch_floats` for each
+    block; the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of the
+    band that a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of
+    dk and dv in elements, from a sequence to the next, a row and a head.
+
+    Args:
+        flush: a multiple of 128; see :data:`FLUSH`.
+    """
+    assert spec.panels == 1, "sums of 256 channels do not fit into registers"
+    assert flush % ROWS == 0
+    stages, offsets = dkv_stages(spec), dkv_offsets(spec)
+    head_dim = spec.head_dim
+    k_offset, v_offset, out_offset, full_kv = (offsets[name] for name in ("k", "v", "out", "full_kv"))
+    q_offset, do_offset, qt_offset, dot_offset, statistics_offset, full, empty = (
+        offsets[name] for name in ("q", "do", "qt", "dot", "statistics", "full", "empty")
+    )
+    transposed_bytes = head_dim * 128
+    stage_bytes = 2 * TILE + 2 * transposed_bytes + STATISTICS_BYTES
+    item = 4 if spec.out == "float32" else 2
+    scores_count, sums_count = QUERIES // 2, head_dim // 2
+    flush_stages = flush // ROWS
+    dk_scratch = 4 * MULTIPLYING * sums_count
+    block_floats = scratch_floats(spec)
+    zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
+    scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
+    scores_wait_1, sums_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(sums_count, 0)
+    hide, exp2, gradients_of = (
+        mask_rows(scores_count),
+        exp2_columns(scores_count),
+        score_gradients_columns(scores_count),
+    )
+    max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
+    scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
+    scale_sums, finish = scale_rows(sums_count), scale_seen_rows(sums_count)
+    leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
+    store_rows, store_rows_again = make_row_store(head_dim, spec.out), make_row_store(head_dim, spec.out, True)
+    next_stage, _ = stage_counters(stages)
+
+    @device
+    def statistic(stage_idx, which, query):
+        """Where a statistic of a stage's query lies."""
+        return i32(statistics_offset + stage_idx * STATISTICS_BYTES + (which - CORRECTED) * LINE + 4 * query)
+
+    @device
+    def produce(smem, maps, tile, kv_head, group, rows_q, rows_k):
+        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
+        row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
+        mbarrier_arrive_expect_tx(smem + full_kv, 2 * TILE)
+        tma_load(smem + k_offset, map_k, smem + full_kv, 0, kv_head * rows_k + row)
+        tma_load(smem + v_offset, map_v, smem + full_kv, 0, kv_head * rows_k + row)
+        stage_idx, phase = i32(0), i32(0)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            for i in range(first >> 1, (last + 1) >> 1):
+                barrier = smem + full + 8 * stage_idx
+                query = queries + i * ROWS
+                mbarrier_wait(smem + empty + 8 * stage_idx, phase ^ 1)
+                mbarrier_arrive_expect_tx(barrier, stage_bytes)
+                tma_load(smem + q_offset + stage_idx * TILE, map_q, barrier, 0, head * rows_q + query)
+                tma_load(smem + do_offset + stage_idx * TILE, map_do, barrier, 0, head * rows_q + query)
+                tma_load(
+                    smem + statistic(stage_idx, CORRECTED, 0),
+                    map_statistics,
+                    barrier,
+                    query,
+                    head * STATISTICS + CORRECTED,
+                )
+                tma_load(smem + dot_offset + stage_idx * transposed_bytes, map_dot, barrier, query, head * head_dim)
+                tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
+                stage_idx, phase = next_stage(stage_idx, phase)
+
+    @device
+    def refit_sums(sums, amax, amax_below, limits):
+        """``sums`` and the limits of both rows' scales, after a tile with these largest magnitudes."""
+        limit, limit_below = limits
+        if warp_any(outgrown(amax, limit) or outgrown(amax_below, limit_below)):
+            limit, factor = refitted(amax, limit)
+            limit_below, factor_below = refitted(amax_below, limit_below)
+            sums = scale_sums(sums, factor, factor_below)
+        return sums, (limit, limit_below)
+
+    @device
+    def codes_of(x, factor, limits):
+        """Words of an operand A: rows of ``x`` times ``factor`` in units of their scales."""
+        largest = factor * LARGEST_CODE
+        return pack(scale(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1])))
+
+    @device
+    def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
+        """Both sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
+        _, _, first, last, whole_first, whole_last, count, diagonal, _, _, _, _ = tile
+        thread = cuda.threadIdx.x & 127
+        lane = thread & 31
+        row_in_tile = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
+        column = i32(2 * (lane & 3))
+        lowest = i32(i32(diagonal + row_in_tile) - i32(left + column))
+        highest = i32(i32(diagonal + row_in_tile) + i32(right - column))
+        end = i32(i32(count - 1) - column)
+        desc_k, desc_v = descriptor(smem + k_offset + wg_idx * 8192), descriptor(smem + v_offset + wg_idx * 8192)
+        dv, dk = zero_sums(), zero_sums()
+        p_limits, ds_limits = (START, START), (START, START)
+        accumulated, more = i32(0), i32(0)
+        stage_idx, phase = i32(0), i32(0)
+        mbarrier_wait(smem + full_kv, 0)
+        for _ in range(group):
+            for i in range(first >> 1, (last + 1) >> 1):
+                if accumulated == flush_stages:
+                    leave(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT, scratch)
+                    leave(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT, scratch + dk_scratch)
+                    dv, dk = zero_sums(), zero_sums()
+                    accumulated, more = i32(0), i32(1)
+                mbarrier_wait(smem + full + 8 * stage_idx, phase)
+                for half in range(2):
+                    of_rows = stage_idx * TILE + half * (QUERIES * 128)
+                    of_columns = stage_idx * transposed_bytes + half * QUERIES
+                    wgmma_fence()
+                    scores = scores_of(zero_scores(), desc_k, descriptor(smem + q_offset + of_rows), 0)
+                    dp = scores_of(zero_scores(), desc_v, descriptor(smem + do_offset + of_rows), 0)
+                    query = i32(half * QUERIES + column)
+                    query_scale = from_bits(shared_load_4(smem + statistic(stage_idx, QUERY_SCALE, query)))
+                    gradient_scale = from_bits(shared_load_4(smem + statistic(stage_idx, GRADIENT_SCALE, query)))
+                    scores = scores_wait_1(scores)
+                    if 2 * i + half < whole_first or 2 * i + half >= whole_last:
+                        start = i32(i * ROWS + half * QUERIES)
+                        scores = hide(
+                            scores,
+                            i32(lowest - start), i32(min(highest, end) - start),
+                            i32(i32(lowest + 8) - start), i32(min(i32(highest + 8), end) - start),
+                        )  # fmt: skip
+                    factor = float_max(key_factor * query_scale, SMALLEST)
+                    p = exp2(scores, factor, smem + statistic(stage_idx, TOTAL, query))
+                    amax, amax_below = max_of(p)
+                    dv, p_limits = refit_sums(
+                        dv, quad_max(amax) * gradient_scale, quad_max(amax_below) * gradient_scale, p_limits
+                    )
+                    words = codes_of(p, gradient_scale, p_limits)
+                    wgmma_fence()
+                    dv = add_products(dv, words, descriptor(smem + dot_offset + of_columns), 1)
+                    dp = scores_wait_1(dp)
+                    ds = gradients_of(
+                        dp, p, value_scale * gradient_scale, smem + statistic(stage_idx, CORRECTED, query)
+                    )
+                    amax, amax_below = amax_of(ds)
+                    dk, ds_limits = refit_sums(
+                        dk, quad_max(amax) * query_scale, quad_max(amax_below) * query_scale, ds_limits
+                    )
+                    words = codes_of(ds, query_scale, ds_limits)
+                    wgmma_fence()
+                    dk = add_products(dk, words, descriptor(smem + qt_offset + of_columns), 1)
+                    dv, dk = sums_wait_0(dv), sums_wait_0(dk)
+                syncwarp()  # the warp's lanes have read the statistics
+                if lane == 0:
+                    mbarrier_arrive(smem + empty + 8 * stage_idx)
+                stage_idx, phase = next_stage(stage_idx, phase)
+                accumulated += 1
+        dv = scale_sums(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT)
+        dk = scale_sums(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT)
+        if more:
+            dv, dk = come_back(dv, scratch), come_back(dk, scratch + dk_scratch)
+        return dv, dk
+
+    def attention_dkv(
+        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
+        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+    ):  # fmt: skip
+        grid_constant_params()
+        maps = (
+            address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
+            address_of(map_dot), address_of(map_statistics),
+        )  # fmt: skip
+        smem = dynamic_shared()
+        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+        if cuda.threadIdx.x == 0:
+            for index in range(7):
+                prefetch_tensormap(maps[index])
+            mbarrier_init(smem + full_kv, 1)
+            for stage in range(stages):
+                mbarrier_init(smem + full + 8 * stage, 1)
+                mbarrier_init(smem + empty + 8 * stage, MULTIPLYING // 32)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        tile_idx = quotient(cuda.blockIdx.x, heads)
+        head = i32(cuda.blockIdx.x - tile_idx * heads)
+        tile = load_tile(table, tile_idx)
+        if wg_idx == 2:
+            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
+            if warp == 8 and elect_sync():
+                produce(smem, maps, tile, head, group, rows_q, rows_k)
+        else:
+            warpgroup_reg_alloc(REGISTERS)
+            row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+            block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
+            mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
+            dv, dk = consume(
+                smem, tile, wg_idx, load_f32(scale_k + block) * c, load_f32(scale_v + block), group, left, right, mine
+            )
+            lane, warp_row = cuda.threadIdx.x & 31, warp * 16
+            place = (i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h) * item
+            shared = smem + out_offset + warp * WARP_BYTES
+            inside, inside_below = warp_row + (lane >> 2) < valid, warp_row + (lane >> 2) + 8 < valid
+            dv = finish(dv, _ONE, _ONE, inside, inside_below)
+            store_rows(dv, shared, dv_out + place, stride_l * item, out_rows - warp_row, lane)
+            dk = finish(dk, softmax_scale, softmax_scale, inside, inside_below)
+            store_rows_again(dk, shared, dk_out + place, stride_l * item, out_rows - warp_row, lane)
+
+    return Kernel(
+        f"attention_dkv({spec}, {stages=}, {flush=})",
+        attention_dkv,
+        (*[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3),
+        THREADS,
+        shared_bytes=offsets["end"],
+        architectures=("90a",),
+    )

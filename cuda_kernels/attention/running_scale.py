@@ -1,0 +1,40 @@
+"""The scale of a row that many tiles share: 448 over a limit that doubles when a tile's largest magnitude outgrows it.
+
+The limit starts as the largest magnitude of the first tile in which the row is not 0. Sums in units of the scale are
+rescaled when it changes, by powers of two, and so exactly. As ``lightning_fp8.ops.attention.casts.round_rows_running``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuda_kernels.attention.statistics import NO_AMAX
+from cuda_kernels.device.language import device
+from cuda_kernels.device.ptx import bits, from_bits, reciprocal_approx
+
+START = NO_AMAX
+"""The limit of a row that has been 0 so far."""
+
+_ONE, _INFINITY = np.float32(1), np.float32(np.inf)
+_EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x7FFFFF)
+_TWO_TO_127 = np.uint32(0x7F000000)
+
+
+@device
+def outgrown(amax, limit):
+    """Whether the limit has to change; NaN outgrows everything."""
+    return not amax <= limit
+
+
+@device
+def refitted(amax, limit):
+    """A limit that ``amax`` does not outgrow, and what sums in units of the old one are multiplied by."""
+    if not outgrown(amax, limit):
+        return limit, _ONE
+    ratio = amax * reciprocal_approx(limit)
+    power = (bits(ratio) + _MANTISSA) & _EXPONENT  # rounded up
+    grown = limit * from_bits(power)
+    # Anew where there is nothing to double, or no power of two that does: NaN, inf, a ratio beyond float32.
+    if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
+        return amax, _ONE
+    return grown, from_bits(_TWO_TO_127 - power)

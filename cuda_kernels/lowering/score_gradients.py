@@ -1,0 +1,123 @@
+"""Attention's backward pass on fragments: gradients of scores, statistics of columns, and sums that leave registers.
+
+:mod:`.fragments` says what each register holds. Where queries are rows, their statistics are registers; where they are
+columns, these lie in shared memory and are read two by two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda.cgutils import unpack_tuple
+
+from cuda_kernels.device.fragments import fragment_type
+from cuda_kernels.device.language import f32, i32, i64, void
+from cuda_kernels.lowering.attention_fragments import _pure, _reduced, _row_of
+from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
+from cuda_kernels.lowering.fragments import Values, _mapped
+
+_F32 = ir.FloatType()
+_I64 = ir.IntType(64)
+
+_POWER = "{ .reg .f32 x; neg.f32 x, $3; fma.rn.f32 x, $1, $2, x; ex2.approx.ftz.f32 $0, x; }"
+_GRADIENT = "{ .reg .f32 x; neg.f32 x, $3; fma.rn.f32 x, $1, $2, x; mul.rn.f32 $0, x, $4; }"
+
+
+def _column_pair(builder: Any, shared: Any, j: int) -> Values:
+    """Load the two float32 in shared memory that belong to the columns of registers ``4 j`` and ``4 j + 1``."""
+    pair = ir.LiteralStructType([_F32, _F32])
+    template = f"ld.shared.v2.f32 {{$0, $1}}, [$2+{32 * j}];"
+    loaded = inline(builder, template, pair, "=f,=f,r", [shared], convergent=False)
+    return [builder.extract_value(loaded, index) for index in range(2)]
+
+
+@cache
+def exp2_columns(count: int) -> Any:
+    """``(acc, c, shared) -> 2 ** (acc c - m)``; ``shared``: the address of ``m`` of the thread's first column."""
+
+    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+        factor, shared = rest
+        results = []
+        for j in range(count // 4):
+            pair = _column_pair(builder, shared, j)
+            for index in range(4 * j, 4 * j + 4):
+                results.append(_pure(builder, _POWER, _F32, "=f,f,f,f", acc[index], factor, pair[index & 1]))
+        return results
+
+    return _mapped("exp2_columns", count, (f32, i32), each)
+
+
+@cache
+def score_gradients_rows(count: int) -> Any:
+    """``(dp, p, c, d, e) -> p (dp c - d)``, ``e`` in place of ``d`` in the row eight below."""
+
+    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+        p, factor, *offsets = rest
+        return [
+            _pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", x, factor, offsets[_row_of(index)], y)
+            for index, (x, y) in enumerate(zip(acc, p))
+        ]
+
+    return _mapped("score_gradients_rows", count, (fragment_type(count), f32, f32, f32), each)
+
+
+@cache
+def score_gradients_columns(count: int) -> Any:
+    """``(dp, p, c, shared) -> p (dp c - d)``; ``shared``: the address of ``d`` of the thread's first column."""
+
+    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+        p, factor, shared = rest
+        results = []
+        for j in range(count // 4):
+            pair = _column_pair(builder, shared, j)
+            for index in range(4 * j, 4 * j + 4):
+                operands = acc[index], factor, pair[index & 1], p[index]
+                results.append(_pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", *operands))
+        return results
+
+    return _mapped("score_gradients_columns", count, (fragment_type(count), f32, i32), each)
+
+
+@cache
+def rows_amax(count: int) -> Any:
+    """``acc -> (x, y)``: the largest magnitude of each row that this thread holds; NaN if there is one."""
+    template = "{ .reg .f32 x, y; abs.f32 x, $1; abs.f32 y, $2; max.NaN.f32 $0, x, y; }"
+    return _reduced("rows_amax", template, count)
+
+
+@cache
+def add_rows_to_global(count: int, threads: int) -> Any:
+    """``(acc, s, t, address)``: add ``acc``, rows scaled as ``scale_rows`` does, to float32 numbers in global memory.
+
+    Register ``i`` is added at ``address + 4 threads i``: those of ``threads`` threads lie side by side. Nothing is
+    loaded, and where a thread adds to numbers of its own the sums have one order.
+    """
+
+    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+        packed, *scales, address = values
+        for index, x in enumerate(unpack_tuple(builder, packed)):
+            scaled = _pure(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, scales[_row_of(index)])
+            place = builder.add(address, _I64(4 * threads * index))
+            inline(builder, "red.global.add.f32 [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
+        return context.get_dummy_value()
+
+    kinds = fragment_type(count), f32, f32, i64
+    return intrinsic_of("add_rows_to_global", 4, lambda context, *args: (signature(void, *kinds), lower))
+
+
+@cache
+def add_from_global(count: int, threads: int) -> Any:
+    """``(acc, address) -> acc`` plus what :func:`add_rows_to_global` left at ``address``."""
+
+    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+        results = []
+        for index, x in enumerate(acc):
+            place = builder.add(rest[0], _I64(4 * threads * index))
+            kept = inline(builder, "ld.relaxed.gpu.global.f32 $0, [$1];", _F32, "=f,l", [place], convergent=False)
+            results.append(_pure(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, kept))
+        return results
+
+    return _mapped("add_from_global", count, (i64,), each)
