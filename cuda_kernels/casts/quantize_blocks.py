@@ -42,6 +42,9 @@ from cuda_kernels.kernel import Kernel
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
+LAYOUTS = "1x128", "128x128", "1x32"
+"""Rows and columns of a block that has a scale."""
+
 
 def _exchange(values: int, distance: int) -> Any:
     """A device function ``(maxima, lane)``: two lanes ``distance`` apart reduce ``values`` maxima.
@@ -88,12 +91,17 @@ def _reduce_scatter_max(lanes: int) -> Any:
 def quantize_blocks_kernel(
     loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
+    """One scale for each block of ``layout``, one of :data:`LAYOUTS`, from the block itself.
 
     The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
+
+    Raises:
+        ValueError: another layout.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)

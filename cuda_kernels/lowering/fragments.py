@@ -208,7 +208,7 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
         kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
         loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
-        values += [builder.extract_value(loaded, swizzled_chunk) for swizzled_chunk in range(2)] if even else [loaded]
+        values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
     return values
 
 
