@@ -93,7 +93,7 @@ GEMMS = {"mma", *PRODUCTS}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
-    ("device/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
+    ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
     ("gemm/epilogue.py", "_EPI_TILE_BYTES = 64 * 128", "_EPI_TILE_BYTES = 128 * 64 + 0 * 128 + 128", PRODUCTS),
     ("gemm/spec.py", '("out", buffers * 8192)', '("out", buffers * 16384)', PRODUCTS),
@@ -126,7 +126,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert {each for each in before if before[each] != after[each]} == (set(before) if changed is None else changed)
 
 
-WORDS = ["sizes", "sm80", "sm90"]
+WORDS = ["sizes", "sm90"]
 """Of ``device``: instructions. What their functions return counts, not their bodies."""
 MODULES = [path.relative_to(ROOT / "cuda_kernels").as_posix() for path in sorted((ROOT / "cuda_kernels").rglob("*.py"))]
 

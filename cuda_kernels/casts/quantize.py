@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
-from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,

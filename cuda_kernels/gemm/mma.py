@@ -23,8 +23,17 @@ from cuda_kernels.device.fragments import (
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
-from cuda_kernels.device.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
-from cuda_kernels.device.sm80 import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
+from cuda_kernels.device.ptx import (
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    dynamic_shared,
+    from_bits,
+    load_f32,
+    quotient,
+    shared_load_4,
+)
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
