@@ -162,6 +162,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
 MOST_MODULES = 10
 MOST_LINES = 350
 
+
 def test_a_room_is_seen_at_a_glance() -> None:
     folders: dict[Path, int] = {}
     for path in FILES.values():

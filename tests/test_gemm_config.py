@@ -42,8 +42,8 @@ def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
     operands = tile.stages * 128 * (tile.tile_m + tile.tile_n)
     leaving = tile.epi_stages * 64 * 128 * tile.mma_warpgroups if tile.smem_epilogue else 0
     scales = 4 * tile.stages * (
-        (tile.tile_m if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
-        + (tile.tile_n if product.scaling is Scaling.BLOCKS else 0)
+        (tile.tile_m if product.scaling in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128) else 0)
+        + (tile.tile_n if product.scaling is Scaling.BLOCK_1X128_1X128 else 0)
     )  # fmt: skip
     return operands + leaving + scales + 16 * tile.stages + 16 * tile.pingpong
 
@@ -77,7 +77,7 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert (plan.tile_m if plan.multicast_a else plan.tile_n) // plan.cluster % 8 == 0
             assert problem.aligned or not plan.smem_epilogue
             assert problem.even or not plan.even
-            if product.scaling is Scaling.BLOCK:  # no tile has columns of more than two blocks
+            if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
                 assert all(-(-(j + 1) * plan.tile_n // 128) - j * plan.tile_n // 128 <= 2 for j in range(128))
             # Where each step's sums are added, those who take turns would all wait.
             assert not plan.pingpong or not (product.promote or product.scaling.along_k)
@@ -85,7 +85,9 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert plan.mma_warpgroups == 2 or not plan.pingpong
         elif isinstance(plan, MmaConfig):
             assert problem.architecture in ("89", "120")
-            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (product.scaling is Scaling.BLOCKS)
+            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (
+                product.scaling is Scaling.BLOCK_1X128_1X128
+            )
             assert plan.stages * (128 * (plan.tile_m + plan.tile_n) + 4 * scales) <= 99 * 1024
             assert problem.even or not plan.even
         elif plan is Library.CUBLASLT:

@@ -265,7 +265,8 @@ def store_transposed(packed, shared, thread, out, stride, first_row, first_colum
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
-    # Column 4 lane + step, rows 16 warp ...; the 16-byte chunks of a column are swizzled against bank conflicts.
+    # Column 4 lane + step, rows 16 warp ...; against bank conflicts the 16-byte chunks of a column change places with
+    # each other, by an exclusive or with the lane: four neighbouring columns alike.
     store_address = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
         column_address = i32(store_address + step * TILE)

@@ -110,7 +110,8 @@ def _imported_by(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name} imports by a relative name"
+            assert node.module is not None
+            assert node.level == 0, f"{name} imports by a relative name"
             named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue

@@ -17,7 +17,7 @@ from cuda_kernels.kernel import KernelError
 
 _BYTES = 128
 _ALIGNMENT = 64
-_KEPT_MAPS = 1024
+_MAX_CACHED_MAPS = 1024
 
 # CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
 _KINDS = {1: 0, 2: 1, 4: 7}
@@ -33,7 +33,8 @@ class Box(NamedTuple):
 
     Attributes:
         rows, columns: of the box.
-        swizzle: whether rows of 128 bytes are swizzled in shared memory.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory, as
+            :func:`~cuda_kernels.device.fragments.swizzle_128b` says.
         transposed: the matrix is the tensor, transposed.
     """
 
@@ -57,15 +58,15 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     """
     if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
-    kept: dict[int, bytes] = {}
+    cached: dict[int, bytes] = {}
 
     def encoded(tensor: Tensor) -> bytes:
         address = tensor.data_ptr()
-        found = kept.get(address)
+        found = cached.get(address)
         if found is None:
-            if len(kept) == _KEPT_MAPS:
-                kept.clear()
-            found = kept[address] = _encoded(tensor.t() if box.transposed else tensor, box)
+            if len(cached) == _MAX_CACHED_MAPS:
+                cached.clear()
+            found = cached[address] = _encoded(tensor.t() if box.transposed else tensor, box)
         return found
 
     return encoded
