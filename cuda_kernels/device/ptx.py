@@ -17,7 +17,7 @@ load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 
 # The register is zeroed before the predicated load: with a pair of complementary predicates instead, ptxas would extend
 # its live range through a whole loop.
-_STREAMED, _KEPT = ".L1::no_allocate", ""
+_STREAMED, _CACHED = ".L1::no_allocate", ""
 
 
 def _load_if(cache: str, registers: int) -> Any:
@@ -36,7 +36,7 @@ load_2_if = asm(
     u32, i64, i32,
 )  # fmt: skip
 load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, registers) for registers in (1, 2, 4))
-kept_8_if, kept_16_if = (_load_if(_KEPT, registers) for registers in (2, 4))
+cached_8_if, cached_16_if = (_load_if(_CACHED, registers) for registers in (2, 4))
 """The same of what other rows read again."""
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)

@@ -9,9 +9,9 @@ from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, qua
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
+    cached_8_if,
+    cached_16_if,
     from_bits,
-    kept_8_if,
-    kept_16_if,
     load_8_if,
     load_16_if,
     pack_halves,
@@ -54,11 +54,6 @@ class RowLayout:
     @property
     def quads_per_thread(self) -> int:
         return self.vecs_per_thread * self.quads_per_vec
-
-    def __str__(self) -> str:
-        """As names of kernels have it."""
-        vectors, quads = self.vecs_per_thread, self.quads_per_vec
-        return f"Spread(threads={self.threads_per_row}, {vectors=}, {quads=}, full={self.full})"
 
 
 def narrowest_row_layout(
@@ -183,7 +178,7 @@ def parameter_quad(dtype: str) -> Any:
     It stays in the multiprocessor's first cache. Zeros where not ``inside``.
     """
     num_registers = quad_registers(dtype)
-    load = kept_16_if if num_registers == 4 else kept_8_if
+    load = cached_16_if if num_registers == 4 else cached_8_if
     decode = quad_decoder(dtype)
 
     @device

@@ -241,6 +241,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     rstd_pointer = rstd_address(norm.mean)
     store = _gradient_storer(norm, aligned, False)
     total = row_sum(THREADS)
+    sum_bytes = 4 * (THREADS >> 5)  # bytes of shared memory for one sum
+    buffer_bytes = 2 * sum_bytes
 
     @device
     def add(address, value, begun):
@@ -279,8 +281,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
                 column += 4 * THREADS
             if has_mean:
                 g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
-            product_mean = divide(total(product_mean, shared + sum_buffer + 32, thread), f32(columns))
-            sum_buffer ^= i32(64)
+            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+            sum_buffer ^= i32(buffer_bytes)
             column = i64(4 * thread)
             while column < columns:
                 normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
@@ -296,6 +298,6 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         long_norm_backward,
         _PARAMETERS,
         THREADS,
-        shared_bytes=128,
+        shared_bytes=2 * buffer_bytes,
         min_blocks_per_sm=2,
     )
