@@ -94,12 +94,12 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
         KernelError: the driver refuses.
     """
     rows, columns = tensor.shape
-    item = tensor.element_size()
+    itemsize = tensor.element_size()
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     address = ceil_div(ctypes.addressof(memory), _ALIGNMENT) * _ALIGNMENT
     result = _encode()(
-        address, _KINDS[item], 2, tensor.data_ptr(),
-        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * item),
+        address, _KINDS[itemsize], 2, tensor.data_ptr(),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * itemsize),
         (ctypes.c_uint32 * 2)(box.columns, box.rows), (ctypes.c_uint32 * 2)(1, 1),
         _INTERLEAVE_NONE, _SWIZZLE_128B if box.swizzle else _SWIZZLE_NONE, _L2_PROMOTION_256B, _OUTSIDE_IS_0,
     )  # fmt: skip

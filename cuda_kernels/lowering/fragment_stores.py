@@ -89,11 +89,11 @@ def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) 
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
                     col = builder.add(column, _I32(2 * first + index))
-                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
+                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
                     offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
                     stored = acc[first + 2 * half + index :][:step]
                     address = builder.add(out, offset)
-                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, inside])
+                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
         return context.get_dummy_value()
 
     kinds = fragment_type(count), i64, i64, i32, i32, i32, i32
