@@ -1,8 +1,8 @@
 """Tiles of 128 × 128 elements: how the threads of a cast hold a tile, store it, and store it transposed.
 
 A block has 8 warps of 16 rows. A lane holds a quad, four neighbouring columns, of each row, so that four rows of four
-bytes turn into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16 bytes of a
-16-bit tensor.
+bytes turn into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16
+bytes of a 16-bit tensor.
 """
 
 from __future__ import annotations
