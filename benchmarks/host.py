@@ -116,9 +116,9 @@ def _a_card() -> Iterator[None]:
         "enter_context": lambda index: None,
     }
     stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
-    wish = patch.dict(os.environ, {gemm_selection.CHOICE_VARIABLE: "numba"})
+    backend = patch.dict(os.environ, {gemm_selection.CHOICE_VARIABLE: "numba"})
     maps = patch.multiple(tensor_maps, is_cuda_device=lambda device: True, _encoded=lambda tensor, box: bytes(128))
-    with patch.multiple(launch, **replaced), maps, stream, wish:
+    with patch.multiple(launch, **replaced), maps, stream, backend:
         yield
 
 

@@ -218,7 +218,7 @@ CASES = [
     _forward("scales of V", 128, rows=(128, 640), sizes=(1.0, 1e-30, 1e12, 1e-3, 1e-20)),
     _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
     _forward("grouped causal", 64, heads=(4, 2), rows=(260, 260), band=CAUSAL),
-    _forward("many keys", 64, rows=(128, 780)),
+    _forward("many keys", 64, rows=(128, 1550)),
     _forward("causal", 96, rows=(200, 200), band=CAUSAL, dtype=BF16),
     _forward("window", 256, rows=(150, 430), band=Band(left=200, right=0, bottom_right=True)),
     _forward("whole tiles", 256, rows=(128, 256), dtype=BF16),

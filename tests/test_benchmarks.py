@@ -599,7 +599,7 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
         ((64, 64, 64), slow),
     ]
     assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == fast
-    kept = gemm_selection.keep("A Card", [gemm_selection.Measurement(product, sizes, wrong)])
+    kept = gemm_selection.save("A Card", [gemm_selection.Measurement(product, sizes, wrong)])
     assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
     gemm_selection.measured_on.cache_clear()

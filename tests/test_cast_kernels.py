@@ -142,3 +142,11 @@ def test_results_are_the_same_every_time(emulator: Emulator) -> None:
     for other in runs[1:]:
         for a, b in zip(runs[0], other):
             assert_same(a, b, "repeated")
+
+
+def test_an_unknown_layout_of_blocks_is_refused() -> None:
+    from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+    from cuda_kernels.device.tile import tensor_loader
+
+    with pytest.raises(ValueError, match=r"layout='1x64' has no kernel; blocks are 1x128, 128x128, 1x32"):
+        quantize_blocks_kernel(tensor_loader("bfloat16", 4), "e4m3", "1x64", True, True, False)

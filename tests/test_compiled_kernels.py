@@ -107,7 +107,7 @@ def test_products_use_tensor_cores(kernel: Kernel) -> None:
         found = instructions(compiled(kernel, arch)[1])
         wanted = ("QGMMA", "UTMALDG", "USETMAXREG", "SYNCS") if hopper else ("QMMA", "LDSM", "LDGSTS")
         assert all(starting_with(found, name) for name in wanted)
-        stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "staged" in kernel.name else "STG"
+        stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "smem_epilogue" in kernel.name else "STG"
         assert starting_with(found, stored)
 
 

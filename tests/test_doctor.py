@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[Machine, str, Verdict, str, str]] = {
     "waiting launches": (
         machine(variables={"CUDA_LAUNCH_BLOCKING": "1"}), "CUDA_LAUNCH_BLOCKING", WARN, "slow", "unset",
     ),
-    "a wrong wish": (
+    "a wrong backend": (
         machine(variables={"LIGHTNING_FP8_GEMM": "cublas"}), "LIGHTNING_FP8_GEMM", FAIL, "'cublas' is neither", "unset",
     ),
     "hidden cards": (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache, gemm_configs, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
-from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, keep, measured_on
+from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, from_json, measured_on, save
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.quantize import reference
@@ -42,8 +42,8 @@ def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
     operands = tile.stages * 128 * (tile.tile_m + tile.tile_n)
     leaving = tile.epi_stages * 64 * 128 * tile.mma_warpgroups if tile.smem_epilogue else 0
     scales = 4 * tile.stages * (
-        (tile.tile_m if product.scaling in (Scaling.BLOCK, Scaling.BLOCKS) else 0)
-        + (tile.tile_n if product.scaling is Scaling.BLOCKS else 0)
+        (tile.tile_m if product.scaling in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128) else 0)
+        + (tile.tile_n if product.scaling is Scaling.BLOCK_1X128_1X128 else 0)
     )  # fmt: skip
     return operands + leaving + scales + 16 * tile.stages + 16 * tile.pingpong
 
@@ -77,7 +77,7 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert (plan.tile_m if plan.multicast_a else plan.tile_n) // plan.cluster % 8 == 0
             assert problem.aligned or not plan.smem_epilogue
             assert problem.even or not plan.even
-            if product.scaling is Scaling.BLOCK:  # no tile has columns of more than two blocks
+            if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
                 assert all(-(-(j + 1) * plan.tile_n // 128) - j * plan.tile_n // 128 <= 2 for j in range(128))
             # Where each step's sums are added, those who take turns would all wait.
             assert not plan.pingpong or not (product.promote or product.scaling.along_k)
@@ -85,7 +85,9 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert plan.mma_warpgroups == 2 or not plan.pingpong
         elif isinstance(plan, MmaConfig):
             assert problem.architecture in ("89", "120")
-            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (product.scaling is Scaling.BLOCKS)
+            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (
+                product.scaling is Scaling.BLOCK_1X128_1X128
+            )
             assert plan.stages * (128 * (plan.tile_m + plan.tile_n) + 4 * scales) <= 99 * 1024
             assert problem.even or not plan.even
         elif plan is Library.CUBLASLT:
@@ -93,13 +95,13 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert product.scaling in (Scaling.TENSOR, Scaling.ROW)
 
 
-@given(problem=PROBLEMS, wish=st.sampled_from([None, "numba", "cublaslt"]))
-def test_every_problem_has_a_choice(problem: GemmProblem, wish: str | None) -> None:
-    plan = choose_gemm(problem, wish=wish)
+@given(problem=PROBLEMS, backend=st.sampled_from([None, "numba", "cublaslt"]))
+def test_every_problem_has_a_choice(problem: GemmProblem, backend: str | None) -> None:
+    plan = choose_gemm(problem, backend=backend)
     assert plan in legal_choices(problem)
-    if problem.architecture in ("89", "90a", "120") and wish == "numba":
+    if problem.architecture in ("89", "90a", "120") and backend == "numba":
         assert not isinstance(plan, Library)
-    if wish == "cublaslt" and gemm_configs.cublaslt_takes(problem):
+    if backend == "cublaslt" and gemm_configs.cublaslt_takes(problem):
         assert plan is Library.CUBLASLT
 
 
@@ -155,13 +157,13 @@ def test_tiles_and_blocks(m: int, n: int, config: gemm_configs.KernelConfig, til
     assert gemm_configs.num_blocks(replace(LLAMA, m=m, n=n, multiprocessors=11), config) == blocks
 
 
-def test_unknown_wish() -> None:
+def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"LIGHTNING_FP8_GEMM='cutlass' is neither numba nor cublaslt"):
-        choose_gemm(LLAMA, wish="cutlass")
+        choose_gemm(LLAMA, backend="cutlass")
 
 
 def test_what_was_measured_is_taken() -> None:
-    """For the same product and sizes that are near; libraries only where nobody wishes otherwise."""
+    """For the same product and sizes that are near; libraries only where nobody names another backend."""
     tile, other, *_ = (
         plan for plan in legal_choices(LLAMA) if isinstance(plan, GemmConfig) and plan.tile_n == 128 and plan.waves == 1
     )
@@ -184,7 +186,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for plan in (GemmConfig(2, 1, 128, 4), MmaConfig(128, 128, 3), Library.CUBLASLT)
     ]
     for each in kept:  # the newest of a problem counts
-        path = keep("A Card (80 GB)", [each, Measurement("two", (4, 5, 6), Library.BF16)])
+        path = save("A Card (80 GB)", [each, Measurement("two", (4, 5, 6), Library.BF16)])
         assert measured_on("A Card (80 GB)") == (each, Measurement("two", (4, 5, 6), Library.BF16))
     assert path == tmp_path / "gemm-a-card-80-gb.json"
     assert json.loads(path.read_text())["card"] == "A Card (80 GB)"
@@ -194,8 +196,25 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     measured_on.cache_clear()
 
 
+def test_measurements_are_read_by_the_names_of_before() -> None:
+    """As files were written, with other names for fields, and as they are written now."""
+    hopper = {"groups": 2, "waves": 1, "columns": 128, "stages": 4, "cluster": 2, "shares_a": True, "buffers": 1}
+    hopper |= {"staged": True, "even": False, "alternate": True}
+    former = {"kind": "Tile", **hopper}, {"kind": "MmaTile", "rows": 64, "columns": 32, "stages": 3, "even": True}
+    choices = GemmConfig(2, 1, 128, 4, 2, True, 1, True, False, True), MmaConfig(64, 32, 3, True), Library.BF16
+    for plan, choice in zip((*former, "bf16"), choices):
+        measured = Measurement("e4m3 e4m3 tensor bfloat16", (1, 2, 3), choice)
+        assert from_json({"product": measured.gemm, "sizes": [1, 2, 3], "plan": plan}) == measured
+        entry = json.loads(json.dumps(gemm_selection.to_json(measured)))
+        assert from_json(entry) == measured
+        assert "plan" not in entry
+    assert gemm_selection.to_json(Measurement("one", (1, 2, 3), choices[1]))["choice"] == {
+        "kind": "MmaConfig", "tile_m": 64, "tile_n": 32, "stages": 3, "even": True
+    }  # fmt: skip
+
+
 def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op takes what the user wishes."""
+    """The op takes the backend that the user names."""
     taken: list[GemmChoice] = []
     chosen = gemm_selection.choose_gemm
 
@@ -205,8 +224,8 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gemm_selection, "choose_gemm", noted)
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
-    for wish, kind in (("numba", GemmConfig), ("cublaslt", Library)):
-        monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
+    for backend, kind in (("numba", GemmConfig), ("cublaslt", Library)):
+        monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
         dispatch.clear_plan_cache()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)

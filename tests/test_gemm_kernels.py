@@ -265,8 +265,8 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
     dispatch.clear_plan_cache()
 
 
-@pytest.mark.parametrize("wish", ["numba", "cublaslt"])
-def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["numba", "cublaslt"])
+def test_a_bias_with_gaps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever multiplies gets it without: torch._scaled_mm takes no other."""
 
     def scaled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return (a.float() @ b.float() * rest["scale_a"] * rest["scale_b"] + bias).to(rest["out_dtype"])
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
     dispatch.clear_plan_cache()
     a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
     bias = torch.arange(64).bfloat16()[::2]

@@ -48,9 +48,9 @@ MUTATED = (
 OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD) if case.name.startswith(MUTATED)]
 
 
-def mutants(ptx: str, in_turns: bool) -> Iterator[tuple[str, str]]:
+def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, str]]:
     """What was removed, and the kernel without it."""
-    for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if in_turns else (ONE_BY_ONE,):
+    for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if pingpong else (ONE_BY_ONE,):
         for found in pattern.finditer(ptx):
             line = ptx.count("\n", 0, found.end()) + 1
             yield f"{found[0].strip()} in line {line}", ptx[: found.start()] + ptx[found.end() :]
@@ -66,8 +66,8 @@ def mutants(ptx: str, in_turns: bool) -> Iterator[tuple[str, str]]:
 def test_every_synchronisation_is_needed(case: Case) -> None:
     (kernel,) = kernels_of(case.run)
     assert not is_noticed([case], kernel, ptx_of(kernel))
-    found = list(mutants(ptx_of(kernel), re.search("alternate|attention", kernel.name) is not None))
-    assert len(found) > (15 if "staged" in kernel.name else 1)
+    found = list(mutants(ptx_of(kernel), re.search("pingpong|attention", kernel.name) is not None))
+    assert len(found) > (15 if "smem_epilogue" in kernel.name else 1)
     assert not [what for what, mutant in found if not is_noticed([case], kernel, mutant)]
 
 

@@ -25,6 +25,7 @@ from cuda_kernels.device.codec import (
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import (
+    bits,
     divide,
     dynamic_shared,
     float8x4,
@@ -34,6 +35,7 @@ from cuda_kernels.device.ptx import (
     shared_load_16,
     shared_store_4,
     shared_store_16,
+    shuffle,
     store_4,
     store_16,
     store_f32,
@@ -69,6 +71,17 @@ def _finite_magnitude(value, raw):
     found = magnitude(value)
     found = found if found < _INFINITY else _LARGEST
     return found if magnitude(raw) < _INFINITY else u32(0)
+
+
+@device
+def _same_again(mean, lane):
+    """``mean``, unknown to the compiler: differences are made again where they would fill registers meanwhile."""
+    return (
+        from_bits(shuffle(bits(mean[0]), lane)),
+        from_bits(shuffle(bits(mean[1]), lane)),
+        from_bits(shuffle(bits(mean[2]), lane)),
+        from_bits(shuffle(bits(mean[3]), lane)),
+    )
 
 
 @device
@@ -156,6 +169,8 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         for step in range(GROUP):
             fold(registers, step, decode(registers, step, mean, rows), kept)
         amax = block_max(largest(kept), shared + amax_smem, thread)
+        if centered:
+            mean = _same_again(mean, thread & 31)
         finite = amax < _INFINITY
         if not finite:
             of_finite = u32(0)

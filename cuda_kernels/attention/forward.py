@@ -248,8 +248,6 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
-        if wg_idx == 0:  # the other's last turn is over
-            named_barrier(_TURN, 256)
         return out, out_high, unit, state
 
     @device

@@ -128,7 +128,7 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
 
     Args:
         raw: registers of four elements of a row before the computation.
-        load_row: device function ``(args, columns, row, column, inside, registers, start)``.
+        load_row: device function ``(args, columns, row, column, in_bounds, registers, start)``.
         compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
     """
     # Rows are loaded in parts, so that the raw elements of one part and the values of the others fit into registers.
@@ -138,7 +138,7 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
     decode_quad = quad_decoder("float32")
 
     @device
-    def load_rows(args, rows, columns, row, column, whole, registers, first):
+    def load_rows(args, rows, columns, row, column, full_tile, registers, first):
         read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
             row_idx = row + first + step
@@ -149,13 +149,13 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
                 registers[4 * (first + step) + index] = bits(values[index])
 
     @device
-    def load(args, rows, columns, row, column, whole, registers):
-        load_rows(args, rows, columns, row, column, whole, registers, 0)
+    def load(args, rows, columns, row, column, full_tile, registers):
+        load_rows(args, rows, columns, row, column, full_tile, registers, 0)
         if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(args, rows, columns, row, column, whole, registers, together)
+            load_rows(args, rows, columns, row, column, full_tile, registers, together)
         if parts > 2:
-            load_rows(args, rows, columns, row, column, whole, registers, 2 * together)
-            load_rows(args, rows, columns, row, column, whole, registers, 3 * together)
+            load_rows(args, rows, columns, row, column, full_tile, registers, 2 * together)
+            load_rows(args, rows, columns, row, column, full_tile, registers, 3 * together)
 
     @device
     def decode(registers, step):
@@ -179,19 +179,19 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     """
     activation = ACTIVATIONS[name]
     value, gated = activation.value, activation.gated
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     quad = quad_registers(dtype)
     load_quad = quad_loader(dtype, aligned)
     decode_quad = quad_decoder(dtype)
 
     @device
-    def load_row(args, columns, row, column, inside, registers, start):
-        address = args[0] + (row * args[1] + i64(column)) * item
-        loaded = load_quad(address, column, columns, inside)
+    def load_row(args, columns, row, column, in_bounds, registers, start):
+        address = args[0] + (row * args[1] + i64(column)) * itemsize
+        loaded = load_quad(address, column, columns, in_bounds)
         for register in range(quad):
             registers[start + register] = loaded[register]
         if gated:
-            loaded = load_quad(address + i64(columns) * item, column, columns, inside)
+            loaded = load_quad(address + i64(columns) * itemsize, column, columns, in_bounds)
             for register in range(quad):
                 registers[start + quad + register] = loaded[register]
 
@@ -209,29 +209,29 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
 
 
 def _wrapped_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, period, columns, inside) -> registers`` of four elements of a row.
+    """A device function ``(address, column, period, columns, in_bounds) -> registers`` of four elements of a row.
 
     Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
     """
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     load_quad = quad_loader(dtype, True)
-    load_one = load_2_if if item == 2 else load_4_if
+    load_one = load_2_if if itemsize == 2 else load_4_if
 
     @device
     def element(column, period):
         return column - period * i64(column >= period)
 
     @device
-    def load_aligned(address, column, period, columns, inside):
-        return load_quad(address + element(column, period) * item, column, columns, inside)
+    def load_aligned(address, column, period, columns, in_bounds):
+        return load_quad(address + element(column, period) * itemsize, column, columns, in_bounds)
 
     @device
-    def load_unaligned(address, column, period, columns, inside):
+    def load_unaligned(address, column, period, columns, in_bounds):
         loaded = cuda.local.array(4, u32)
         for index in range(4):
             col = column + index
-            loaded[index] = load_one(address + element(col, period) * item, inside & (col < columns))
-        if item == 4:
+            loaded[index] = load_one(address + element(col, period) * itemsize, in_bounds & (col < columns))
+        if itemsize == 4:
             return loaded
         return loaded[0] | loaded[1] << u32(16), loaded[2] | loaded[3] << u32(16)
 
@@ -247,27 +247,27 @@ def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bo
     """
     activation = ACTIVATIONS[name]
     grad_and_value, gated = activation.grad_and_value, activation.gated
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     quad = quad_registers(dtype)
-    dy_item = ITEM_BYTES[dy_dtype]
+    dy_itemsize = ITEM_BYTES[dy_dtype]
     dy_quad = quad_registers(dy_dtype)
     decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
     load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
     load_gate = quad_loader(dtype, aligned)
 
     @device
-    def load_row(args, columns, row, column, inside, registers, start):
+    def load_row(args, columns, row, column, in_bounds, registers, start):
         period = columns >> 1 if gated else columns
-        x = args[0] + row * args[1] * item
-        dy = args[2] + row * args[3] * dy_item
-        loaded = load_x(x, column, period, columns, inside)
+        x = args[0] + row * args[1] * itemsize
+        dy = args[2] + row * args[3] * dy_itemsize
+        loaded = load_x(x, column, period, columns, in_bounds)
         for register in range(quad):
             registers[start + register] = loaded[register]
-        loaded_dy = load_dy(dy, column, period, columns, inside)
+        loaded_dy = load_dy(dy, column, period, columns, in_bounds)
         for register in range(dy_quad):
             registers[start + quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
-            loaded_gate = load_gate(x + i64(period + column) * item, column, period, inside)
+            loaded_gate = load_gate(x + i64(period + column) * itemsize, column, period, in_bounds)
             for register in range(quad):
                 registers[start + quad + dy_quad + register] = loaded_gate[register]
 

@@ -25,7 +25,6 @@ from cuda_kernels.device.tile import (
     WARPS,
     TileLoader,
     block_max,
-    position,
     thread_origin,
 )
 from cuda_kernels.kernel import Kernel
@@ -40,34 +39,32 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile_at = loader.load_tile_at()
     origin_of = thread_origin(loader.vector)
-    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
         if scale != 0 and load_f32(scale) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        registers, kept = cuda.local.array(num_registers, u32), cuda.local.array(n_kept, u32)
-        clear(kept)
+        registers, running_max = cuda.local.array(num_registers, u32), cuda.local.array(n_maxima, u32)
+        clear(running_max)
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
         tile = i32(cuda.blockIdx.x)
-        # As TileLoader.load_tile, whose thread_origin would be computed again for each tile.
-        row_in_tile, column_in_tile = origin_of(thread)
+        origin = origin_of(thread)
         while tile < end:
-            first_row, first_column, whole = position(tile, rows, columns)
-            row, column = i32(first_row + row_in_tile), i32(first_column + column_in_tile)
-            load(x, rows, columns, row, column, whole, registers)
+            load_tile_at(x, tile, origin, rows, columns, registers)
             for step in range(WARP_ROWS):
-                fold(registers, step, decode(registers, step), kept)
+                fold(registers, step, decode(registers, step), running_max)
             tile = i32(tile + cuda.gridDim.x)
-        largest = block_max(largest_kept(kept), dynamic_shared(), thread)
+        amax_bits = block_max(amax_of(running_max), dynamic_shared(), thread)
         if thread == 0:
             if accumulate:
-                atomic_max(amax, largest)
+                atomic_max(amax, amax_bits)
             else:
-                store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(largest))
+                store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(amax_bits))
 
     return Kernel(
         f"amax({loader.name}, {accumulate=})",
@@ -84,12 +81,12 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
-    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
+    n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
         registers = cuda.local.array(num_registers, u32)
-        quad_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        quad_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
         _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -99,8 +96,8 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
             quad = decode(registers, step)
             take(registers, step, quad, quad_maxima)
             if by_row:
-                largest = warp_max(largest_of(quad_maxima))
-                row_max = largest if lane == step else row_max
+                amax_bits = warp_max(largest_of(quad_maxima))
+                row_max = amax_bits if lane == step else row_max
             fold(registers, step, quad, column_maxima)
         if by_row and lane < WARP_ROWS and row + lane < rows:
             atomic_max(rows_amax + i64(row + lane) * 4, row_max)
@@ -110,10 +107,10 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
             shared_store_16(shared + warp * (4 * TILE) + lane * 16, a, b, c, d)
             cuda.syncthreads()
             if thread < TILE and first_column + thread < columns:
-                largest = u32(0)
+                amax_bits = u32(0)
                 for other_warp in range(WARPS):
-                    largest = unsigned_max(largest, shared_load_4(shared + other_warp * (4 * TILE) + thread * 4))
-                atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
+                    amax_bits = unsigned_max(amax_bits, shared_load_4(shared + other_warp * (4 * TILE) + thread * 4))
+                atomic_max(columns_amax + i64(first_column + thread) * 4, amax_bits)
 
     return Kernel(
         f"row_amax({loader.name}, {by_row=}, {by_column=})",

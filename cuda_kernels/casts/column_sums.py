@@ -36,8 +36,8 @@ def summed_loader(loader: TileLoader) -> TileLoader:
     load_values, decode, partials = loader.load, loader.decode, loader.num_args
 
     @device
-    def load(args, rows, columns, row, column, whole, registers):
-        load_values(args, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, full_tile, registers):
+        load_values(args, rows, columns, row, column, full_tile, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)

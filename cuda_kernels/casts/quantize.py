@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
-from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
@@ -53,7 +53,7 @@ def quantize_tensor_kernel(
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
     count_overflows = overflow_counter(fp8)
-    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
         x, scale, block_amax, amax_out, counts, out, out_scale, out_t,
@@ -62,7 +62,7 @@ def quantize_tensor_kernel(
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
 
         factor = _ZERO
         if scale != 0:
@@ -73,24 +73,24 @@ def quantize_tensor_kernel(
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
 
-        packed, kept = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_kept, u32)
+        packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
         overflows = u32(0)
-        clear(kept)
+        clear(running_max)
         for step in range(WARP_ROWS):
             a, b, c, d = decode(registers, step)
             packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
             if observe:
-                fold(registers, step, (a, b, c, d), kept)
+                fold(registers, step, (a, b, c, d), running_max)
             if count:
                 overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
         if rowwise:
-            store_rows(packed, out, out_stride, row, rows, column, whole)
+            store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if count:
             add_overflow_counts(counts, overflows, thread & 31)
         if observe:
-            largest = block_max(largest_kept(kept), shared + TRANSPOSED_BYTES + 32, thread)
+            amax_bits = block_max(amax_of(running_max), shared + TRANSPOSED_BYTES + 32, thread)
             if thread == 0:
-                update_amax(amax_out, largest)
+                update_amax(amax_out, amax_bits)
         if columnwise:
             store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
 
@@ -123,7 +123,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
         if rowwise:
@@ -140,7 +140,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if count:
                     overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
-            store_rows(packed, out, out_stride, row, rows, column, whole)
+            store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
             scales = cuda.local.array(4, f32)
             for index in range(4):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
-from cuda_kernels.device.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
@@ -41,6 +41,9 @@ from cuda_kernels.device.tile import (
 from cuda_kernels.kernel import Kernel
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
+
+LAYOUTS = "1x128", "128x128", "1x32"
+"""Rows and columns of a block that has a scale."""
 
 
 def _exchange(values: int, distance: int) -> Any:
@@ -88,17 +91,22 @@ def _reduce_scatter_max(lanes: int) -> Any:
 def quantize_blocks_kernel(
     loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
+    """One scale for each block of ``layout``, one of :data:`LAYOUTS`, from the block itself.
 
     The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
+
+    Raises:
+        ValueError: another layout.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
     store_rows = row_storer(loader.vector)
-    n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
+    n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
@@ -122,11 +130,14 @@ def quantize_blocks_kernel(
         lane, warp = thread & 31, thread >> 5
         shared = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
 
         # Quads are decoded once for what they are needed for before they are cast.
-        vector_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
+        vector_maxima, column_maxima = (
+            cuda.local.array(n_maxima, u32),
+            cuda.local.array(n_maxima, u32),
+        )
         vector_amax = cuda.local.array(n_vectors, u32)
         row_amax = u32(0)  # of row `lane` of the warp's 16
         clear(column_maxima)
@@ -139,8 +150,8 @@ def quantize_blocks_kernel(
             else:
                 fold(registers, step, quad, vector_maxima)
             if row_scales_from_warp:
-                largest = warp_max(largest_of(vector_maxima))
-                row_amax = largest if lane == step else row_amax
+                amax_bits = warp_max(largest_of(vector_maxima))
+                row_amax = amax_bits if lane == step else row_amax
             vector_amax[step // quads_of_row] = largest_of(vector_maxima)
 
         packed = cuda.local.array(WARP_ROWS, u32)
@@ -159,7 +170,7 @@ def quantize_blocks_kernel(
                 if count:
                     overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
             if rowwise:
-                store_rows(packed, out, out_stride, row, rows, column, whole)
+                store_rows(packed, out, out_stride, row, rows, column, full_tile)
         else:
             if rowwise:
                 scale, factor = _ONE, _ONE
@@ -189,7 +200,7 @@ def quantize_blocks_kernel(
                     packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                     if count:
                         overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
-                store_rows(packed, out, out_stride, row, rows, column, whole)
+                store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
                 p, q, r, s = columns_of(column_maxima)
                 shared_store_16(shared + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
@@ -200,8 +211,8 @@ def quantize_blocks_kernel(
                         group = index >> 7
                         col_in_tile = index & 127
                         amax_address = shared + amax_smem + (2 * group * TILE + col_in_tile) * 4
-                        largest = unsigned_max(shared_load_4(amax_address), shared_load_4(amax_address + 4 * TILE))
-                        code = e8m0_code(from_bits(largest), reciprocal_max)
+                        amax_bits = unsigned_max(shared_load_4(amax_address), shared_load_4(amax_address + 4 * TILE))
+                        code = e8m0_code(from_bits(amax_bits), reciprocal_max)
                         shared_store_4(shared + scale_smem + index * 4, magnitude(e8m0_scale(code)))
                         if first_column + col_in_tile < columns and first_row + 32 * group < rows:
                             scale_offset = (block_row * 4 + i64(group)) * out_t_scale_stride + i64(
@@ -209,12 +220,12 @@ def quantize_blocks_kernel(
                             )
                             store_1(out_t_scale + scale_offset, code)
                 elif thread < TILE:
-                    largest = u32(0)
+                    amax_bits = u32(0)
                     for other_warp in range(WARPS):
-                        largest = unsigned_max(
-                            largest, shared_load_4(shared + amax_smem + (other_warp * TILE + thread) * 4)
+                        amax_bits = unsigned_max(
+                            amax_bits, shared_load_4(shared + amax_smem + (other_warp * TILE + thread) * 4)
                         )
-                    scale = amax_to_scale(from_bits(largest), fp8_max, power_2, epsilon)
+                    scale = amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
                     shared_store_4(shared + scale_smem + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
                         scale_offset = block_row * out_t_scale_stride + i64(first_column + thread)

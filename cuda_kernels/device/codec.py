@@ -42,10 +42,10 @@ _MANTISSA = np.uint32(0x7FFFFF)
 
 
 @device
-def update_amax(amax_out, largest):
-    """``*amax_out = max(*amax_out, largest)``, as bits. Reads first: most blocks do not exceed the current maximum."""
-    if largest > load_relaxed(amax_out):
-        atomic_max(amax_out, largest)
+def update_amax(amax_out, amax_bits):
+    """``*amax_out = max(*amax_out, amax_bits)``. It reads first: most blocks do not exceed the current maximum."""
+    if amax_bits > load_relaxed(amax_out):
+        atomic_max(amax_out, amax_bits)
 
 
 @device
@@ -89,42 +89,31 @@ def e8m0_scale(code):
 
 
 def quad_loader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(address, column, columns, inside) -> registers`` that loads four elements of a row.
+    """A device function ``(address, column, columns, in_bounds) -> registers`` that loads four elements of a row.
 
-    Elements beyond ``columns`` are zeros, all four where ``inside`` is false. ``aligned``: the address is a multiple
+    Elements beyond ``columns`` are zeros, all four where ``in_bounds`` is false. ``aligned``: the address is a multiple
     of four elements' bytes, and so is the row's length, so that four elements are inside or outside together.
     """
-    if ITEM_BYTES[dtype] == 2:
-        if aligned:
+    if aligned:
+        return _vector_loader_in_bounds(dtype, 4)
 
-            @device
-            def load(address, column, columns, inside):
-                return load_8_if(address, inside and column < columns)
-        else:
+    @device
+    def load_halves(address, column, columns, in_bounds):
+        a = load_2_if(address, in_bounds and column < columns)
+        b = load_2_if(address + 2, in_bounds and column + 1 < columns)
+        c = load_2_if(address + 4, in_bounds and column + 2 < columns)
+        d = load_2_if(address + 6, in_bounds and column + 3 < columns)
+        return a | b << np.uint32(16), c | d << np.uint32(16)
 
-            @device
-            def load(address, column, columns, inside):
-                a = load_2_if(address, inside and column < columns)
-                b = load_2_if(address + 2, inside and column + 1 < columns)
-                c = load_2_if(address + 4, inside and column + 2 < columns)
-                d = load_2_if(address + 6, inside and column + 3 < columns)
-                return a | b << np.uint32(16), c | d << np.uint32(16)
-    elif aligned:
+    @device
+    def load_floats(address, column, columns, in_bounds):
+        a = load_4_if(address, in_bounds and column < columns)
+        b = load_4_if(address + 4, in_bounds and column + 1 < columns)
+        c = load_4_if(address + 8, in_bounds and column + 2 < columns)
+        d = load_4_if(address + 12, in_bounds and column + 3 < columns)
+        return a, b, c, d
 
-        @device
-        def load(address, column, columns, inside):
-            return load_16_if(address, inside and column < columns)
-    else:
-
-        @device
-        def load(address, column, columns, inside):
-            a = load_4_if(address, inside and column < columns)
-            b = load_4_if(address + 4, inside and column + 1 < columns)
-            c = load_4_if(address + 8, inside and column + 2 < columns)
-            d = load_4_if(address + 12, inside and column + 3 < columns)
-            return a, b, c, d
-
-    return load
+    return load_halves if ITEM_BYTES[dtype] == 2 else load_floats
 
 
 def vector_loader(dtype: str, elements: int) -> Any:
@@ -132,7 +121,7 @@ def vector_loader(dtype: str, elements: int) -> Any:
 
     The address is a multiple of their bytes, which are 8 or 16.
     """
-    load_if = load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
+    load_if = _load_vector_if(dtype, elements)
 
     @device
     def load(address):
@@ -141,16 +130,24 @@ def vector_loader(dtype: str, elements: int) -> Any:
     return load
 
 
-def edge_loader(dtype: str, vector: int) -> Any:
-    """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
-    if vector < 8:
-        return quad_loader(dtype, vector == 4)
+def _vector_loader_in_bounds(dtype: str, elements: int) -> Any:
+    """As an aligned :func:`quad_loader`, but of ``elements``, which are 8 or 16 bytes."""
+    load_if = _load_vector_if(dtype, elements)
 
     @device
-    def load(address, column, columns, inside):
-        return load_16_if(address, inside and column < columns)
+    def load(address, column, columns, in_bounds):
+        return load_if(address, in_bounds and column < columns)
 
     return load
+
+
+def _load_vector_if(dtype: str, elements: int) -> Any:
+    return load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
+
+
+def edge_loader(dtype: str, vector: int) -> Any:
+    """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
+    return quad_loader(dtype, vector == 4) if vector < 8 else _vector_loader_in_bounds(dtype, 8)
 
 
 def quad_registers(dtype: str) -> int:
@@ -189,12 +186,12 @@ class Maxima:
 
     Attributes:
         num_registers: registers that hold the maxima of four columns.
-        clear: device function ``kept`` that resets them.
-        take: device function ``(registers, step, quad, kept)`` that replaces them by those of one quad; ``quad``: its
+        clear: device function ``maxima`` that resets them.
+        take: device function ``(registers, step, quad, maxima)`` that replaces them by those of one quad; ``quad``: its
             decoded values.
         fold: the same, but it keeps the larger of each.
-        columns: device function ``kept -> bits of four float32``.
-        largest: device function ``kept -> bits`` of the largest.
+        columns: device function ``maxima -> bits of four float32``.
+        largest: device function ``maxima -> bits`` of the largest.
     """
 
     num_registers: int
@@ -207,9 +204,9 @@ class Maxima:
 
 def _clearer(num_registers: int) -> Any:
     @device
-    def clear(kept):
+    def clear(maxima):
         for index in range(num_registers):
-            kept[index] = np.uint32(0)
+            maxima[index] = np.uint32(0)
 
     return clear
 
@@ -221,21 +218,24 @@ def packed_maxima(dtype: str) -> Maxima:
     high = high_half[dtype]
 
     @device
-    def take(registers, step, quad, kept):
-        kept[0], kept[1] = registers[2 * step], registers[2 * step + 1]
+    def take(registers, step, quad, maxima):
+        maxima[0], maxima[1] = registers[2 * step], registers[2 * step + 1]
 
     @device
-    def fold(registers, step, quad, kept):
-        kept[0], kept[1] = larger(kept[0], registers[2 * step]), larger(kept[1], registers[2 * step + 1])
+    def fold(registers, step, quad, maxima):
+        maxima[0], maxima[1] = (
+            larger(maxima[0], registers[2 * step]),
+            larger(maxima[1], registers[2 * step + 1]),
+        )
 
     @device
-    def columns(kept):
-        a, b = kept[0], kept[1]
+    def columns(maxima):
+        a, b = maxima[0], maxima[1]
         return magnitude(low(a)), magnitude(high(a)), magnitude(low(b)), magnitude(high(b))
 
     @device
-    def largest(kept):
-        pair = larger(kept[0], kept[1])
+    def largest(maxima):
+        pair = larger(maxima[0], maxima[1])
         return unsigned_max(magnitude(low(pair)), magnitude(high(pair)))
 
     return Maxima(2, _clearer(2), take, fold, columns, largest)
@@ -246,22 +246,30 @@ def decoded_maxima() -> Maxima:
     larger = larger_magnitudes["float32"]
 
     @device
-    def take(registers, step, quad, kept):
+    def take(registers, step, quad, maxima):
         for index in range(4):
-            kept[index] = bits(quad[index])
+            maxima[index] = bits(quad[index])
 
     @device
-    def fold(registers, step, quad, kept):
+    def fold(registers, step, quad, maxima):
         for index in range(4):
-            kept[index] = bits(larger(from_bits(kept[index]), quad[index]))
+            maxima[index] = bits(larger(from_bits(maxima[index]), quad[index]))
 
     @device
-    def columns(kept):
-        return kept[0] & _SIGNLESS, kept[1] & _SIGNLESS, kept[2] & _SIGNLESS, kept[3] & _SIGNLESS
+    def columns(maxima):
+        return (
+            maxima[0] & _SIGNLESS,
+            maxima[1] & _SIGNLESS,
+            maxima[2] & _SIGNLESS,
+            maxima[3] & _SIGNLESS,
+        )
 
     @device
-    def largest(kept):
-        a, b = larger(from_bits(kept[0]), from_bits(kept[1])), larger(from_bits(kept[2]), from_bits(kept[3]))
+    def largest(maxima):
+        a, b = (
+            larger(from_bits(maxima[0]), from_bits(maxima[1])),
+            larger(from_bits(maxima[2]), from_bits(maxima[3])),
+        )
         return magnitude(larger(a, b))
 
     return Maxima(4, _clearer(4), take, fold, columns, largest)

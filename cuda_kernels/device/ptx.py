@@ -17,7 +17,7 @@ load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 
 # The register is zeroed before the predicated load: with a pair of complementary predicates instead, ptxas would extend
 # its live range through a whole loop.
-_STREAMED, _KEPT = ".L1::no_allocate", ""
+_STREAMED, _CACHED = ".L1::no_allocate", ""
 
 
 def _load_if(cache: str, registers: int) -> Any:
@@ -36,7 +36,7 @@ load_2_if = asm(
     u32, i64, i32,
 )  # fmt: skip
 load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, registers) for registers in (1, 2, 4))
-kept_8_if, kept_16_if = (_load_if(_KEPT, registers) for registers in (2, 4))
+cached_8_if, cached_16_if = (_load_if(_CACHED, registers) for registers in (2, 4))
 """The same of what other rows read again."""
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
@@ -49,6 +49,15 @@ store_16 = asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", void, i64, u32, u32, 
 atomic_max = asm("red.global.max.u32 [$0], $1;", void, i64, u32)
 atomic_add = asm("red.global.add.u64 [$0], $1;", void, i64, i64)
 load_relaxed = asm("ld.relaxed.gpu.global.b32 $0, [$1];", u32, i64)
+
+# --- Copies from global to shared memory: of Ampere, which later GPUs have too ----------------------------------------
+
+cp_async_16 = asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", void, i32, i64, i32)
+"""``(shared, address, size)``: copy ``size`` bytes and fill up 16 with zeros; nothing is read where ``size`` is 0."""
+cp_async_4 = asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", void, i32, i64, i32)
+cp_async_commit = asm("cp.async.commit_group;")
+cp_async_wait = asm("cp.async.wait_group $0;", void, const)
+"""Wait until all but so many groups of this thread's copies are complete."""
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +124,6 @@ CVT_RN = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
 """The instruction that rounds a float32 to nearest even, by the name of the dtype."""
 CVT_RN_X2 = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 """The same of two float32, of which the first goes to the high half."""
-
 pack_halves = {dtype: asm(f"{cvt} $0, $2, $1;", u32, f32, f32, pure=True) for dtype, cvt in CVT_RN_X2.items()}
 """Two float32, rounded to nearest even; the first in the low half. By the name of the dtype."""
 round_to = {

@@ -9,9 +9,9 @@ from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, qua
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
+    cached_8_if,
+    cached_16_if,
     from_bits,
-    kept_8_if,
-    kept_16_if,
     load_8_if,
     load_16_if,
     pack_halves,
@@ -55,11 +55,6 @@ class RowLayout:
     def quads_per_thread(self) -> int:
         return self.vecs_per_thread * self.quads_per_vec
 
-    def __str__(self) -> str:
-        """As names of kernels have it."""
-        vectors, quads = self.vecs_per_thread, self.quads_per_vec
-        return f"Spread(threads={self.threads_per_row}, {vectors=}, {quads=}, full={self.full})"
-
 
 def narrowest_row_layout(
     dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
@@ -95,17 +90,17 @@ def row_loader(dtype: str, layout: RowLayout) -> Any:
     threads = layout.threads_per_row
     vectors = layout.vecs_per_thread
     width = 4 * layout.quads_per_vec
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     num_registers = ITEM_BYTES[dtype] * layout.quads_per_vec
     load_vector = load_16_if if num_registers == 4 else load_8_if
-    inside = inside_row(layout)
+    in_bounds = inside_row(layout)
 
     @device
     def load(address, columns, lane, registers):
-        lane_address = address + i64(lane) * (width * item)
+        lane_address = address + i64(lane) * (width * itemsize)
         for vector in range(vectors):
             column = i32((vector * threads + lane) * width)
-            loaded = load_vector(lane_address + vector * threads * width * item, inside(column, columns))
+            loaded = load_vector(lane_address + vector * threads * width * itemsize, in_bounds(column, columns))
             for register in range(num_registers):
                 registers[vector * num_registers + register] = loaded[register]
 
@@ -117,10 +112,10 @@ def inside_row(layout: RowLayout) -> Any:
     full = layout.full
 
     @device
-    def inside(column, columns):
+    def in_bounds(column, columns):
         return full or column < columns
 
-    return inside
+    return in_bounds
 
 
 def quad_column(layout: RowLayout) -> Any:
@@ -137,10 +132,11 @@ def quad_column(layout: RowLayout) -> Any:
     return column_of
 
 
-def quad_address(item: int, layout: RowLayout) -> Any:
-    """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four, of elements of ``item`` bytes.
+def quad_address(itemsize: int, layout: RowLayout) -> Any:
+    """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four elements.
 
-    It is that of the lane and a number known when compiled, which loads and stores add for nothing.
+    Elements have ``itemsize`` bytes. The address is that of the lane and a number known when compiled, which loads and
+    stores add for nothing.
     """
     threads = layout.threads_per_row
     width = 4 * layout.quads_per_vec
@@ -149,7 +145,7 @@ def quad_address(item: int, layout: RowLayout) -> Any:
 
     @device
     def address_of(row, quad, lane):
-        return row + i64(lane) * (width * item) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * item
+        return row + i64(lane) * (width * itemsize) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * itemsize
 
     return address_of
 
@@ -164,12 +160,12 @@ def quad_reader(dtype: str, aligned: bool) -> Any:
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
     num_registers = quad_registers(dtype)
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
 
     @device
     def quad(row, column, columns):
         registers = cuda.local.array(num_registers, u32)
-        loaded = load(row + i64(column) * item, column, columns, True)
+        loaded = load(row + i64(column) * itemsize, column, columns, True)
         for register in range(num_registers):
             registers[register] = loaded[register]
         return decode(registers, 0)
@@ -178,18 +174,18 @@ def quad_reader(dtype: str, aligned: bool) -> Any:
 
 
 def parameter_quad(dtype: str) -> Any:
-    """A device function ``(address, inside) -> four float32`` of a vector that every row reads.
+    """A device function ``(address, in_bounds) -> four float32`` of a vector that every row reads.
 
-    It stays in the multiprocessor's first cache. Zeros where not ``inside``.
+    It stays in the multiprocessor's first cache. Zeros where not ``in_bounds``.
     """
     num_registers = quad_registers(dtype)
-    load = kept_16_if if num_registers == 4 else kept_8_if
+    load = cached_16_if if num_registers == 4 else cached_8_if
     decode = quad_decoder(dtype)
 
     @device
-    def quad(address, inside):
+    def quad(address, in_bounds):
         registers = cuda.local.array(num_registers, u32)
-        loaded = load(address, inside)
+        loaded = load(address, in_bounds)
         for register in range(num_registers):
             registers[register] = loaded[register]
         return decode(registers, 0)
@@ -218,7 +214,7 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
     ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
     """
     pack = pack_halves.get(dtype)
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     store_one = element_storer(dtype)
 
     @device
@@ -236,11 +232,11 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
         if column < columns:
             store_one(address, a)
         if column + 1 < columns:
-            store_one(address + item, b)
+            store_one(address + itemsize, b)
         if column + 2 < columns:
-            store_one(address + 2 * item, c)
+            store_one(address + 2 * itemsize, c)
         if column + 3 < columns:
-            store_one(address + 3 * item, d)
+            store_one(address + 3 * itemsize, d)
 
     return store_each if not aligned else store_halves if pack else store_floats
 

@@ -84,8 +84,8 @@ fence_proxy_async_shared = asm("fence.proxy.async.shared::cta;")
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 SMEM_DESC_K_MAJOR_SW128 = (1 << 62) | (64 << 32)
-"""A K-major wgmma descriptor without its address: rows of 128 bytes, 128-byte swizzle, 1024 bytes from 8 rows to the
-next 8."""
+"""A K-major wgmma descriptor without its address: rows of 128 bytes, 128-byte swizzle
+(:func:`~cuda_kernels.device.fragments.swizzle_128b`), 1024 bytes from 8 rows to the next 8."""
 
 
 @cache

@@ -1,8 +1,8 @@
 """Tiles of 128 × 128 elements: how the threads of a cast hold a tile, store it, and store it transposed.
 
-A block has 8 warps of 16 rows. A lane holds four neighbouring columns of each row, so that four rows of four bytes turn
-into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16 bytes of a
-16-bit tensor.
+A block has 8 warps of 16 rows. A lane holds a quad, four neighbouring columns, of each row, so that four rows of four
+bytes turn into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16
+bytes of a 16-bit tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tiles(rows: int, columns: int) -> int:
 
 @device
 def position(tile, rows, columns):
-    """Row and column of tile number ``tile``, row by row, and whether the whole tile is inside ``[rows, columns]``."""
+    """Row and column of tile number ``tile``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
     across = i32(i32(columns + TILE - 1) >> 7)
     down = quotient(tile, across)
     row, column = i32(down << 7), i32(i32(tile - i32(down * across)) << 7)
@@ -67,9 +67,9 @@ class TileLoader:
         name: unique among all loaders.
         num_args: int64 parameters that a kernel takes for it: addresses, strides.
         num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
-        load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
+        load: device function ``(args, rows, columns, row, column, full_tile, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
-            the tile is ``whole``.
+            ``full_tile``: all of the tile is inside.
         decode: device function ``(registers, step) -> four float32`` of quad ``step``.
         maxima: how the largest magnitudes of quads are kept.
         min_blocks_per_sm: blocks of a cast that registers must suffice for.
@@ -91,25 +91,34 @@ class TileLoader:
         return UniTuple(i64, self.num_args)
 
     def load_tile(self) -> Any:
-        """A device function ``(args, tile, rows, columns, registers) -> first_row, first_column, row, column, whole``.
+        """A device function ``(args, tile, rows, columns, registers) -> first_row, first_column, row, column, full``.
 
         It loads what a thread holds of tile number ``tile`` of a tensor ``[rows, columns]``. ``first_row``,
-        ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``whole``: whether the whole
+        ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``: whether all of the
         tile is inside.
         """
-        load = self.load
+        load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)
 
         @device
         def load_tile(args, tile, rows, columns, registers):
-            first_row, first_column, whole = position(tile, rows, columns)
-            row, column = origin_of(cuda.threadIdx.x)
-            row = i32(first_row + row)
-            column = i32(first_column + column)
-            load(args, rows, columns, row, column, whole, registers)
-            return first_row, first_column, row, column, whole
+            return load_at(args, tile, origin_of(cuda.threadIdx.x), rows, columns, registers)
 
         return load_tile
+
+    def load_tile_at(self) -> Any:
+        """As :meth:`load_tile`, given the thread's :func:`thread_origin` after ``tile``, for blocks of many tiles."""
+        load = self.load
+
+        @device
+        def load_tile_at(args, tile, origin, rows, columns, registers):
+            first_row, first_column, full_tile = position(tile, rows, columns)
+            row = i32(first_row + origin[0])
+            column = i32(first_column + origin[1])
+            load(args, rows, columns, row, column, full_tile, registers)
+            return first_row, first_column, row, column, full_tile
+
+        return load_tile_at
 
 
 def thread_origin(vector: int) -> Any:
@@ -147,7 +156,7 @@ def tensor_loader(dtype: str, vector: int) -> TileLoader:
     ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
     16 bytes of them, which is not for copies that are transposed.
     """
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     quad = quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
@@ -157,11 +166,11 @@ def tensor_loader(dtype: str, vector: int) -> TileLoader:
     load_some = edge_loader(dtype, vector)
 
     @device
-    def load(args, rows, columns, row, column, whole, registers):
+    def load(args, rows, columns, row, column, full_tile, registers):
         # The address is advanced by additions: a product of 64 bits takes four instructions.
-        address = args[0] + (i64(row) * args[1] + i64(column)) * item
-        stride = args[1] * (item * row_step)
-        if whole and vector > 1:
+        address = args[0] + (i64(row) * args[1] + i64(column)) * itemsize
+        stride = args[1] * (itemsize * row_step)
+        if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
                 loaded = load_inside(address)
                 for register in range(num_registers):
@@ -210,9 +219,9 @@ def reduce_block_amax(block_amax, num_block_amax, shared, thread):
 
 
 def row_storer(vector: int) -> Any:
-    """A device function ``(packed, out, stride, row, rows, column, whole)`` that stores a thread's 16 quads of codes.
+    """A device function ``(packed, out, stride, row, rows, column, full_tile)`` that stores a thread's 16 quads.
 
-    ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
+    They are codes. ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
     row_step = vector // 4
 
@@ -224,10 +233,10 @@ def row_storer(vector: int) -> Any:
             store_4(address, packed[step])
 
     @device
-    def store_rows(packed, out, stride, row, rows, column, whole):
+    def store_rows(packed, out, stride, row, rows, column, full_tile):
         address = out + i64(row) * stride + i64(column)
         stride_of_step = stride * row_step
-        if whole:
+        if full_tile:
             for step in range(WARP_ROWS // row_step):
                 store_at(address, packed, step)
                 address += stride_of_step
@@ -265,7 +274,8 @@ def store_transposed(packed, shared, thread, out, stride, first_row, first_colum
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
-    # Column 4 lane + step, rows 16 warp ...; the 16-byte chunks of a column are swizzled against bank conflicts.
+    # Column 4 lane + step, rows 16 warp ...; against bank conflicts the 16-byte chunks of a column change places with
+    # each other, by an exclusive or with the lane: four neighbouring columns alike.
     store_address = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
         column_address = i32(store_address + step * TILE)

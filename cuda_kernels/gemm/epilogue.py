@@ -26,10 +26,15 @@ from cuda_kernels.device.sm90 import (
     tma_store_commit,
     tma_store_wait,
 )
-from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, epi_tile_columns, num_epi_tiles, smem_offsets
-
-_EPI_TILE_BYTES = 64 * 128
-"""An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
+from cuda_kernels.gemm.spec import (
+    EPI_TILE_BYTES,
+    GemmConfig,
+    GemmSpec,
+    Scaling,
+    epi_tile_columns,
+    num_epi_tiles,
+    smem_offsets,
+)
 
 
 @cache
@@ -146,7 +151,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
         lane, warp = thread & 31, thread >> 5
-        buffer = smem + out_offset + (wg_idx * buffers + buffer_idx) * _EPI_TILE_BYTES
+        buffer = smem + out_offset + (wg_idx * buffers + buffer_idx) * EPI_TILE_BYTES
         if waits:
             if thread == 0:
                 tma_store_wait(pending_stores)

@@ -1,8 +1,8 @@
 """The GEMM on GPUs without wgmma: warps run mma.sync on what cp.async copied, one block for each tile.
 
 All threads of a block copy 128 bytes of each row of A and B, and their scales along K, into the next stage of a ring in
-shared memory; all stages but one are in flight while one is multiplied. Chunk ``c`` of 16 bytes of row ``r`` lies at
-``c ^ (r mod 8)`` (the 128-byte swizzle), so that the same chunk of eight rows is in different banks.
+shared memory, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`); all stages but one are in flight while
+one is multiplied.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from cuda_kernels.device.fragments import (
     mma,
     slice_fragment,
     store_fragment_global,
+    swizzle_128b,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
-from cuda_kernels.device.ptx import dynamic_shared, from_bits, load_f32, quotient, shared_load_4
-from cuda_kernels.device.sm80 import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
+from cuda_kernels.device.ptx import (
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    dynamic_shared,
+    from_bits,
+    load_f32,
+    quotient,
+    shared_load_4,
+)
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
+from cuda_kernels.gemm.spec import TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.kernel import Kernel
-
-_K = 128
-"""Bytes of a row in shared memory; and the K of one 1x128 scale."""
 
 
 @cache
@@ -47,20 +54,20 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    by_block = scaling is Scaling.BLOCK
-    by_blocks = scaling is Scaling.BLOCKS
+    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
+    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
     stage_bytes = config.stage_bytes(scaling)
     prefetch = stages - 1
     pending = stages - 2
-    b_offset = tile_m * _K
-    scale_a_offset = b_offset + tile_n * _K
+    b_offset = tile_m * TILE_K
+    scale_a_offset = b_offset + tile_n * TILE_K
     scale_b_offset = scale_a_offset + 4 * tile_m
     parts = WARP_COLUMNS // 8
-    count = strips * WARP_COLUMNS // 2
-    zero_acc = zeros(count)
-    promote_add = add(count)
+    num_acc_regs = strips * WARP_COLUMNS // 2
+    zero_acc = zeros(num_acc_regs)
+    promote_add = add(num_acc_regs)
     mma_k32 = mma(strips, parts, spec.a, spec.b)
-    load_a, load_b = ldmatrix_x4(strips, 16 * _K), ldmatrix_x4(parts // 2, 16 * _K)
+    load_a, load_b = ldmatrix_x4(strips, 16 * TILE_K), ldmatrix_x4(parts // 2, 16 * TILE_K)
     promote_add_scaled = _make_promote_add(spec, strips)
     epilogue_store = _make_epilogue_store(spec, strips, config.even)
     load_block_scales, block_scales_at = block_scale_readers(WARP_COLUMNS)
@@ -73,21 +80,21 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         return stage_addr + stage_bytes if stage_addr < smem + prefetch * stage_bytes else smem
 
     @device
-    def copy_operand(shared, address, stride, count, row, limit, k):
-        """Copy 128 bytes of ``count`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
+    def copy_operand(shared, address, stride, num_rows, row, limit, k):
+        """Copy 128 bytes of ``num_rows`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
         row_in_tile, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
-        shared += row_in_tile * _K + ((chunk ^ (row_in_tile & 7)) << 4)
+        shared += row_in_tile * TILE_K + swizzle_128b(row_in_tile, chunk)
         address += i64(row + row_in_tile) * stride + 16 * chunk
-        inside = min(max(k - 16 * chunk, 0), 16)
-        for first in range(0, count, rows_at_once):
-            size = inside if row + row_in_tile + first < limit else 0
-            cp_async_16(shared + first * _K, address + first * stride, size)
+        bytes_left = min(max(k - 16 * chunk, 0), 16)
+        for first in range(0, num_rows, rows_at_once):
+            size = bytes_left if row + row_in_tile + first < limit else 0
+            cp_async_16(shared + first * TILE_K, address + first * stride, size)
 
     @device
-    def copy_scales(shared, address, count, row, limit):
-        for first in range(0, count, threads):
+    def copy_scales(shared, address, num_rows, row, limit):
+        for first in range(0, num_rows, threads):
             row_in_tile = cuda.threadIdx.x + first
-            if row_in_tile < count:
+            if row_in_tile < num_rows:
                 cp_async_4(
                     shared + 4 * row_in_tile,
                     address + 4 * i64(row + row_in_tile),
@@ -98,12 +105,12 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     def copy(stage_addr, k_iter, a_args, b_args, row, column, m, n, k):
         a, a_stride, scale_a, scale_a_stride = a_args
         b, b_stride, scale_b, scale_b_stride = b_args
-        start = k_iter * _K
+        start = k_iter * TILE_K
         copy_operand(stage_addr, a + start, a_stride, tile_m, row, m, k - start)
         copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, column, n, k - start)
         if along_k:
             copy_scales(stage_addr + scale_a_offset, scale_a + 4 * i64(k_iter) * scale_a_stride, tile_m, row, m)
-        if by_blocks:
+        if b_by_1x128:
             copy_scales(stage_addr + scale_b_offset, scale_b + 4 * i64(k_iter) * scale_b_stride, tile_n, column, n)
 
     def mma_gemm(
@@ -119,7 +126,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         row, column = tile_row * tile_m, tile_column * tile_n
         a_args = (a, a_stride, scale_a, scale_a_stride)
         b_args = (b, b_stride, scale_b, scale_b_stride)
-        k_iters = (k + (_K - 1)) >> 7
+        k_iters = (k + (TILE_K - 1)) >> 7
         for k_iter in range(prefetch):
             if k_iter < k_iters:
                 copy(smem + k_iter * stage_bytes, k_iter, a_args, b_args, row, column, m, n, k)
@@ -128,14 +135,14 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
         a_row, a_chunk = warp_row + (lane & 15), lane >> 4
         b_row, b_chunk = warp_col + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
-        a_fragment_offset = a_row * _K + ((a_chunk ^ (a_row & 7)) << 4)
-        b_fragment_offset = b_offset + b_row * _K + ((b_chunk ^ (b_row & 7)) << 4)
+        a_fragment_offset = a_row * TILE_K + swizzle_128b(a_row, a_chunk)
+        b_fragment_offset = b_offset + b_row * TILE_K + swizzle_128b(b_row, b_chunk)
         frag_row = warp_row + (lane >> 2)  # of this thread's first register
         frag_col = warp_col + 2 * (lane & 3)
         acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
         for window_start in range(i32(0), k_iters, i32(scale_window)):
             block_scales = (u32(0), u32(0))
-            if by_block:
+            if b_by_128x128:
                 block_scales = load_block_scales(scale_b, scale_b_stride, column + warp_col, n, window_start, k_iters)
             for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                 cp_async_wait(pending)
@@ -151,7 +158,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 partial = mma_k32(partial, load_a(a_addr ^ 32), load_b(b_addr ^ 32))
                 partial = mma_k32(partial, load_a(a_addr ^ 64), load_b(b_addr ^ 64))
                 partial = mma_k32(partial, load_a(a_addr ^ 96), load_b(b_addr ^ 96))
-                if by_block:
+                if b_by_128x128:
                     scale = block_scales_at(block_scales, k_iter)[0]
                 if along_k:
                     acc = promote_add_scaled(
@@ -190,7 +197,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """
     count = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * count, strip * count, count)
-    by_block = spec.scaling is Scaling.BLOCK
+    b_by_128x128 = spec.scaling is Scaling.BLOCK_1X128_128X128
     plus_rows = add_rows(count)
     plus_both = add_rows_and_columns(count)
 
@@ -198,7 +205,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     def promote_add(acc, partial, row_scale_smem, col_scale_smem, scale):
         address = row_scale_smem + 64 * strip
         s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 32))
-        if by_block:
+        if b_by_128x128:
             return plus_rows(slice_strip(acc), slice_strip(partial), s * scale, t * scale)
         return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_smem)
 

@@ -13,15 +13,12 @@ from typing import Any
 from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
-from cuda_kernels.gemm.spec import ACCUMULATORS, GemmConfig, GemmSpec, Scaling, smem_offsets
-
-_BLOCK = 128
-"""Rows of B that have one scale."""
+from cuda_kernels.gemm.spec import ACCUMULATORS, SCALE_N, GemmConfig, GemmSpec, Scaling, smem_offsets
 
 
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
-    col_scale_registers = config.tile_n // 4 if spec.scaling is Scaling.BLOCKS else 0
+    col_scale_registers = config.tile_n // 4 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 0
     most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
     return config.tile_n // 2 * (config.waves + 1) + col_scale_registers <= most
 
@@ -48,7 +45,7 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     def col_scale_smem(smem, stage_idx):
         return i32(smem + scale_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
 
-    if spec.scaling is Scaling.BLOCK:
+    if spec.scaling is Scaling.BLOCK_1X128_128X128:
         return row_scales
     if not reads_scales_early(spec, config):
         return device(
@@ -78,14 +75,14 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
     add_row_scaled_by_two = add_rows_of_two(count)
     if not spec.scaling.along_k:
         return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
-    if spec.scaling is Scaling.BLOCKS:
+    if spec.scaling is Scaling.BLOCK_1X128_1X128:
         add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(spec, config))
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
                 acc, partial, scales[0][0], scales[0][1], scales[1]
             )
         )
-    if _BLOCK % config.tile_n == 0:
+    if SCALE_N % config.tile_n == 0:
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_scaled(
                 acc, partial, scales[0] * block_scales[0], scales[1] * block_scales[0]
@@ -96,7 +93,7 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
     def promote_add(acc, partial, scales, block_scales, column):
         s, t = scales
         first, second = block_scales
-        cols_in_first = i32(_BLOCK - (column & (_BLOCK - 1)))
+        cols_in_first = i32(SCALE_N - (column & (SCALE_N - 1)))
         return add_row_scaled_by_two(acc, partial, s * first, t * first, s * second, t * second, cols_in_first)
 
     return promote_add
@@ -104,7 +101,7 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
 
 def block_scale_window(scaling: Scaling) -> int:
     """K iterations whose 128x128 scales are loaded at once, one by each lane; without such scales, all iterations."""
-    return 32 if scaling is Scaling.BLOCK else 1 << 30
+    return 32 if scaling is Scaling.BLOCK_1X128_128X128 else 1 << 30
 
 
 @cache
@@ -117,7 +114,7 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
         ``(scale_b, stride, column, n, first_k_iter, k_iters) -> block_scales``, which loads those of 32 iterations, one
         by each lane, for the tile that begins at ``column``; and ``(block_scales, k_iter) -> (first, second)``.
     """
-    straddles = _BLOCK % tile_n > 0
+    straddles = SCALE_N % tile_n > 0
 
     @device
     def load_block_scales(scale_b, stride, column, n, first_k_iter, k_iters):
@@ -127,7 +124,7 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
         first = load_4_if(address, k_iter < k_iters and column < n)
         second = first
         if straddles:
-            second = load_4_if(address + stride * 4, k_iter < k_iters and (block + 1) * _BLOCK < n)
+            second = load_4_if(address + stride * 4, k_iter < k_iters and (block + 1) * SCALE_N < n)
         return first, second
 
     @device

@@ -12,6 +12,18 @@ ACCUMULATORS = 192
 """The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
 
 
+TILE_K = 128
+"""Elements of K, and bytes of an operand's row, of one K iteration: as many as the 128-byte swizzle takes."""
+SCALE_K = 128
+"""Elements of K that have one scale of blocks of 1x128 or 128x128."""
+SCALE_N = 128
+"""Rows of B that have one scale of blocks of 128x128."""
+assert TILE_K == SCALE_K, "the products of one K iteration have one scale"
+
+EPI_TILE_BYTES = 64 * 128
+"""An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
+
+
 class Scaling(Enum):
     """Which scales A and B have, K-major both."""
 
@@ -19,14 +31,15 @@ class Scaling(Enum):
     """One each."""
     ROW = "row"
     """One for each row."""
-    BLOCK = "1x128 128x128"
-    """A's for every 128 elements of a row, B's for every 128 of 128 rows."""
-    BLOCKS = "1x128 1x128"
+    BLOCK_1X128_128X128 = "1x128 128x128"
+    """One for every 128 elements of a row of A; one for every 128 rows of B by 128 elements of each."""
+    BLOCK_1X128_1X128 = "1x128 1x128"
+    """One for every 128 elements of a row, of A and of B."""
 
     @property
     def along_k(self) -> bool:
         """Whether scales change along K, so that every 128 products are scaled before they are added up."""
-        return self in (Scaling.BLOCK, Scaling.BLOCKS)
+        return self in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128)
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class GemmSpec:
     amax: bool = False
 
     def __post_init__(self) -> None:
-        if self.scaling.along_k:  # there is no other kernel: GEMMs that ask for it and those that do not share it
+        if self.scaling.along_k:  # Block scaling always promotes; set it here so that both spellings share one kernel.
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
@@ -78,7 +91,7 @@ class GemmConfig:
         epi_stages: buffers of each warpgroup for an epilogue tile; with two, one is filled while the other is stored.
         smem_epilogue: store the result through shared memory with TMA, which needs rows of the result that begin at
             multiples of 16 bytes; else straight from registers.
-        even: the result, bias and scales can be read and written two neighbouring columns at a time.
+        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
         pingpong: two warpgroups take whole tiles in turn, and one multiplies while the other stores its results; else
             they share a tile.
     """
@@ -125,11 +138,11 @@ class GemmConfig:
         return 128 * (self.mma_warpgroups + 1)
 
     def __str__(self) -> str:
-        shared = f" cluster={self.cluster} {'A' if self.multicast_a else 'B'}" if self.cluster > 1 else ""
-        stored = f"staged {self.epi_stages}" if self.smem_epilogue else "even" if self.even else "single"
-        turns = " alternate" if self.pingpong else ""
-        groups = f"{self.mma_warpgroups}x{self.waves}"
-        return f"{self.tile_m}x{self.tile_n} {groups} stages={self.stages}{shared} {stored}{turns}"
+        parts = [f"{self.tile_m}x{self.tile_n}", f"mma_warpgroups={self.mma_warpgroups}", f"waves={self.waves}"]
+        parts += [f"stages={self.stages}", f"cluster={self.cluster}"] + ["multicast_a"] * self.multicast_a
+        parts += ["smem_epilogue", f"epi_stages={self.epi_stages}"] * self.smem_epilogue
+        parts += ["even"] * self.even + ["pingpong"] * self.pingpong
+        return " ".join(parts)
 
 
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
@@ -141,11 +154,11 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     end = 0
     buffers = 0 if not config.smem_epilogue else config.mma_warpgroups * config.epi_stages
     for name, size in (
-        ("a", config.stages * config.tile_m * 128),
-        ("b", config.stages * config.tile_n * 128),
-        ("out", buffers * 8192),
+        ("a", config.stages * config.tile_m * TILE_K),
+        ("b", config.stages * config.tile_n * TILE_K),
+        ("out", buffers * EPI_TILE_BYTES),
         ("scale_a", config.stages * config.tile_m * 4 if scaling.along_k else 0),
-        ("scale_b", config.stages * config.tile_n * 4 if scaling is Scaling.BLOCKS else 0),
+        ("scale_b", config.stages * config.tile_n * 4 if scaling is Scaling.BLOCK_1X128_1X128 else 0),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
         ("order", 16 if config.pingpong else 0),
@@ -176,7 +189,7 @@ class MmaConfig:
         tile_m: rows of a tile, a multiple of 32 and of ``tile_n / 4``.
         tile_n: columns of a tile, a multiple of 32. With more than 128 of either, two accumulators do not fit.
         stages: pipeline stages for operands in shared memory, at least 2.
-        even: the result, bias and scales can be read and written two neighbouring columns at a time.
+        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
     """
 
     tile_m: int
@@ -201,11 +214,11 @@ class MmaConfig:
 
     def stage_bytes(self, scaling: Scaling) -> int:
         """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
-        operands = (self.tile_m + self.tile_n) * 128
-        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * (scaling is Scaling.BLOCKS)
+        operands = (self.tile_m + self.tile_n) * TILE_K
+        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * (scaling is Scaling.BLOCK_1X128_1X128)
 
     def shared_bytes(self, scaling: Scaling) -> int:
         return self.stages * self.stage_bytes(scaling)
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages={self.stages} {'even' if self.even else 'single'}"
+        return f"{self.tile_m}x{self.tile_n} stages={self.stages}{' even' * self.even}"

@@ -56,16 +56,13 @@ from cuda_kernels.gemm.promotion import (
     stage_scale_reader,
 )
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling, smem_offsets
+from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, smem_offsets
 from cuda_kernels.kernel import Kernel
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
 """Environment variable: with 1, a barrier that nobody completes traps in place of a hang."""
 
-_K = 128
-"""Bytes of a row in shared memory, which are the swizzle's width; and the K of one 1x128 scale."""
-_WARPS = 4
-"""Of a warpgroup."""
+_WARPGROUP_WARPS = 4
 _PRODUCERS_REGISTERS = 56
 _REGISTERS = 224
 
@@ -84,10 +81,10 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     tiles_in_flight = mma_warpgroups // warpgroups_per_tile
     count = tile_n // 2
     offsets = smem_offsets(config, scaling)
-    a_bytes, b_bytes = tile_m * _K, tile_n * _K
+    a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
     tx_bytes += 4 * tile_m if scaling.along_k else 0
-    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCKS else 0
+    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCK_1X128_1X128 else 0
     b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
@@ -95,7 +92,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     a_slice_rows, b_slice_rows = config.a_rows_loaded, config.b_rows_loaded
     work_rows, work_columns = config.cluster_tile
     mcast_mask = (1 << cluster) - 1
-    empty_arrivals = warpgroups_per_tile * cluster * (4 if scaling.along_k else 1)
+    empty_arrivals = warpgroups_per_tile * cluster * (_WARPGROUP_WARPS if scaling.along_k else 1)
     zero_acc = zeros(count)
     wgmma_k32 = wgmma(tile_n, spec.a, spec.b)
     wgmma_wait_0, wgmma_wait_1 = wgmma_wait(count, 0), wgmma_wait(count, 1)
@@ -103,8 +100,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    by_block = scaling is Scaling.BLOCK
-    by_blocks = scaling is Scaling.BLOCKS
+    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
+    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
     read_scales = stage_scale_reader(spec, config)
     promote_add = make_promote_add(spec, config)
     releases_early = reads_scales_early(spec, config)
@@ -150,13 +147,13 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         scale = (np.float32(1), np.float32(1))
         wgmma_fence()
         partial = wgmma_wait_0(issue_k_iter(partial, desc_a, desc_b, 0))
-        if by_block:
+        if b_by_128x128:
             scale = block_scales_at(block_scales, k_iter)
         if two_waves:
             scales_below = read_scales(smem, stage_idx, row_in_tile + 64)
             acc = promote_add(acc, partial, scales, scale, column)
             wgmma_fence()
-            partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * _K >> 4), desc_b, 0))
+            partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * TILE_K >> 4), desc_b, 0))
         if releases_early:
             consumer_release(smem, stage_idx, thread)
         if two_waves:
@@ -181,17 +178,17 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 mbarrier_arrive_expect_tx(full, tx_bytes)
                 if multicast_a:
                     start = rank * a_slice_rows
-                    tma_load_multicast(a + start * _K, map_a, full, k_iter * _K, row + start, mcast_mask)
+                    tma_load_multicast(a + start * TILE_K, map_a, full, k_iter * TILE_K, row + start, mcast_mask)
                 else:
-                    tma_load(a, map_a, full, k_iter * _K, row)
+                    tma_load(a, map_a, full, k_iter * TILE_K, row)
                 if multicast_b:
                     start = rank * b_slice_rows
-                    tma_load_multicast(b + start * _K, map_b, full, k_iter * _K, column + start, mcast_mask)
+                    tma_load_multicast(b + start * TILE_K, map_b, full, k_iter * TILE_K, column + start, mcast_mask)
                 else:
-                    tma_load(b, map_b, full, k_iter * _K, column)
+                    tma_load(b, map_b, full, k_iter * TILE_K, column)
                 if along_k:
                     tma_load(smem + scale_a_offset + stage_idx * (4 * tile_m), map_scale_a, full, row, k_iter)
-                if by_blocks:
+                if b_by_1x128:
                     tma_load(smem + scale_b_offset + stage_idx * (4 * tile_n), map_scale_b, full, column, k_iter)
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
@@ -221,7 +218,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         block_scales = (u32(0), u32(0))
         next_column = 0
         next_block_scales = block_scales
-        if by_block:
+        if b_by_128x128:
             next_block_scales = load_block_scales(
                 scale_b, scale_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
             )
@@ -229,7 +226,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
             row += wg_row
             work_tile += tiles_in_flight * quotient(cuda.gridDim.x, i32(cluster))
-            if by_block:
+            if b_by_128x128:
                 next_column = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             if pingpong:  # the first warpgroup may take the first tile at once
@@ -237,7 +234,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 order_round += 1
             previous_stage = stage_idx
             for window_start in range(i32(0), k_iters, i32(scale_window)):
-                if by_block:
+                if b_by_128x128:
                     block_scales = next_block_scales
                     last = window_start + scale_window >= k_iters
                     next_block_scales = load_block_scales(
@@ -246,7 +243,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                     wait(smem + full_offset + 8 * stage_idx, phase)
-                    desc_a = SMEM_DESC_K_MAJOR_SW128 | (((smem + stage_idx * a_bytes + wg_row * _K) & 0x3FFFF) >> 4)
+                    desc_a = SMEM_DESC_K_MAJOR_SW128 | (((smem + stage_idx * a_bytes + wg_row * TILE_K) & 0x3FFFF) >> 4)
                     desc_b = SMEM_DESC_K_MAJOR_SW128 | (((smem + b_offset + stage_idx * b_bytes) & 0x3FFFF) >> 4)
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
@@ -294,14 +291,14 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 prefetch_tensormap(maps[2])
             if along_k:
                 prefetch_tensormap(maps[3])
-            if by_blocks:
+            if b_by_1x128:
                 prefetch_tensormap(maps[4])
             for stage in range(stages):
                 mbarrier_init(smem + full_offset + 8 * stage, 1)
                 mbarrier_init(smem + empty_offset + 8 * stage, empty_arrivals)
             if pingpong:
-                mbarrier_init(smem + order_offset, _WARPS)
-                mbarrier_init(smem + order_offset + 8, _WARPS)
+                mbarrier_init(smem + order_offset, _WARPGROUP_WARPS)
+                mbarrier_init(smem + order_offset + 8, _WARPGROUP_WARPS)
             fence_mbarrier_init()
         if cluster > 1:
             cluster_start()
@@ -312,11 +309,11 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             quotient(n + (work_columns - 1), work_columns),
         )
         work_tiles = m_tiles * n_tiles
-        k_iters = quotient(k + (_K - 1), _K)
+        k_iters = quotient(k + (TILE_K - 1), TILE_K)
         work_tile = quotient(cuda.blockIdx.x, cluster)
         if wg_idx == mma_warpgroups:
             warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
-            if warp == 4 * mma_warpgroups and elect_sync():
+            if warp == _WARPGROUP_WARPS * mma_warpgroups and elect_sync():
                 produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank)
         else:
             warpgroup_reg_alloc(_REGISTERS)

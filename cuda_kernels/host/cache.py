@@ -74,7 +74,12 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
 
 
 def carried(key: str, what: str) -> bytes | None:
-    """What lies under ``key`` in the folder of :data:`CARRIED_VARIABLE`; None, and a warning, if nothing does."""
+    """Read a prebuilt kernel from the folder of :data:`CARRIED_VARIABLE`; None, and a warning, if it has none.
+
+    Args:
+        key: the hash of the kernel's source.
+        what: the kernel, as the warning names it.
+    """
     folder = os.environ.get(CARRIED_VARIABLE)
     if not folder:
         return None

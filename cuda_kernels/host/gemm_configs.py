@@ -13,7 +13,16 @@ from functools import lru_cache
 from itertools import product
 
 from cuda_kernels.device.sizes import ceil_div
-from cuda_kernels.gemm.spec import ACCUMULATORS, GemmConfig, GemmSpec, MmaConfig, Scaling, num_epi_tiles, smem_offsets
+from cuda_kernels.gemm.spec import (
+    ACCUMULATORS,
+    TILE_K,
+    GemmConfig,
+    GemmSpec,
+    MmaConfig,
+    Scaling,
+    num_epi_tiles,
+    smem_offsets,
+)
 
 SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 """The most that a block may have, by architecture: those that kernels are for."""
@@ -40,10 +49,11 @@ class GemmProblem:
 
     Attributes:
         m, n, k: ``[m, k]`` times ``[n, k]`` transposed; at least 1.
+        spec: what is computed: formats, scales, the dtype of the result.
         architecture: ``"90a"``, ``"89"``, ...
         multiprocessors: of the GPU.
         aligned: rows of the result begin at multiples of 16 bytes.
-        even: its columns come in pairs, and so do those of bias and scales.
+        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
     """
 
     m: int
@@ -177,12 +187,12 @@ def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
     if isinstance(config, GemmConfig):
         loaded_rows = float(config.a_rows_loaded + config.b_rows_loaded)
     rounds = ceil_div(num_tiles(problem.m, problem.n, config), resident_blocks(config, problem.multiprocessors))
-    k_iter = max(rows * columns * 128 / 4096, loaded_rows * 128 / 28)
+    k_iter = max(rows * columns * TILE_K / 4096, loaded_rows * TILE_K / 28)
     if isinstance(config, GemmConfig):
         k_iter = max(k_iter, shared_memory_cycles(config, problem.spec), _promotion_cycles(config, problem.spec))
     epilogue = 1500 + rows * columns / 16
     epilogues = 1 if isinstance(config, GemmConfig) and config.pingpong else rounds
-    return rounds * ceil_div(problem.k, 128) * k_iter + epilogues * epilogue
+    return rounds * ceil_div(problem.k, TILE_K) * k_iter + epilogues * epilogue
 
 
 def num_tiles(m: int, n: int, config: KernelConfig) -> int:
@@ -209,7 +219,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     the scales of its columns, eight at a time, where they have some.
     """
     rows, columns = config.tile_m, config.tile_n
-    scales = rows // 16 * columns / 8 if spec.scaling is Scaling.BLOCKS else 0
+    scales = rows // 16 * columns / 8 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 0
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
@@ -217,6 +227,6 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
     if not spec.promote:
         return 0.0
-    each = 2 if spec.scaling is Scaling.BLOCKS else 1
+    each = 2 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 1
     added = config.waves * (config.tile_n / 2 * each + 100)
-    return 64 * config.waves * config.tile_n * 128 / 4096 + added
+    return 64 * config.waves * config.tile_n * TILE_K / 4096 + added

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from cuda_kernels.host.precompile import Build
 
 CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
-"""Environment variable: ``numba`` or ``cublaslt`` takes that wherever it can; else what was measured decides."""
+"""Environment variable: a backend, one of :data:`BACKENDS`, to take wherever it can compute a GEMM."""
+BACKENDS = "numba", "cublaslt"
+"""Our kernels, which Numba compiles, and ``torch._scaled_mm``."""
 
 _NEAR = 2.0
 """A measurement counts for a problem whose sizes differ by less than this factor."""
@@ -51,33 +53,33 @@ class Measurement:
     choice: GemmChoice
 
 
-def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), wish: str | None = None) -> GemmChoice:
+def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), backend: str | None = None) -> GemmChoice:
     """What computes ``problem``: one of :func:`legal_choices`.
 
     Args:
         measured: measurements on this GPU.
-        wish: ``numba``, ``cublaslt`` or None.
+        backend: one of :data:`BACKENDS`, taken wherever it can compute the problem; None: whichever is fastest.
 
     Raises:
-        ValueError: another wish.
+        ValueError: another backend.
     """
-    if wish not in (None, "numba", "cublaslt"):
+    if backend not in (None, *BACKENDS):
         raise ValueError(
-            f"{CHOICE_VARIABLE}={wish!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
+            f"{CHOICE_VARIABLE}={backend!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
         )
     legal = legal_choices(problem)
-    if wish == "cublaslt" and cublaslt_takes(problem):
+    if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
     gemm = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
     alike = [each for each in measured if each.gemm == gemm and each.choice in legal]
-    if wish == "numba":
+    if backend == "numba":
         alike = [each for each in alike if not isinstance(each.choice, Library)]
     sizes = problem.m, problem.n, problem.k
     near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].choice
     # Without a measurement, what runs everywhere comes before what never ran on this GPU.
-    if wish is None and cublaslt_takes(problem):
+    if backend is None and cublaslt_takes(problem):
         return Library.CUBLASLT
     return choose_by_estimate(problem)
 
@@ -117,21 +119,21 @@ def _slug(card: str) -> str:
 @cache
 def measured_on(card: str) -> tuple[Measurement, ...]:
     """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
-    return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
+    return *_load_measurements(user_file(card)), *_load_measurements(shipped_file(card))
 
 
-def _kept_in(path: Path) -> list[Measurement]:
+def _load_measurements(path: Path) -> list[Measurement]:
     try:
         return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def keep(card: str, measured: Iterable[Measurement]) -> Path:
+def save(card: str, measured: Iterable[Measurement]) -> Path:
     """Add measurements to the user's file, in place of older ones of the same problem."""
     path = user_file(card)
-    kept = {(each.gemm, each.sizes): each for each in (*_kept_in(path), *measured)}
-    write_whole(path, json.dumps(document(card, kept.values()), indent=1).encode())
+    merged = {(each.gemm, each.sizes): each for each in (*_load_measurements(path), *measured)}
+    write_whole(path, json.dumps(document(card, merged.values()), indent=1).encode())
     measured_on.cache_clear()
     return path
 
@@ -141,46 +143,54 @@ def document(card: str, measured: Iterable[Measurement]) -> dict[str, Any]:
     return {"card": card, "measured": [to_json(each) for each in measured]}
 
 
-_JSON_KINDS: dict[str, type[GemmConfig | MmaConfig]] = {"Tile": GemmConfig, "MmaTile": MmaConfig}
-_JSON_FIELDS: dict[type, dict[str, str]] = {
-    GemmConfig: {
-        "mma_warpgroups": "groups",
-        "tile_n": "columns",
-        "multicast_a": "shares_a",
-        "epi_stages": "buffers",
-        "smem_epilogue": "staged",
-        "pingpong": "alternate",
-    },
-    MmaConfig: {"tile_m": "rows", "tile_n": "columns"},
-}
-"""How files of measurements name configs, and their fields where that differs."""
+_CONFIGS = {"GemmConfig": GemmConfig, "MmaConfig": MmaConfig}
 
 
 def to_json(measured: Measurement) -> dict[str, Any]:
-    """One entry of a file."""
+    """One entry of a file: a config by its class and its fields, a library by its value."""
     choice = measured.choice
-    if isinstance(choice, Library):
-        described: Any = choice.value
-    else:
-        kind = next(name for name, cls in _JSON_KINDS.items() if isinstance(choice, cls))
-        names = _JSON_FIELDS[type(choice)]
-        described = {"kind": kind} | {names.get(field, field): value for field, value in asdict(choice).items()}
-    return {"product": measured.gemm, "sizes": list(measured.sizes), "plan": described}
+    described: Any = choice.value if isinstance(choice, Library) else {"kind": type(choice).__name__} | asdict(choice)
+    return {"gemm": measured.gemm, "sizes": list(measured.sizes), "choice": described}
 
 
 def from_json(entry: dict[str, Any]) -> Measurement:
-    """Read an entry of a file.
+    """Read an entry of a file, also with the names of fields that files had before.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    described = entry["plan"]
+    if "plan" in entry:
+        entry = _with_names_of_today(entry)
+    described = entry["choice"]
+    choice: GemmChoice
     if isinstance(described, dict):
-        values = dict(described)
-        cls = _JSON_KINDS[values.pop("kind")]
-        values |= {field: values.pop(name) for field, name in _JSON_FIELDS[cls].items() if name in values}
-        choice: GemmChoice = cls(**values)
+        fields = {name: value for name, value in described.items() if name != "kind"}
+        choice = _CONFIGS[described["kind"]](**fields)
     else:
         choice = Library(described)
     m, n, k = (int(size) for size in entry["sizes"])
-    return Measurement(str(entry["product"]), (m, n, k), choice)
+    return Measurement(str(entry["gemm"]), (m, n, k), choice)
+
+
+_FORMER_KINDS = {"Tile": "GemmConfig", "MmaTile": "MmaConfig"}
+_FORMER_FIELDS = {
+    "GemmConfig": {
+        "groups": "mma_warpgroups",
+        "columns": "tile_n",
+        "shares_a": "multicast_a",
+        "buffers": "epi_stages",
+        "staged": "smem_epilogue",
+        "alternate": "pingpong",
+    },
+    "MmaConfig": {"rows": "tile_m", "columns": "tile_n"},
+}
+"""Names in files written before these had the names of fields."""
+
+
+def _with_names_of_today(entry: dict[str, Any]) -> dict[str, Any]:
+    described = entry["plan"]
+    if isinstance(described, dict):
+        kind = _FORMER_KINDS[described["kind"]]
+        names = _FORMER_FIELDS[kind] | {"kind": "kind"}
+        described = {names.get(name, name): value for name, value in described.items()} | {"kind": kind}
+    return {"gemm": entry["product"], "sizes": entry["sizes"], "choice": described}

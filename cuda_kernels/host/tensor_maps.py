@@ -17,7 +17,7 @@ from cuda_kernels.kernel import KernelError
 
 _BYTES = 128
 _ALIGNMENT = 64
-_KEPT_MAPS = 1024
+_MAX_CACHED_MAPS = 1024
 
 # CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
 _KINDS = {1: 0, 2: 1, 4: 7}
@@ -33,7 +33,8 @@ class Box(NamedTuple):
 
     Attributes:
         rows, columns: of the box.
-        swizzle: whether rows of 128 bytes are swizzled in shared memory.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory, as
+            :func:`~cuda_kernels.device.fragments.swizzle_128b` says.
         transposed: the matrix is the tensor, transposed.
     """
 
@@ -57,15 +58,15 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     """
     if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
-    kept: dict[int, bytes] = {}
+    cached: dict[int, bytes] = {}
 
     def encoded(tensor: Tensor) -> bytes:
         address = tensor.data_ptr()
-        found = kept.get(address)
+        found = cached.get(address)
         if found is None:
-            if len(kept) == _KEPT_MAPS:
-                kept.clear()
-            found = kept[address] = _encoded(tensor.t() if box.transposed else tensor, box)
+            if len(cached) == _MAX_CACHED_MAPS:
+                cached.clear()
+            found = cached[address] = _encoded(tensor.t() if box.transposed else tensor, box)
         return found
 
     return encoded
@@ -93,12 +94,12 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
         KernelError: the driver refuses.
     """
     rows, columns = tensor.shape
-    item = tensor.element_size()
+    itemsize = tensor.element_size()
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     address = ceil_div(ctypes.addressof(memory), _ALIGNMENT) * _ALIGNMENT
     result = _encode()(
-        address, _KINDS[item], 2, tensor.data_ptr(),
-        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * item),
+        address, _KINDS[itemsize], 2, tensor.data_ptr(),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * itemsize),
         (ctypes.c_uint32 * 2)(box.columns, box.rows), (ctypes.c_uint32 * 2)(1, 1),
         _INTERLEAVE_NONE, _SWIZZLE_128B if box.swizzle else _SWIZZLE_NONE, _L2_PROMOTION_256B, _OUTSIDE_IS_0,
     )  # fmt: skip

@@ -25,9 +25,10 @@ _TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, 
 def store_fragment_shared(count: int, dtype: str) -> Any:
     """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
 
-    The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``. For 16-bit values ``base`` is the
-    row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is 1024
-    bytes on.
+    The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``, which is
+    :func:`~cuda_kernels.device.fragments.swizzle_128b` with ``mask`` for the row modulo 8. For 16-bit values ``base``
+    is the row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is
+    1024 bytes on.
     """
     rounded = dtype != "float32"
     pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
@@ -88,11 +89,11 @@ def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) 
             for first in range(0, count, 4):
                 for index in range(0, 2, step):
                     col = builder.add(column, _I32(2 * first + index))
-                    inside = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
+                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
                     offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
                     stored = acc[first + 2 * half + index :][:step]
                     address = builder.add(out, offset)
-                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, inside])
+                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
         return context.get_dummy_value()
 
     kinds = fragment_type(count), i64, i64, i32, i32, i32, i32

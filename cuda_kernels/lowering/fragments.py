@@ -203,12 +203,12 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
     for index in range(8 * j, 8 * j + 2, count):
         # All elements are loaded from one address with offsets: an address for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
-        inside = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
-        template = f"{{ .reg .pred p; .reg .s32 c; {inside} {load} }}"
+        in_bounds = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
+        template = f"{{ .reg .pred p; .reg .s32 c; {in_bounds} {load} }}"
         kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
         loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
-        values += [builder.extract_value(loaded, swizzled_chunk) for swizzled_chunk in range(2)] if even else [loaded]
+        values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
     return values
 
 
@@ -253,8 +253,8 @@ def largest_of_rows(count: int) -> Any:
         largest = [_I32(0), _I32(0)]
         for index, value in enumerate(unpack_tuple(builder, packed)):
             bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
-            inside = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), cols_left)
-            bits = builder.select(inside, bits, _I32(0))
+            in_bounds = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), cols_left)
+            bits = builder.select(in_bounds, bits, _I32(0))
             half = index >> 1 & 1
             larger = builder.icmp_unsigned(">", bits, largest[half])
             largest[half] = builder.select(larger, bits, largest[half])

@@ -131,8 +131,8 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
     weights = parameter_quad(norm.weight_dtype)
     num_x_registers, num_dy_registers = row_registers(norm.dtype, layout), row_registers(dy_dtype, layout)
     x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
-    item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    weight_address, dx_address_of = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(item, layout)
+    itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
+    weight_address, dx_address_of = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(itemsize, layout)
     has_mean = norm.mean
     has_bias = norm.bias
     elements = 4 * quads
@@ -142,21 +142,21 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
     total = row_sum(threads)
     sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
-    inside = inside_row(layout)
+    in_bounds = inside_row(layout)
     ahead = threads < 1024
 
     @device
     def load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys):
         """Load x and dy of a row into registers, and return its mean and rstd."""
-        load_x(x + row * stride * item, columns, thread, xs)
-        load_dy(dy + row * dy_stride * dy_item, columns, thread, dys)
+        load_x(x + row * stride * itemsize, columns, thread, xs)
+        load_dy(dy + row * dy_stride * dy_itemsize, columns, thread, dys)
         return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(means, rows) + row * 4)
 
     @device
     def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
         column = column_of(quad, thread)
         d = decode_dy(dys, quad * dy_registers)
-        w = weights(weight_address(weight, quad, thread), inside(column, columns))
+        w = weights(weight_address(weight, quad, thread), in_bounds(column, columns))
         return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
     def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
@@ -198,7 +198,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
                 g = g_row[p], g_row[p + 1], g_row[p + 2], g_row[p + 3]
                 if not ahead:
                     normalized, _, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
-                dx_address = dx_address_of(dx + row * columns * item, quad, thread)
+                dx_address = dx_address_of(dx + row * columns * itemsize, quad, thread)
                 store(dx_address, column_of(quad, thread), columns, g, normalized, g_mean, product_mean, row_rstd)
             row = next_row
         weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
@@ -207,7 +207,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
             p = 4 * quad
             column = column_of(quad, thread)
             byte_offset = i64(column) * 4
-            if inside(column, columns):
+            if in_bounds(column, columns):
                 store_16(
                     weight_partials + byte_offset,
                     bits(weight_sums[p]), bits(weight_sums[p + 1]), bits(weight_sums[p + 2]), bits(weight_sums[p + 3]),
@@ -232,7 +232,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
 @cache
 def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kernel:
     """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
-    item, dy_item = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
+    itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
     weights = quad_reader(norm.weight_dtype, aligned)
     normalize = _normalizer(norm)
@@ -241,6 +241,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
     rstd_pointer = rstd_address(norm.mean)
     store = _gradient_storer(norm, aligned, False)
     total = row_sum(THREADS)
+    sum_bytes = 4 * (THREADS >> 5)  # bytes of shared memory for one sum
+    buffer_bytes = 2 * sum_bytes
 
     @device
     def add(address, value, begun):
@@ -258,8 +260,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         while row < rows:
             # If so, there are sums of the block's earlier rows; this thread wrote those of its columns.
             begun = row >= i64(cuda.gridDim.x)
-            x_row = x + row * stride * item
-            dy_row = dy + row * dy_stride * dy_item
+            x_row = x + row * stride * itemsize
+            dy_row = dy + row * dy_stride * dy_itemsize
             rstd = load_f32(rstd_pointer(means, rows) + row * 4)
             mean = load_f32(means + row * 4) if has_mean else _ZERO
             g_mean, product_mean = _ZERO, _ZERO
@@ -279,14 +281,14 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
                 column += 4 * THREADS
             if has_mean:
                 g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
-            product_mean = divide(total(product_mean, shared + sum_buffer + 32, thread), f32(columns))
-            sum_buffer ^= i32(64)
+            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+            sum_buffer ^= i32(buffer_bytes)
             column = i64(4 * thread)
             while column < columns:
                 normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
                 d = quad_dy(dy_row, column, columns)
                 g = _scaled(d, weights(weight, column, columns), offset)
-                dx_address = dx + (row * columns + column) * item
+                dx_address = dx + (row * columns + column) * itemsize
                 store(dx_address, column, columns, g, normalized, g_mean, product_mean, rstd)
                 column += 4 * THREADS
             row += i64(cuda.gridDim.x)
@@ -296,6 +298,6 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         long_norm_backward,
         _PARAMETERS,
         THREADS,
-        shared_bytes=128,
+        shared_bytes=2 * buffer_bytes,
         min_blocks_per_sm=2,
     )

@@ -31,12 +31,12 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     loader = normalized_loader(norm, aligned)
     pack = float8x4[fp8]
     load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
-    n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(loader.vector)
     statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
     rstd_pointer = rstd_address(norm.mean)
     has_mean = norm.mean
-    item = ITEM_BYTES[norm.dtype]
+    itemsize = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
         x, scale, amax_out, out, out_scale, out_t,
@@ -48,7 +48,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
         first = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
             row = first + warp + i32(WARPS * index)
-            address = x[0] + i64(row) * x[1] * item
+            address = x[0] + i64(row) * x[1] * itemsize
             m, r = statistics(address, columns, row < rows, lane, eps, shared, thread)
             if lane == 0 and row < rows:
                 if has_mean:
@@ -58,8 +58,8 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
 
         factor = load_f32(scale)
         start = i32(0)
-        kept = cuda.local.array(n_kept, u32)
-        clear(kept)
+        running_max = cuda.local.array(n_maxima, u32)
+        clear(running_max)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
         while start < columns:
@@ -70,7 +70,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                 a, b, c, d = decode(registers, step)
                 packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
-                    fold(registers, step, (a, b, c, d), kept)
+                    fold(registers, step, (a, b, c, d), running_max)
             if rowwise:
                 store_rows(packed, out, out_stride, first, rows, column, False)
             transpose_quads(packed)
@@ -82,9 +82,9 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                     )
             start = i32(start + 4 * THREADS)
         if observe:
-            largest = block_max(largest_kept(kept), shared, thread)
+            amax_bits = block_max(amax_of(running_max), shared, thread)
             if thread == 0:
-                update_amax(amax_out, largest)
+                update_amax(amax_out, amax_bits)
 
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",

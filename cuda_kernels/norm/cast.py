@@ -62,7 +62,7 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     last = layout.quads_per_vec - 1
     column_of = quad_column(layout)
     num_registers = quad_registers(norm.dtype)
-    item = ITEM_BYTES[norm.weight_dtype]
+    itemsize = ITEM_BYTES[norm.weight_dtype]
     has_bias = norm.bias
     decode = quad_decoder(norm.dtype)
     parameters = parameter_quad(norm.weight_dtype)
@@ -70,7 +70,7 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     pack = float8x4[fp8]
     is_inside = inside_row(layout)
     larger = larger_magnitudes["float32"]
-    parameter_address, code_address = quad_address(item, layout), quad_address(1, layout)
+    parameter_address, code_address = quad_address(itemsize, layout), quad_address(1, layout)
 
     @device
     def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
@@ -79,18 +79,18 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
         for quad in range(quads):
             column = column_of(quad, lane)
             part = quad & last
-            inside = is_inside(column, columns)
-            kept = _ALL if inside else u32(0)
+            in_bounds = is_inside(column, columns)
+            mask = _ALL if in_bounds else u32(0)
             a, b, c, d = decode(registers, quad * num_registers)
-            w, x, y, z = parameters(parameter_address(weight, quad, lane), inside)
-            p, q, r, s = parameters(parameter_address(bias, quad, lane), inside and has_bias)
+            w, x, y, z = parameters(parameter_address(weight, quad, lane), in_bounds)
+            p, q, r, s = parameters(parameter_address(bias, quad, lane), in_bounds and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
             b = normalize(b, mean, rstd, x + offset, q)
             c = normalize(c, mean, rstd, y + offset, r)
             d = normalize(d, mean, rstd, z + offset, s)
             quad_max = larger(larger(a, b), larger(c, d))
-            largest = larger(largest, quad_max if inside else _ZERO)
-            packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & kept
+            largest = larger(largest, quad_max if in_bounds else _ZERO)
+            packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & mask
             if part == last and stored and is_inside(column, stride):
                 if last:
                     store_8(code_address(codes, quad - 1, 0), packed[0], packed[1])
@@ -118,7 +118,7 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
     has_mean = norm.mean
     rstd_pointer = rstd_address(norm.mean)
     num_registers = row_registers(norm.dtype, layout)
-    item = ITEM_BYTES[norm.dtype]
+    itemsize = ITEM_BYTES[norm.dtype]
     lane_mask = layout.threads_per_row - 1
     shift = layout.log2_threads
     rows_of_block = THREADS >> layout.log2_threads
@@ -142,16 +142,16 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
         codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
         while first < rows:
             row = first + (thread >> shift)
-            inside = row < rows
+            in_bounds = row < rows
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
-            load_row(x + (row if inside else i64(rows - 1)) * stride * item, columns, lane, registers)
+            load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, lane, registers)
             m, r = statistics(registers, columns, lane, eps, shared + sum_buffer, thread)
-            if lane == 0 and inside:
+            if lane == 0 and in_bounds:
                 if has_mean:
                     store_f32(means + row * 4, m)
                 store_f32(rstd_pointer(means, rows) + row * 4, r)
-            stored = inside and factor != _ZERO
+            stored = in_bounds and factor != _ZERO
             amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
             sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
@@ -185,7 +185,7 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
     load_row = row_loader(norm.dtype, layout)
     cast = _row_caster(norm, fp8, predicated)
     num_registers = row_registers(norm.dtype, layout)
-    item = ITEM_BYTES[norm.dtype]
+    itemsize = ITEM_BYTES[norm.dtype]
     has_mean = norm.mean
     fp8_max = FP8_MAX[fp8]
     rstd_pointer = rstd_address(norm.mean)
@@ -209,7 +209,7 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
             registers = cuda.local.array(num_registers, u32)
-            load_row(x + row * stride * item, columns, lane, registers)
+            load_row(x + row * stride * itemsize, columns, lane, registers)
             m = load_f32(means + row * 4) if has_mean else _ZERO
             r = load_f32(rstd_pointer(means, rows) + row * 4)
             codes = code_address(out + row * out_stride, 0, lane)

@@ -95,14 +95,14 @@ def normalized_loader(norm: Norm, aligned: bool) -> TileLoader:
         registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
 
     @device
-    def load(args, rows, columns, row, column, whole, registers):
-        load_x(args, rows, columns, row, column, whole, registers)
+    def load(args, rows, columns, row, column, full_tile, registers):
+        load_x(args, rows, columns, row, column, full_tile, registers)
         lane = cuda.threadIdx.x & 31
         lane_offset = i64(row + lane) * 4
-        inside = lane < WARP_ROWS and row + lane < rows
+        in_bounds = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = bits(load_f32(args[4] + lane_offset)) if inside else u32(0)
-        registers[rstd] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if inside else u32(0)
+            registers[mean] = bits(load_f32(args[4] + lane_offset)) if in_bounds else u32(0)
+        registers[rstd] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if in_bounds else u32(0)
         load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
         if has_bias:
             load_parameters(args[3], column, columns, _ZERO, registers, bias)
@@ -161,7 +161,7 @@ def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
     column_of = quad_column(layout)
     decode = quad_decoder(dtype)
     total = row_sum(layout.threads_per_row)
-    inside = inside_row(layout)
+    in_bounds = inside_row(layout)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
@@ -174,41 +174,41 @@ def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
         for quad in range(quads):
             a, b, c, d = decode(registers, quad * num_registers)
             a, b, c, d = a - m, b - m, c - m, d - m
-            squares += (a * a + b * b) + (c * c + d * d) if inside(column_of(quad, lane), columns) else _ZERO
+            squares += (a * a + b * b) + (c * c + d * d) if in_bounds(column_of(quad, lane), columns) else _ZERO
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics
 
 
 def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
-    """A device function ``(row, columns, inside, lane, eps, shared, thread) -> mean, rstd`` of the row at an address.
+    """A device function ``(row, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd`` of a row in memory.
 
     Rows may have any length and address. ``threads`` threads read a row, twice if there is a mean; nothing is read of a
-    row that is not ``inside``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
+    row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
     num_registers = quad_registers(dtype)
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     total = row_sum(threads)
     stride = 4 * threads
     all_registers = _AT_ONCE * num_registers
     step = _AT_ONCE * stride
 
     @device
-    def load_some(row, column, columns, inside, registers):
+    def load_some(row, column, columns, in_bounds, registers):
         for index in range(_AT_ONCE):
             col = column + index * stride
-            loaded = load(row + i64(col) * item, col, columns, inside)
+            loaded = load(row + i64(col) * itemsize, col, columns, in_bounds)
             for register in range(num_registers):
                 registers[index * num_registers + register] = loaded[register]
 
     @device
-    def statistics(row, columns, inside, lane, eps, shared, thread):
+    def statistics(row, columns, in_bounds, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
         m, squares, first = _ZERO, _ZERO, i32(0)
         while mean and first < columns:
-            load_some(row, first + 4 * lane, columns, inside, registers)
+            load_some(row, first + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
@@ -217,7 +217,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
             m = divide(total(m, shared, thread), f32(columns))
         first = i32(0)
         while first < columns:
-            load_some(row, first + 4 * lane, columns, inside, registers)
+            load_some(row, first + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 column = first + 4 * lane + index * stride
                 a, b, c, d = decode(registers, index * num_registers)
@@ -245,7 +245,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
     load_row = row_loader(dtype, layout)
     statistics = row_statistics(dtype, mean, layout)
     num_registers = row_registers(dtype, layout)
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     lane_mask = layout.threads_per_row - 1
     shift = layout.log2_threads
     rows_of_block = THREADS >> layout.log2_threads
@@ -257,7 +257,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
-        load_row(x + i64(row if row < rows else rows - 1) * stride * item, columns, lane, registers)
+        load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, lane, registers)
         m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:
@@ -278,13 +278,13 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
     statistics = long_row_statistics(dtype, mean, aligned, THREADS)
-    item = ITEM_BYTES[dtype]
+    itemsize = ITEM_BYTES[dtype]
     rstd_pointer = rstd_address(mean)
 
     def statistics_of_long_rows(x, stride, means, rows, columns, eps):
         thread = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
-        m, r = statistics(x + row * stride * item, columns, True, thread, eps, dynamic_shared(), thread)
+        m, r = statistics(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
                 store_f32(means + row * 4, m)

@@ -21,7 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
-from cuda_kernels.host.gemm_selection import Measurement, builds_of, keep
+from cuda_kernels.host.gemm_selection import Measurement, builds_of, save
 from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
@@ -139,7 +139,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         if times:
             measured.append(Measurement(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
     if tune:
-        print(f"kept {len(measured)} choices in {keep(card, measured)}")
+        print(f"kept {len(measured)} choices in {save(card, measured)}")
 
 
 def _lines(gemm: Gemm, times: dict[GemmChoice, float]) -> Iterator[str]:

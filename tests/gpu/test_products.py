@@ -36,13 +36,13 @@ def test_case(case: Case) -> None:
 
 
 @pytest.fixture(params=["numba", "cublaslt"])
-def wish(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, request.param)
     dispatch.clear_plan_cache()
     return str(request.param)
 
 
-@pytest.mark.usefixtures("wish")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("scaling", PAIRS)
 def test_random_shapes(scaling: str) -> None:
     """Against float64; small, ragged and large, with each epilogue."""
@@ -78,7 +78,7 @@ def test_every_plan_of_a_problem() -> None:
                 check_product("tensor", (1000, 1040, 1500), "cuda")
 
 
-@pytest.mark.usefixtures("wish")
+@pytest.mark.usefixtures("backend")
 def test_more_than_2_31_elements() -> None:
     """Rows of A and of the result that lie beyond 2**31 bytes and elements."""
     a = torch.ones(140_000, 16_384, device="cuda", dtype=BF16).to(E4M3)
@@ -91,7 +91,7 @@ def test_more_than_2_31_elements() -> None:
     assert bool((out[0] == 16_384).all())
 
 
-@pytest.mark.usefixtures("wish")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_trains_as_on_the_cpu(recipe: str) -> None:
     """Losses and gradients of a few steps, on the card and on the CPU."""
@@ -139,7 +139,7 @@ def test_backward_whose_first_work_is_ours() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("wish")
+@pytest.mark.usefixtures("backend")
 def test_a_product_in_a_graph() -> None:
     a = torch.randint(-3, 4, (300, 512), device="cuda").to(E4M3)
     b, one = torch.randint(-3, 4, (256, 512), device="cuda").to(E4M3), torch.ones((), device="cuda")

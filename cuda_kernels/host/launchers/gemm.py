@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.gemm.mma import mma_gemm_kernel
-from cuda_kernels.gemm.spec import GemmConfig, MmaConfig, Scaling, epi_tile_columns
+from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, Scaling, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
 from cuda_kernels.host.launch import address_on, bind
@@ -18,9 +18,6 @@ from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 """``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
-
-_K_BYTES = 128
-"""Bytes of a row that one K iteration copies."""
 
 
 class GemmStrides(NamedTuple):
@@ -60,11 +57,11 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     spec = problem.spec
     address = address_on(device)
     map_of = partial(map_on, device)
-    map_a = map_of(Box(config.a_rows_loaded, _K_BYTES))
-    map_b = map_of(Box(config.b_rows_loaded, _K_BYTES))
+    map_a = map_of(Box(config.a_rows_loaded, TILE_K))
+    map_b = map_of(Box(config.b_rows_loaded, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
     map_scale_a = map_of(_scale_box(config.tile_m)) if spec.scaling.along_k else None
-    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling is Scaling.BLOCKS else None
+    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling is Scaling.BLOCK_1X128_1X128 else None
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),

@@ -20,8 +20,8 @@ from lightning_fp8.scaled import Layout
 SCALINGS = {
     (Layout.TENSOR, Layout.TENSOR): Scaling.TENSOR,
     (Layout.ROW, Layout.ROW): Scaling.ROW,
-    (Layout.BLOCK_1X128, Layout.BLOCK_128X128): Scaling.BLOCK,
-    (Layout.BLOCK_1X128, Layout.BLOCK_1X128): Scaling.BLOCKS,
+    (Layout.BLOCK_1X128, Layout.BLOCK_128X128): Scaling.BLOCK_1X128_128X128,
+    (Layout.BLOCK_1X128, Layout.BLOCK_1X128): Scaling.BLOCK_1X128_1X128,
 }
 """Pairs of layouts that kernels multiply."""
 
