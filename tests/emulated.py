@@ -159,5 +159,6 @@ def kernels_of(check: Callable[[str], object]) -> list[Kernel]:
 
 def builders() -> set[str]:
     """The names of all kernels: functions of :mod:`cuda_kernels` that give a :class:`Kernel`."""
-    modules = [import_module(module.name) for module in walk_packages(cuda_kernels.__path__, "cuda_kernels.")]
+    names = [module.name for module in walk_packages(cuda_kernels.__path__, "cuda_kernels.")]
+    modules = [import_module(name) for name in names if not name.startswith("cuda_kernels.host")]  # that starts them
     return {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}
