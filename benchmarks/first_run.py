@@ -95,6 +95,12 @@ KERNELS = {
     "norm backward": "norm_backward-rms-bf16-long",
     "norm backward of long rows": "norm_backward-rms-bf16-wide",
     "SwiGLU backward": "swiglu_backward-bf16-given-bias",
+    "attention's cast": "cast_heads-bfloat16-128",
+    "attention's cast about a mean": "cast_heads-bfloat16-128-copies=(True,False)-centered=True",
+    "attention forward": "attention_forward-128-whole tiles",
+    "attention's D": "attention_delta-64-padded",
+    "attention's dQ": "attention_dq-64-many keys",
+    "attention's dK and dV": "attention_dkv-64-many queries",
 }
 """One of each kernel, by the name of its case in ``tests``; the simplest first, so that the first to hang says most."""
 DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
