@@ -19,6 +19,9 @@ Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, of the weight and of the bias; None where it is not needed."""
 
+_STALE = "_fp8_stale"
+"""The attribute of a ``main_grad`` that the next wgrad overwrites."""
+
 
 def quantize_role(
     x: Tensor,
@@ -129,12 +132,22 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
         dx = ops.scaled_mm(_present(dy8.rowwise), _present(w8.columnwise), out_dtype=ctx.x_dtype)
     if x_t is not None:
         if ctx.main_grad is not None:
+            if not torch.compiler.is_compiling() and ctx.main_grad.__dict__.pop(_STALE, False):
+                ctx.main_grad.zero_()
             ops.scaled_mm_accumulate(ctx.main_grad, _present(dy8.columnwise), x_t)
         else:
             dw = ops.scaled_mm(_present(dy8.columnwise), x_t, out_dtype=ctx.weight_dtype)
     if needs_bias_grad:
         dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, dbias
+
+
+def mark_stale(main_grad: Tensor) -> None:
+    """Let the next wgrad overwrite ``main_grad``.
+
+    Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
+    """
+    setattr(main_grad, _STALE, True)
 
 
 def place_in_graph(x: Tensor) -> tuple[Tensor] | None:

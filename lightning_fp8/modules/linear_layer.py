@@ -14,7 +14,7 @@ from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_b
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.steps import generation
-from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
+from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, mark_stale, place_in_graph, quantize_role
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
@@ -55,7 +55,8 @@ class LinearLayer(FP8Module):
 
         Args:
             input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
+            is_first_microbatch: True casts the weight and keeps the copy, and with ``fuse_wgrad_accumulation`` the
+                first wgrad after it overwrites ``main_grad``, to which later ones are added; False uses the kept copy unless an optimizer
                 has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
                 nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
 
@@ -157,17 +158,24 @@ class LinearLayer(FP8Module):
         return self._weight_cache[1]
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return None
+        """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""
         main_grad = getattr(weight, "main_grad", None)
+        grad = torch.is_grad_enabled()
+        # Reentrant checkpointing computes its forward without gradients, and every kind of it repeats the forward in
+        # the backward pass, after others may have added their wgrad.
+        if is_first_microbatch and isinstance(main_grad, Tensor) and (grad or self.training):
+            if torch.compiler.is_compiling():
+                main_grad.zero_()
+            elif not autocast.in_backward():
+                mark_stale(main_grad)
+        if not (weight.requires_grad and grad):
+            return None
         if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
             raise ValueError(
                 "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
                 f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
                 "dtype=torch.float32), and do not combine it with parameters_split"
             )
-        if is_first_microbatch:
-            main_grad.zero_()
         return main_grad
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
