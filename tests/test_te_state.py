@@ -146,6 +146,23 @@ def test_older_containers() -> None:
         assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": columns}).items()})
 
 
+def test_a_layer_without_rows_yet_takes_a_state() -> None:
+    columns = random_columns(1, 4, seed=3)
+    linear = Linear(16, 16)
+    linear._slots = None  # as an nn.Linear has none that was retyped by hand
+    linear.load_state_dict({**linear.state_dict(), "_extra_state": te_linear(columns)})
+    assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": columns}).items()})
+
+
+def test_of_two_states_the_newer_is_taken_and_said() -> None:
+    newer, older = random_columns(1, 4, seed=3), random_columns(1, 4, seed=4)
+    linear = Linear(16, 16)
+    state_dict = {"fused_attention._extra_state": te_linear(older), "_extra_state": te_linear(newer)}
+    with pytest.warns(UserWarning, match=r"^fused_attention\._extra_state of an older .*: _extra_state is newer"):
+        linear.load_state_dict({**linear.state_dict(), **state_dict})
+    assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": newer}).items()})
+
+
 def test_transformer_engines_default_row_counts_as_no_state_yet() -> None:
     columns = (torch.ones(3), torch.zeros(4, 3), torch.ones(2), torch.zeros(4, 2))
     linear = Linear(16, 16)

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.steps import generation
 from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, mark_stale, place_in_graph, quantize_role
 from lightning_fp8.modules.base import FP8Module
@@ -111,10 +110,7 @@ class LinearLayer(FP8Module):
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = context.recipe
         dtype = _autocast_dtype(input.device.type) or input.dtype
-        if self._slots is None:
-            self.use_history(AmaxHistory(self.history_rows(), input.device))
-        slots = self._slots
-        assert slots is not None
+        slots = self._slots or self.ensure_slots(input.device)
         x = input.to(dtype)
         observe = torch.is_grad_enabled() and self.training and context.observe
         if isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
@@ -135,11 +131,11 @@ class LinearLayer(FP8Module):
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
-        assert self._slots is not None
-        ops.observe(input.detach(), self._slots[Role.INPUT].amax)
-        ops.observe(weight.detach(), self._slots[Role.WEIGHT].amax)
+        slots = self.ensure_slots(input.device)
+        ops.observe(input.detach(), slots[Role.INPUT].amax)
+        ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         output = self._high_precision(input, weight, bias)
-        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+        return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
