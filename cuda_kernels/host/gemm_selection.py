@@ -128,7 +128,10 @@ def _kept_in(path: Path) -> list[Measurement]:
 
 
 def keep(card: str, measured: Iterable[Measurement]) -> Path:
-    """Add measurements to the user's file, in place of older ones of the same problem."""
+    """Add measurements to the user's file, in place of older ones of the same problem.
+
+    Plans that were made before stand until whoever calls this clears their cache.
+    """
     path = user_file(card)
     kept = {(each.gemm, each.sizes): each for each in (*_kept_in(path), *measured)}
     write_whole(path, json.dumps(document(card, kept.values()), indent=1).encode())

@@ -13,7 +13,14 @@ from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.steps import generation
-from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, mark_stale, place_in_graph, quantize_role
+from lightning_fp8.functions.linear import (
+    LinearFunction,
+    ObserveGradFunction,
+    Slots,
+    mark_stale,
+    place_in_graph,
+    quantize_role,
+)
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
@@ -54,10 +61,11 @@ class LinearLayer(FP8Module):
 
         Args:
             input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, and with ``fuse_wgrad_accumulation`` the
-                first wgrad after it overwrites ``main_grad``, to which later ones are added; False uses the kept copy unless an optimizer
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
                 has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
                 nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
+                With ``fuse_wgrad_accumulation`` the first wgrad after True overwrites ``main_grad``, and later ones are
+                added.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;

@@ -19,7 +19,7 @@ from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
 from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
 
@@ -103,7 +103,7 @@ class CastLaunches:
         store_loader: TileLoader | None = None,
     ) -> None:
         if variant.has_scale:
-            variant.config.refuse_scale()
+            refuse_scale(variant.config.layout)
         self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
         self.device = device
         self.rows = rows

@@ -14,7 +14,7 @@ from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.config import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
 
@@ -59,7 +59,7 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
     options = parse_quantize_config(config)
     x = x.contiguous()
     if scale is not None:
-        options.refuse_scale()
+        refuse_scale(options.layout)
         return _quantize_tensor(x, _given_scale(x, scale, amax, options), options, counts)
     if options.layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), options.float8.max, options.power_2, options.epsilon)
