@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import LayerNorm, Linear, RMSNorm
+    from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DelayedScaling": "recipes",
+    "DotProductAttention": "modules",
     "FP8Callback": "callbacks",
     "FP8FabricPrecision": "plugin.fabric",
     "FP8Precision": "plugin.precision",
@@ -56,6 +57,7 @@ _HOMES = {
 
 __all__ = [
     "DelayedScaling",
+    "DotProductAttention",
     "FP8Callback",
     "FP8FabricPrecision",
     "FP8Precision",

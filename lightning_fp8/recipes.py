@@ -64,8 +64,25 @@ def _kept_cast(recipe: Any, role: Role) -> Cast:
     return recipe._casts[role]  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields:
+    """What every recipe says of attention.
+
+    Attributes:
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
+    """
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def _require_attention(self) -> None:
+        for field in ("fp8_dpa", "fp8_mha"):
+            require_bool(field, getattr(self, field))
+
+
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(AttentionFields):
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
 
     Attributes:
@@ -98,6 +115,7 @@ class DelayedScaling:
         algorithm = self.amax_compute_algo
         if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -107,7 +125,7 @@ class DelayedScaling:
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(AttentionFields):
     """One scale per tensor, from its own amax. Two passes over the data, no state.
 
     Attributes:
@@ -128,6 +146,7 @@ class Float8CurrentScaling:
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -137,7 +156,7 @@ class Float8CurrentScaling:
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling:
+class Float8RowwiseScaling(AttentionFields):
     """One scale per row of each GEMM operand along its contraction, a power of two.
 
     Attributes:
@@ -151,6 +170,7 @@ class Float8RowwiseScaling:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -160,7 +180,7 @@ class Float8RowwiseScaling:
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling:
+class Float8BlockScaling(AttentionFields):
     """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
 
     Attributes:
@@ -177,6 +197,7 @@ class Float8BlockScaling:
         _require_name(self)
         _require_format(self, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -187,7 +208,7 @@ class Float8BlockScaling:
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling:
+class MXFP8BlockScaling(AttentionFields):
     """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
 
     Attributes:
@@ -201,6 +222,7 @@ class MXFP8BlockScaling:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -227,6 +249,8 @@ _MEGATRON_FIELDS = {
     "fp8_interval": "interval",
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_dot_product_attention": "fp8_dpa",
+    "fp8_multi_head_attention": "fp8_mha",
 }
 _MEGATRON_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
 _MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
@@ -244,7 +268,7 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
             ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
             (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
-            ``fp8_amax_compute_algo``).
+            ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
 
     Raises:
         ValueError: an unknown name, field or value; the message lists the valid ones.
@@ -293,17 +317,22 @@ def _from_megatron(keys: dict[str, Any]) -> Recipe:
     if _is_mxfp8(format_key) or _is_mxfp8(keys.get("fp8_format")):
         if keys.get("fp8_recipe", "mxfp8") != "mxfp8":
             raise ValueError(f"fp8_recipe={keys['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out")
-        return MXFP8BlockScaling()
+        return _of_megatron(MXFP8BlockScaling, keys)
     format_name = format_key.name if isinstance(format_key, Format) else format_key
     if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
         raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
     cls = _class_of(keys.get("fp8_recipe", "delayed"))
-    valid = {field.name for field in dataclasses.fields(cls)}
-    fields = {field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}
     # Only the recipes that keep one scale per tensor follow Megatron's format; the others are E4M3 there too.
     if cls in (DelayedScaling, Float8CurrentScaling):
-        fields["fp8_format"] = _MEGATRON_FORMATS[format_name.lower()]
-    return cls(**fields)
+        return _of_megatron(cls, keys, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
+    return _of_megatron(cls, keys)
+
+
+def _of_megatron(cls: type[Recipe], keys: dict[str, Any], **fields: Any) -> Recipe:
+    valid = {field.name for field in dataclasses.fields(cls)}
+    return cls(
+        **{field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}, **fields
+    )
 
 
 def _is_mxfp8(value: Any) -> bool:

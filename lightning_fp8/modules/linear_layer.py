@@ -117,7 +117,7 @@ class LinearLayer(FP8Module):
         if input.layout is not torch.strided:
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = context.recipe
-        dtype = _autocast_dtype(input.device.type) or input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         slots = self._slots or self.ensure_slots(input.device)
         x = input.to(dtype)
         observe = torch.is_grad_enabled() and self.training and context.observe
@@ -199,14 +199,14 @@ class LinearLayer(FP8Module):
                 f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
-        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
+        if input.dtype != weight.dtype and not autocast_dtype(input.device.type):
             raise TypeError(
                 f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that torch.autocast computes in on this device; None where it is off or unknown."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None

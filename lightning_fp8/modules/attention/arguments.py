@@ -1,0 +1,135 @@
+"""What DotProductAttention is told, checked: sizes, formats, and what Transformer Engine has and this has not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.arguments import require_number
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+_INSTEAD = {
+    "cp_group": "context parallelism is not here; split the batch, or the heads by tp_size",
+    "cp_global_ranks": "context parallelism is not here; split the batch, or the heads by tp_size",
+    "cp_stream": "context parallelism is not here; split the batch, or the heads by tp_size",
+    "return_max_logit": "scores never lie in memory; compute them from a query and all keys yourself",
+    "inference_params": "keep keys and values yourself and pass all of them, attn_mask_type='causal_bottom_right'",
+    "score_mod": "use torch.nn.attention.flex_attention",
+    "fp8_output": "the output is in the input's dtype; the next Linear casts it",
+    "bf16_backward": "run this attention in high precision: a recipe with fp8_dpa=False",
+    "num_splits": "leave it at 1",
+}
+
+
+class Sizes(NamedTuple):
+    """Of a rank's part of the layer.
+
+    Attributes:
+        heads: of queries.
+        groups: of keys and values.
+        channels: of a head of queries and keys.
+        value_channels: of a head of values.
+    """
+
+    heads: int
+    groups: int
+    channels: int
+    value_channels: int
+
+
+def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any, tp_size: Any) -> Sizes:
+    """Raises:
+    ValueError: a number that is not positive, or that another does not divide.
+    """
+    channels = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+    if len(channels) != 2:
+        raise ValueError(f"kv_channels={kv_channels!r} must be one number, or a pair: keys' channels and values'")
+    groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+    named = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups, "tp_size": tp_size}
+    for name, value in [*named.items(), *(("kv_channels", each) for each in channels)]:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+    if num_attention_heads % groups:
+        raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={num_attention_heads}")
+    for name in ("num_attention_heads", "num_gqa_groups"):
+        if named[name] % tp_size:
+            raise ValueError(f"tp_size={tp_size} does not divide {name}={named[name]}")
+    return Sizes(num_attention_heads // tp_size, groups // tp_size, *channels)
+
+
+def checked_scale(softmax_scale: Any, channels: int) -> float:
+    """``1 / sqrt(channels)`` where it is None.
+
+    Raises:
+        ValueError, TypeError: not a finite number.
+    """
+    if softmax_scale is None:
+        return float(channels**-0.5)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(kv_channels)")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale={softmax_scale!r} must be finite")
+    return float(softmax_scale)
+
+
+def checked_dropout(attention_dropout: Any) -> float:
+    """Raises:
+    ValueError, TypeError: not a probability.
+    """
+    require_number("attention_dropout", attention_dropout, largest=1.0)
+    return float(attention_dropout)
+
+
+def one_of(name: str, value: Any, known: Sequence[str]) -> str:
+    """Raises:
+    ValueError: another value.
+    """
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+    return str(value)
+
+
+def refuse_what_is_not_here(asked: Mapping[str, Any]) -> None:
+    """Raises:
+    NotImplementedError: an argument asks for something; its default, False and None do not.
+    """
+    for name, value in asked.items():
+        if not (value is None or value is False or (name == "num_splits" and value == 1)):
+            raise NotImplementedError(f"{name}={value!r} is not here: {_INSTEAD[name]}")
+
+
+def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises:
+    TypeError: no dense tensors of floating point.
+    ValueError: other dimensions, heads or channels than the layer's.
+    """
+    letters = {"sbhd": "[s, b, h, d]", "bshd": "[b, s, h, d]", "thd": "[t, h, d]"}[qkv_format]
+    own = (
+        ("query_layer", q, sizes.heads, sizes.channels),
+        ("key_layer", k, sizes.groups, sizes.channels),
+        ("value_layer", v, sizes.groups, sizes.value_channels),
+    )
+    for name, x, heads, channels in own:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"DotProductAttention takes tensors; {name} is {type(x).__name__}")
+        if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested:
+            raise TypeError(
+                f"DotProductAttention takes dense floating-point tensors; {name} is {x.dtype}, {x.layout}"
+                + (", nested: pass its values with qkv_format='thd' and cu_seqlens" if x.is_nested else "")
+            )
+        if x.dim() != len(qkv_format) or x.shape[-2:] != (heads, channels):
+            raise ValueError(
+                f"qkv_format={qkv_format!r} is {letters}, here with {heads} heads of {channels} channels; {name} has "
+                f"shape {list(x.shape)}"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{list(k.shape)} keys and {list(v.shape)} values differ; there is one value for each key")
+    batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
+    if batch is not None and q.shape[batch] != k.shape[batch]:
+        raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")

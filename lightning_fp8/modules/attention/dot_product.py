@@ -1,0 +1,324 @@
+"""DotProductAttention: Transformer Engine's, in FP8 where the recipe says ``fp8_dpa``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import autocast, ops
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
+from lightning_fp8.functions.linear import ObserveGradFunction
+from lightning_fp8.modules.attention import arguments, masks
+from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.sequences import Sequences
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.linear_layer import autocast_dtype
+from lightning_fp8.ops.attention import FORMATS, Band
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import ATTENTION_ROLES, Role
+
+
+class _Call(NamedTuple):
+    """What one forward computes, whichever way."""
+
+    sequences: Sequences
+    band: Band
+    extras: Extras
+
+
+class DotProductAttention(FP8Module):
+    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments.
+
+    Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
+    in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
+    more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
+    tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning say why.
+
+    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's rows beside it,
+    observed where tensors pass (``qkv``, ``o``, ``do``, ``dqkv``) and for checkpoints alone (``s``, ``dp``).
+
+    Args:
+        num_attention_heads: of queries.
+        kv_channels: of each head; ``(keys', values')`` where they differ.
+        num_gqa_groups: heads of keys and values; None is as many as of queries.
+        attention_dropout: probability.
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, sequences one after the other.
+        attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, the two with
+            ``_bottom_right``, or ``"arbitrary"``.
+        window_size: keys before and after the diagonal that a query sees; -1 is all.
+        bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
+        tp_size: heads are divided by it; ``tp_group`` changes nothing.
+        get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
+            does.
+        softmax_scale: None is ``1 / sqrt(kv_channels)``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset``.
+        layer_number, attention_type, name: taken, and without effect.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
+            anything.
+
+    Attributes:
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before any why it will; empty
+            where nothing is in the way of FP8.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; the message says what would.
+        NotImplementedError: one that asks for what is not here.
+    """
+
+    roles = ATTENTION_ROLES
+    _last_context: FP8Context | None = None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        num_splits: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        arguments.refuse_what_is_not_here(
+            {
+                "cp_group": cp_group,
+                "cp_global_ranks": cp_global_ranks,
+                "cp_stream": cp_stream,
+                "return_max_logit": return_max_logit,
+                "num_splits": num_splits,
+            }
+        )
+        self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups, tp_size)
+        self.softmax_scale = arguments.checked_scale(softmax_scale, self.sizes.channels)
+        self.softmax_type = arguments.one_of("softmax_type", softmax_type, arguments.SOFTMAX_TYPES)
+        self.attention_dropout = arguments.checked_dropout(attention_dropout)
+        self.qkv_format = arguments.one_of("qkv_format", qkv_format, FORMATS)
+        self.attention_type = arguments.one_of("attention_type", attention_type, ("self", "cross"))
+        self.attn_mask_type = masks.mask_type(attn_mask_type)
+        self.window_size = masks.checked_window(window_size)
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.layer_number, self.name = layer_number, name
+        self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(1, self.sizes.heads, 1, 1, dtype=torch.float32))
+        self.reason = self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
+        self.use_history(AmaxHistory(self.history_rows()))
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int | None = None,
+        score_mod: Any = None,
+    ) -> Tensor:
+        """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads come out side by side.
+
+        Args:
+            query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
+            attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
+                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else ignored.
+            cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
+                and a padding type, their lengths added up. Where one is None it is the other, for as many rows.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
+                them; ``cu_seqlens_*`` are their lengths added up.
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
+            checkpoint_core_attention: keep only the inputs for the backward pass, and compute all again there.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
+            core_attention_bias: broadcastable to ``[b, h, sq, skv]``.
+            alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
+            max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
+            inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
+
+        Returns:
+            ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype (or torch.autocast's). A query that
+            sees no key, and padding, give 0.
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit; the message says what would.
+            NotImplementedError: one that asks for what is not here.
+        """
+        arguments.refuse_what_is_not_here(
+            {
+                "inference_params": inference_params,
+                "fp8_output": fp8_output,
+                "bf16_backward": bf16_backward,
+                "num_splits": num_splits,
+                "score_mod": score_mod,
+            }
+        )
+        q, k, v = query_layer, key_layer, value_layer
+        qkv_format = self.qkv_format if qkv_format is None else arguments.one_of("qkv_format", qkv_format, FORMATS)
+        arguments.check_inputs(self.sizes, qkv_format, q, k, v)
+        mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
+        window = self.window_size if window_size is None else masks.checked_window(window_size)
+        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        sequences = Sequences.of(
+            qkv_format,
+            q,
+            k,
+            attention_mask if "padding" in mask_type else None,
+            (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        )
+        if "padding" in mask_type and sequences.cu_seqlens_q is None:
+            raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
+        dropout = self.attention_dropout if self.training else 0.0
+        extras = extras_of(
+            mask_type,
+            attention_mask,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else getattr(self, "softmax_offset", None),
+            q,
+            self.softmax_scale,
+        )
+        band = masks.band_of(mask_type, window, diagonal)
+        reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
+        core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            return checkpoint(core, q, k, v, use_reentrant=False).flatten(-2)
+        return core(q, k, v).flatten(-2)
+
+    def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
+        context = autocast.current_context()
+        again = autocast.in_backward()
+        if again:  # recomputation repeats what its forward did, outside every region
+            context = self._last_context or context
+        asked = self.fp8 and (context.recipe.fp8_dpa or context.recipe.fp8_mha)
+        in_fp8 = asked and context.enabled and not reason
+        if asked and context.enabled and reason:
+            _say(reason)
+        if not (again or torch.compiler.is_compiling()):
+            if self._last_context is not context:
+                self._last_context = context  # slow in a module, so only where it changes
+            if asked and self.reason != reason:
+                self.reason = reason
+            (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
+        observe = torch.is_grad_enabled() and self.training and context.observe
+        if in_fp8:
+            return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
+        if asked and context.calibrating and not context.enabled:
+            return lambda q, k, v: self._calibrating(call, q, k, v)
+        return lambda q, k, v: self._high_precision(call, q, k, v)
+
+    def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        observe = observe and isinstance(recipe, DelayedScaling)
+        if observe:
+            self._follow(recipe, q.device)
+        dtype = autocast_dtype(q.device.type) or q.dtype
+        rows = call.sequences
+        o = fp8_attention(
+            *rows.taken(q.to(dtype), k.to(dtype), v.to(dtype)),
+            qkv_format=rows.qkv_format,
+            band=call.band,
+            softmax_scale=self.softmax_scale,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            cu_seqlens_kv=rows.cu_seqlens_kv,
+            slots=self._slots,
+            observe=observe,
+        )
+        return rows.put_back(o)
+
+    def _follow(self, recipe: Recipe, device: torch.device) -> None:
+        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
+        history = self.history
+        if torch.compiler.is_compiling() or history is None or not isinstance(recipe, DelayedScaling):
+            return
+        if history.recipe is not recipe:
+            history.follow(recipe)
+        if history.scale.device != device and len(history.names) == len(self.roles):
+            history.to(device)
+
+    def _calibrating(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_transforms("DotProductAttention", q, k, v)
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        slots = self._slots
+        assert slots is not None
+        for x in (q, k, v):
+            ops.observe(x.detach(), slots[Role.QKV].amax)
+        q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
+        o = self._high_precision(call, q, k, v)
+        ops.observe(o.detach(), slots[Role.O].amax)
+        return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
+
+    def _high_precision(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, tracker = call.sequences, self._rng_state_tracker
+        heads, lengths = rows.to_heads(*rows.taken(q, k, v))
+        with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
+            o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
+        return rows.put_back(rows.from_heads(o))
+
+    def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
+        sizes = self.sizes
+        if dropout:
+            return f"attention_dropout={dropout} in training"
+        if mask_type == "arbitrary":
+            return "attn_mask_type='arbitrary'"
+        if bias_type != "no_bias":
+            return f"core_attention_bias_type={bias_type!r}"
+        if self.softmax_type != "vanilla":
+            return f"softmax_type={self.softmax_type!r}"
+        return why_not_heads(sizes.channels, sizes.value_channels)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.sizes.heads}, groups={self.sizes.groups}, channels={self.sizes.channels}, "
+            f"qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _say(reason: str) -> None:
+    """While torch.compile traces, too."""
+    warnings.warn(f"DotProductAttention runs in high precision: {reason}", UserWarning, stacklevel=4)

@@ -1,0 +1,125 @@
+"""Attention in the tensors' own precision: torch's ``scaled_dot_product_attention``, with what Transformer Engine adds.
+
+Biases, ALiBi, softmax with a sink, dropout and masks of any form come as one mask that is added to the scores; where
+there is none of these, and no padding or window, torch chooses its fastest back end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
+from lightning_fp8.ops.attention import Band, Lengths
+from lightning_fp8.ops.attention.masks import hidden
+
+
+class Extras(NamedTuple):
+    """What FP8 attention does not have.
+
+    Attributes:
+        mask: bool, broadcastable to ``[B, H, Lq, Lk]``; True is masked out.
+        bias: added to the scaled scores; broadcastable likewise.
+        slopes: ALiBi's, ``[H]`` or ``[B, H]``.
+        sink: ``[1, H, 1, 1]``, the score of a key of which nothing is taken; softmax's denominator alone has it.
+        dropout: probability.
+    """
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout: float = 0.0
+
+
+def extras_of(
+    mask_type: str,
+    attention_mask: Any,
+    bias_type: str,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sink: Tensor | None,
+    q: Tensor,
+    softmax_scale: float,
+) -> Extras:
+    """What Transformer Engine's arguments add for queries ``q [..., H, D]``, but for dropout.
+
+    Raises:
+        ValueError: an argument without the one that goes with it.
+    """
+    one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
+    mask = attention_mask if mask_type == "arbitrary" else None
+    if mask_type == "arbitrary" and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        raise ValueError("attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out")
+    if (bias is not None) != bias_type.endswith("scale_bias"):
+        raise ValueError(
+            f"core_attention_bias_type={bias_type!r} with "
+            + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
+        )
+    if slopes is not None and bias_type != "alibi":
+        raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
+    if slopes is None and bias_type == "alibi":
+        slopes = alibi_slopes(q.shape[-2], q.device)
+    if bias is not None and bias_type == "pre_scale_bias":
+        bias = bias * softmax_scale
+    return Extras(mask, bias, slopes, sink)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, band: Band, lengths: Lengths | None, extras: Extras
+) -> Tensor:
+    """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; a query that sees no key gives 0."""
+    share = q.shape[1] != k.shape[1]
+    queries, keys = q.shape[2], k.shape[2]
+    causal = band.left is None and band.right == 0 and (queries == keys or not band.bottom_right)
+    added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
+    if lengths is None and not added and (causal or not band.limited):
+        return F.scaled_dot_product_attention(
+            q, k, v, None, extras.dropout, is_causal=causal, scale=softmax_scale, enable_gqa=share
+        )
+    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (queries, keys)))
+    unseen = hidden(band, slice(0, queries), slice(0, keys), of, padded=lengths is not None)
+    unseen = None if unseen is None else unseen[:, None]
+    if extras.mask is not None:
+        unseen = extras.mask if unseen is None else unseen | extras.mask
+    blind = None if unseen is None or extras.sink is not None else unseen.all(-1, keepdim=True)
+    if extras.bias is None and extras.slopes is None and extras.sink is None:
+        assert unseen is not None
+        assert blind is not None
+        mask = ~unseen | blind
+    else:
+        mask = torch.zeros(1, 1, queries, keys, dtype=q.dtype, device=q.device)
+        if extras.bias is not None:
+            mask = mask + extras.bias.to(q.dtype)
+        if extras.slopes is not None:
+            mask = mask + _alibi(extras.slopes, queries, keys, band, of).to(q.dtype)
+        if unseen is not None:
+            mask = mask.masked_fill(unseen if blind is None else unseen & ~blind, -math.inf)
+    if extras.sink is not None:
+        sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], queries, 1)
+        mask = torch.cat([mask.expand(-1, q.shape[1], -1, -1), sink], 3)
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    o = F.scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+def _alibi(slopes: Tensor, queries: int, keys: int, band: Band, lengths: Lengths) -> Tensor:
+    """``-slope |j - i - shift|``, float32 ``[B or 1, H, Lq, Lk]`` (Press et al., arXiv:2108.12409)."""
+    i = torch.arange(queries, device=slopes.device)[:, None]
+    j = torch.arange(keys, device=slopes.device)
+    distance = (j - i).expand(1, queries, keys)
+    if band.bottom_right:
+        distance = distance - (lengths.keys - lengths.queries).to(slopes.device)[:, None, None]
+    return -slopes.float()[..., None, None] * distance.abs()[:, None]
+
+
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """The paper's, float32 ``[H]``: a geometric sequence for a power of two, and odd ones of the next for the rest."""
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

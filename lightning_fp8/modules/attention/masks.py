@@ -1,0 +1,114 @@
+"""Transformer Engine's words for masks: its mask types, windows and padding masks, in which True is masked out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.attention import Band
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+Window = tuple[int, int]
+"""Keys before and after the diagonal that a query sees; -1 is all of them."""
+
+
+def mask_type(name: str) -> str:
+    """One of :data:`MASK_TYPES`; ``"causal,padding"``, ``"padding,causal"`` and ``"causal_padding"`` are the same.
+
+    Raises:
+        ValueError: another name.
+    """
+    known = name.replace(",", "_") if isinstance(name, str) else name
+    known = "padding_causal" if known == "causal_padding" else known
+    if known not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type={name!r} is unknown; use one of {', '.join(map(repr, MASK_TYPES))}")
+    return known
+
+
+def checked_window(window_size: Sequence[int] | None) -> Window | None:
+    """``(left, right)``.
+
+    Raises:
+        ValueError: not two integers of at least -1.
+    """
+    if window_size is None:
+        return None
+    sizes = tuple(window_size) if isinstance(window_size, (tuple, list)) else (window_size,)
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < -1 for size in sizes):
+        raise ValueError(
+            f"window_size={window_size!r} must be two integers, how many keys before and after the diagonal a query "
+            "sees; -1 is all of them"
+        )
+    return sizes[0], sizes[1]
+
+
+def band_of(attn_mask_type: str, window_size: Window | None, bottom_right_diagonal: bool | None) -> Band:
+    """Which keys a query sees, as Transformer Engine has it.
+
+    A causal type sees nothing after the diagonal, whatever the window's right side. ``causal`` has its diagonal from
+    the top left, ``causal_bottom_right`` ends it at the bottom right; without either ``bottom_right_diagonal`` decides,
+    and None is the bottom right. Source: ``DotProductAttention`` of Transformer Engine, ``check_set_window_size``.
+    """
+    sides = window_size or (-1, -1)
+    left, right = (None if size < 0 else size for size in sides)
+    if "causal" not in attn_mask_type:
+        if (left, right) == (None, 0):
+            _say(
+                f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
+                "Engine does; pass attn_mask_type='causal' for a causal mask"
+            )
+            right = None
+        return Band(left, right, bottom_right_diagonal is not False)
+    if right:
+        _say(
+            f"window_size={sides} with attn_mask_type={attn_mask_type!r} is taken for ({sides[0]}, 0): a causal mask "
+            "sees nothing after the diagonal"
+        )
+    return Band(left, 0, attn_mask_type.endswith("bottom_right"))
+
+
+@torch.compiler.assume_constant_result
+def _say(text: str) -> None:
+    """While torch.compile traces, too."""
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
+    """Where sequences of the unmasked lengths would start, one after the other: int32 ``[B + 1]``.
+
+    Args:
+        attention_mask: bool ``[B, 1, 1, L]`` (or ``[B, L]``); True is masked out.
+        sequences: B.
+        rows: L.
+
+    Raises:
+        ValueError: another shape or dtype; a row that is masked out before one that is not (on a card an assertion).
+    """
+    if attention_mask.dtype != torch.bool or attention_mask.numel() != sequences * rows:
+        raise ValueError(
+            f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}], True "
+            f"where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
+        )
+    counts = ~attention_mask.reshape(sequences, rows)
+    lengths = counts.sum(1, dtype=torch.int32)
+    from_the_left = counts == (torch.arange(rows, device=counts.device) < lengths[:, None])
+    wrong = (
+        "a padding mask must mask out the end of each sequence; for other masks pass attn_mask_type='arbitrary', which "
+        "runs in high precision"
+    )
+    if counts.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(from_the_left.all(), wrong)  # type: ignore[call-overload]  # asking would wait for the card
+    elif not from_the_left.all():
+        raise ValueError(wrong)
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

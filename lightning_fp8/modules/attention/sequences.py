@@ -1,0 +1,120 @@
+"""Which rows of queries and keys make a sequence: padded, packed, or packed with padding between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.functions.attention import check_cu_seqlens
+from lightning_fp8.modules.attention.masks import cu_seqlens_of
+from lightning_fp8.ops.attention import Lengths
+from lightning_fp8.ops.attention.layouts import from_heads, to_heads
+
+Pair = tuple[Tensor | None, Tensor | None]
+"""Of queries, and of keys and values."""
+
+
+class Sequences(NamedTuple):
+    """The sequences of one call.
+
+    Attributes:
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
+        places_q, places_kv: the rows of ``thd`` that belong to one; None is all.
+        rows: of queries in ``thd``, with what lies between sequences.
+    """
+
+    qkv_format: str
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    places_q: Tensor | None = None
+    places_kv: Tensor | None = None
+    rows: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        qkv_format: str,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | tuple[Tensor, Tensor] | None,
+        cu_seqlens: Pair,
+        cu_seqlens_padded: Pair,
+    ) -> Sequences:
+        """What Transformer Engine's arguments say of q and k.
+
+        Args:
+            padding: a mask of which True is masked out, or a pair; looked at where there are no ``cu_seqlens``.
+
+        Raises:
+            ValueError: they do not fit the tensors.
+        """
+        of_q, of_kv = cu_seqlens
+        if (of_q is None) != (of_kv is None):
+            length = 1 if qkv_format == "bshd" else 0
+            if q.shape[length] != k.shape[length]:
+                raise ValueError(
+                    f"{q.shape[length]} rows of queries and {k.shape[length]} of keys with only one of cu_seqlens_q "
+                    "and cu_seqlens_kv; pass both"
+                )
+            of_q = of_kv if of_q is None else of_q
+            of_kv = of_q
+        if qkv_format == "thd":
+            for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
+                check_cu_seqlens(name, cu, qkv_format, None)
+            assert of_q is not None
+            assert of_kv is not None
+            places_q, places_kv = (_between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded))
+            return cls(qkv_format, of_q, of_kv, places_q, places_kv, q.shape[0])
+        if any(padded is not None for padded in cu_seqlens_padded):
+            raise ValueError(
+                f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
+                "cu_seqlens_q and cu_seqlens_kv"
+            )
+        batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
+        if of_q is None and padding is not None:
+            pair = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+            of_q, of_kv = (cu_seqlens_of(mask, x.shape[batch], x.shape[length]) for mask, x in zip(pair, (q, k)))
+        for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
+            check_cu_seqlens(name, cu, qkv_format, q.shape[batch])
+        return cls(qkv_format, of_q, of_kv)
+
+    def taken(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that belong to a sequence."""
+        q = q if self.places_q is None else q.index_select(0, self.places_q)
+        if self.places_kv is not None:
+            k, v = k.index_select(0, self.places_kv), v.index_select(0, self.places_kv)
+        return q, k, v
+
+    def put_back(self, o: Tensor) -> Tensor:
+        """The output's rows where the queries' were; 0 between them."""
+        if self.places_q is None:
+            return o
+        return o.new_zeros(self.rows, *o.shape[1:]).index_copy(0, self.places_q, o)
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
+        """Each as ``[B, H, L, D]``, and the sequences' lengths."""
+        q, queries = to_heads(q, self.qkv_format, self.cu_seqlens_q)
+        k, keys = to_heads(k, self.qkv_format, self.cu_seqlens_kv)
+        v, _ = to_heads(v, self.qkv_format, self.cu_seqlens_kv)
+        lengths = None if queries is None or keys is None else Lengths(queries.to(q.device), keys.to(q.device))
+        return (q, k, v), lengths
+
+    def from_heads(self, o: Tensor) -> Tensor:
+        """``[B, H, L, D]`` in the format, contiguous."""
+        return from_heads(o, self.qkv_format, self.cu_seqlens_q)
+
+
+def _between(cu_seqlens: Tensor, padded: Tensor | None) -> Tensor | None:
+    """The rows that belong to a sequence, where each starts at ``padded`` and is as long as in ``cu_seqlens``."""
+    if padded is None:
+        return None
+    if padded.shape != cu_seqlens.shape:
+        raise ValueError(f"{len(cu_seqlens)} cu_seqlens and {len(padded)} of them with padding; both must be as many")
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    if not torch.compiler.is_compiling() and not cu_seqlens.is_cuda and (lengths > padded[1:] - padded[:-1]).any():
+        raise ValueError(f"sequences of {lengths.tolist()} rows do not fit between {padded.tolist()}")
+    shift = torch.repeat_interleave(padded[:-1] - cu_seqlens[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift
