@@ -25,7 +25,7 @@ def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor 
 
     ``fast`` changes nothing here: accumulation is float32.
     """
-    check_epilogue((a[0].shape[0], b[0].shape[0]), a[0].device, None, out)
+    check_epilogue((a[0].shape[0], b[0].shape[0]), a[0].device, None, out, amax)
     return finish_unfused(multiply(a, b, parse_scaled_mm_config(config), bias), amax, out)
 
 
