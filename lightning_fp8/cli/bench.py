@@ -62,6 +62,11 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
     ]
 
 
+def has_kernels(recipe: Recipe) -> bool:
+    """Whether kernels multiply what the recipe casts; else plain torch does."""
+    return (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) in SCALINGS
+
+
 def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     """The GEMM of operands as the recipe casts them."""
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
@@ -124,7 +129,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     Raises:
         ValueError: the recipe's layouts have no kernels.
     """
-    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
+    if not has_kernels(recipe):
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
     card = launch.name_of(device)
     measured = []
