@@ -151,10 +151,10 @@ def mark_stale(main_grad: Tensor) -> None:
 
 
 def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
-    """A tensor of x's shape and without memory, whose gradient becomes x's; None where x has none.
+    """A stand-in for x in double backward, of its shape and without memory; None where x needs no gradient.
 
-    Where a gradient is derived again x takes part in it, and what is left of x are its codes. In a tuple autograd does
-    not take it for an input.
+    Only x's FP8 copy is saved, which is no node of the graph: second derivatives with respect to x flow through the
+    stand-in. It comes in a tuple, since autograd would take a bare tensor for an input of the function.
     """
     # A compiled graph is derived once only.
     return None if torch.compiler.is_compiling() or not x.requires_grad else (_Place.apply(x),)
