@@ -215,7 +215,7 @@ def update_scales(target: dict[str, float]) -> Operation:
         amax_history = amax_history.abs()
         amax, amax_history[0] = amax_history[0].clone(), 0
         state = {"amax": amax, "amax_history": amax_history, "scale": torch.ones_like(amax)}
-        rule = {"fp8_max": torch.full_like(amax, 448.0), "margin": 0.0, "algorithm": "max", "recompute": True}
+        rule = {"fp8_max": torch.full_like(amax, 448.0), "margin": 0.0, "algorithm": "max"}
         return {**state, **rule}
 
     return Operation("update_scales", "update_scales", torch.float32, arguments, {**target, **HOST})

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8.recipes import RECIPES
 
 BYTES = 256
 
@@ -227,7 +228,7 @@ class Throughput(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT in FP8 on Python's standard library.")
-    parser.add_argument("--recipe", default="delayed", help="delayed, tensorwise, rowwise, blockwise, mxfp8, or bf16")
+    parser.add_argument("--recipe", default="delayed", help=f"{', '.join(RECIPES)}, or bf16")
     parser.add_argument("--steps", type=int, default=int(os.environ.get("STEPS", "300")))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.delayed.instances import any_history
-from lightning_fp8.delayed.updates import update_all_scales
+from lightning_fp8.delayed.without_plugin import update_without_plugin
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -134,7 +134,7 @@ class fp8_autocast(ContextDecorator):
         context = self.context
         recipe = context.recipe
         if isinstance(recipe, DelayedScaling) and (context.enabled or context.calibrating):
-            update_all_scales(recipe, context.group, calibrated)
+            update_without_plugin(recipe, context.group, calibrated)
 
 
 def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:

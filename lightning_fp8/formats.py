@@ -55,7 +55,10 @@ def float8_of(dtype: torch.dtype) -> Float8:
 
 @dataclass(frozen=True)
 class FormatPair:
-    """The formats of one training step: ``forward`` for inputs and weights, ``backward`` for gradients."""
+    """The formats of one training step: ``forward`` for inputs and weights, ``backward`` for gradients.
+
+    ``max_fwd`` and ``max_bwd`` are for code that reads ``Format.HYBRID.value`` as Transformer Engine's.
+    """
 
     forward: Float8
     backward: Float8
@@ -85,13 +88,9 @@ class Format(Enum):
     E5M2 = _E5M2_ONLY
     HYBRID = _HYBRID
 
+    def __init__(self, pair: FormatPair) -> None:
+        self.forward = pair.forward
+        self.backward = pair.backward
+
     def __repr__(self) -> str:
         return f"Format.{self.name}"
-
-    @property
-    def forward(self) -> Float8:
-        return self.value.forward
-
-    @property
-    def backward(self) -> Float8:
-        return self.value.backward

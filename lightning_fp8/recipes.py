@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
@@ -54,19 +54,9 @@ def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = No
         raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
-def _keep_casts(recipe: Any) -> None:
-    """Make the cast of every role once: made under torch.compile, a recipe's numbers may pass for ones that vary."""
-    object.__setattr__(recipe, "_casts", {role: recipe._cast(role) for role in Role})
-
-
-def _kept_cast(recipe: Any, role: Role) -> Cast:
-    """Format and scales of the tensors of ``role``."""
-    return recipe._casts[role]  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, kw_only=True)
-class AttentionFields:
-    """What every recipe says of attention.
+class RecipeFields:
+    """What every recipe has: a name, a format, a cast of each role, and what it says of attention.
 
     Attributes:
         fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
@@ -76,13 +66,31 @@ class AttentionFields:
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
-    def _require_attention(self) -> None:
+    _formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
+
+    def __post_init__(self) -> None:
+        _take_plain(self)
+        _require_name(self)
+        _require_format(self, *self._formats)
+        self._require_options()
         for field in ("fp8_dpa", "fp8_mha"):
             require_bool(field, getattr(self, field))
+        # Made under torch.compile, a recipe's numbers may pass for ones that vary.
+        object.__setattr__(self, "_casts", {role: self._cast(role) for role in Role})
+
+    def _require_options(self) -> None:
+        """Check what is this recipe's own."""
+
+    def cast(self, role: Role) -> Cast:
+        """Format and scales of the tensors of ``role``."""
+        return self._casts[role]  # type: ignore[attr-defined, no-any-return]
+
+    def _cast(self, role: Role) -> Cast:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DelayedScaling(AttentionFields):
+class DelayedScaling(RecipeFields):
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
 
     Attributes:
@@ -102,10 +110,7 @@ class DelayedScaling(AttentionFields):
     reduce_amax: bool = True
     name: Literal["delayed"] = "delayed"
 
-    def __post_init__(self) -> None:
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, Format.HYBRID, Format.E4M3)
+    def _require_options(self) -> None:
         too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
         _require_int(self, "margin", 0, LARGEST_MARGIN, too_small)
         _require_int(self, "interval", 1)
@@ -115,17 +120,13 @@ class DelayedScaling(AttentionFields):
         algorithm = self.amax_compute_algo
         if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
-        self._require_attention()
-        _keep_casts(self)
-
-    cast = _kept_cast
 
     def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(AttentionFields):
+class Float8CurrentScaling(RecipeFields):
     """One scale per tensor, from its own amax. Two passes over the data, no state.
 
     Attributes:
@@ -139,24 +140,17 @@ class Float8CurrentScaling(AttentionFields):
     amax_epsilon: float = 0.0
     name: Literal["tensorwise"] = "tensorwise"
 
-    def __post_init__(self) -> None:
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, Format.HYBRID, Format.E4M3)
+    def _require_options(self) -> None:
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
-        self._require_attention()
-        _keep_casts(self)
-
-    cast = _kept_cast
 
     def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling(AttentionFields):
+class Float8RowwiseScaling(RecipeFields):
     """One scale per row of each GEMM operand along its contraction, a power of two.
 
     Attributes:
@@ -166,21 +160,14 @@ class Float8RowwiseScaling(AttentionFields):
     fp8_format: Format = Format.E4M3
     name: Literal["rowwise"] = "rowwise"
 
-    def __post_init__(self) -> None:
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, Format.E4M3, Format.HYBRID)
-        self._require_attention()
-        _keep_casts(self)
-
-    cast = _kept_cast
+    _formats = Format.E4M3, Format.HYBRID
 
     def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(AttentionFields):
+class Float8BlockScaling(RecipeFields):
     """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
 
     Attributes:
@@ -192,15 +179,10 @@ class Float8BlockScaling(AttentionFields):
     power_2_scale: bool = True
     name: Literal["blockwise"] = "blockwise"
 
-    def __post_init__(self) -> None:
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, Format.E4M3)
-        require_bool("power_2_scale", self.power_2_scale)
-        self._require_attention()
-        _keep_casts(self)
+    _formats = (Format.E4M3,)
 
-    cast = _kept_cast
+    def _require_options(self) -> None:
+        require_bool("power_2_scale", self.power_2_scale)
 
     def _cast(self, role: Role) -> Cast:
         layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
@@ -208,7 +190,7 @@ class Float8BlockScaling(AttentionFields):
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(AttentionFields):
+class MXFP8BlockScaling(RecipeFields):
     """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
 
     Attributes:
@@ -218,14 +200,7 @@ class MXFP8BlockScaling(AttentionFields):
     fp8_format: Format = Format.E4M3
     name: Literal["mxfp8"] = "mxfp8"
 
-    def __post_init__(self) -> None:
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, Format.E4M3, Format.HYBRID)
-        self._require_attention()
-        _keep_casts(self)
-
-    cast = _kept_cast
+    _formats = Format.E4M3, Format.HYBRID
 
     def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.MX_1X32, power_2_scale=True)

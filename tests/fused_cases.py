@@ -99,7 +99,7 @@ def check_cast(
     nonzero: bool = False,
     exact: bool = False,
 ) -> None:
-    """A fused op gives what the reference of the same name does: operands, the results beside them, amax and counts."""
+    """A fused op gives what the reference of the same name does: operands, what is beside them, amax and counts."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon)
     config = f"{computed}, {quantize_config(cast, rowwise, columnwise, nonzero)}"
     results, collected = [], []
@@ -107,19 +107,19 @@ def check_cast(
     for module, on in ((cuda, device), (reference, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
         largest = None if amax is None else torch.tensor(amax, device=on)
-        counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), config, given, largest, counts))
-        collected.append((largest, counts))
+        overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
+        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), config, given, largest, overflow_counts))
+        collected.append((largest, overflow_counts))
     actual, expected = results
     assert_operands(actual[:4], expected[:4], exact)
     for index in range(4, len(expected)):
         assert_close(actual[index], expected[index], f"result {index}")
-    (largest, counts), (expected_largest, expected_counts) = collected
+    (largest, overflow_counts), (expected_largest, expected_counts) = collected
     if largest is not None:
         torch.testing.assert_close(largest.cpu(), expected_largest, rtol=0.0 if exact else 1e-6, atol=0.0)
-    if counts is not None:
+    if overflow_counts is not None:
         # The amax is saturated by its own scale, or not, with its last bit.
-        assert int((counts.cpu() - expected_counts).abs().max()) <= (0 if exact else 2)
+        assert int((overflow_counts.cpu() - expected_counts).abs().max()) <= (0 if exact else 2)
 
 
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:

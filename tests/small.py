@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -104,3 +105,13 @@ def step_in_backward(model: nn.Module) -> None:
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    """What ``torch.set_default_device`` does, inside."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)

@@ -21,7 +21,7 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.delayed.updates import update_all_scales
+from lightning_fp8.delayed.without_plugin import update_without_plugin
 from lightning_fp8.te.torch_file import read_pickle
 from tests.small import fp8_trainer
 from tests.te_models import expected_rows, spec, te_files
@@ -86,7 +86,7 @@ def test_rows_of_every_version_go_on_in_training(version: str, own: bool, files:
     attention = model[0].self_attention.core_attention
     amax = {role.value: slot.amax.item() for role, slot in attention.slots.items()}
     assert attention.record.fp8 == 1
-    update_all_scales(RECIPE)
+    update_without_plugin(RECIPE)
     after = rows_of(model)
     for role in ROWS:
         (old_scale, old), (scale, window) = before[f"{ATTENTION}.{role}"], after[f"{ATTENTION}.{role}"]
@@ -118,7 +118,7 @@ def test_the_exported_recipe_says_whether_attention_ran_in_fp8() -> None:
         model = nn.Sequential(Block())
         with fp8_autocast(fp8_recipe=recipe):
             model(torch.randn(2, 20, 16)).sum().backward()
-        update_all_scales(recipe)
+        update_without_plugin(recipe)
         exported = export_te_state_dict(model, "2.4.0", recipe)
         fields = read_pickle(bytes(exported[f"{ATTENTION}._extra_state"].tolist()))["recipe"].state
         assert (fields["fp8_dpa"], fields["fp8_mha"]) == (recipe.fp8_dpa, recipe.fp8_mha)

@@ -24,6 +24,7 @@ from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_selection
+from lightning_fp8.recipes import RECIPES
 from tests.cublaslt_stand_in import CublasLt, stand_in
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.test_gemm_config import LLAMA
@@ -68,7 +69,7 @@ CUBLASLT = {
     *(("fprop blockwise", f"cuBLASLt (full, {which})") for which in ("first", "fastest")),
 }
 """Where the library is there."""
-RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+RUNS = ["bf16", *RECIPES]
 PEERS = {
     *(("cast", by) for by in ("torch", "torch, without a scale", "torch.compile", "triton")),
     *(("cast + transposed", by) for by in ("torch", "torch.compile")),
@@ -116,7 +117,7 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     products = {"product", "product, 1x128", "product, accumulated"}
     assert host.keys() - FUSED == {*CASTS, *products, "observe", "update_scales"}
     assert all(e["parts"].keys() == {"dispatch", "allocation", "launch", "python"} for e in host.values())
-    assert [e["name"].split(", ")[1] for e in document["suites"]["training"]] == RECIPES
+    assert [e["name"].split(", ")[1] for e in document["suites"]["training"]] == RUNS
     assert "1x128 + transposed" in done.stdout
 
 

@@ -11,23 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import (
-    DelayedScaling,
-    FP8FabricPrecision,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    convert_module,
-    export_te_state_dict,
-    fp8_autocast,
-    fp8_state_dict,
-    load_fp8_state_dict,
-    load_te_state_dict,
-)
+import lightning_fp8 as fp8
 from lightning_fp8.recipes import RECIPES
-from tests.small import mlp
+from tests.small import default_device, mlp
 
-RECIPE = DelayedScaling(amax_history_len=4)
+RECIPE = fp8.DelayedScaling(amax_history_len=4)
 X = torch.linspace(-2, 2, 8 * 16).view(8, 16)
 
 
@@ -39,7 +27,7 @@ def model() -> nn.Sequential:
 def trained(net: nn.Module, recipe: Any = RECIPE, steps: int = 3) -> nn.Module:
     """Gradients of ``steps`` steps add up."""
     for step in range(steps):
-        with fp8_autocast(fp8_recipe=recipe):
+        with fp8.fp8_autocast(fp8_recipe=recipe):
             y = net(X * (1 + step))
         y.square().sum().backward()
     return net
@@ -63,15 +51,6 @@ def within(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Call
 
 
 @contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
 def enable_grad_in_no_grad() -> Iterator[None]:
     with torch.no_grad(), torch.enable_grad():
         yield
@@ -88,20 +67,20 @@ CONTEXTS = {**GRADIENTS, "inference_mode": within(torch.inference_mode), "no_gra
 
 
 def convert(net: nn.Module) -> nn.Module:
-    return convert_module(net)
+    return fp8.convert_module(net)
 
 
 def convert_by_plugin(net: nn.Module) -> nn.Module:
-    return FP8FabricPrecision(RECIPE, weights_dtype=torch.float32).convert_module(net)
+    return fp8.FP8FabricPrecision(RECIPE, weights_dtype=torch.float32).convert_module(net)
 
 
 def save_and_load(net: nn.Module) -> nn.Module:
-    load_fp8_state_dict(convert_module(net), fp8_state_dict(net))
+    fp8.load_fp8_state_dict(fp8.convert_module(net), fp8.fp8_state_dict(net))
     return net
 
 
 def save_and_load_by_plugin(net: nn.Module) -> nn.Module:
-    plugin = FP8FabricPrecision(RECIPE, weights_dtype=torch.float32)
+    plugin = fp8.FP8FabricPrecision(RECIPE, weights_dtype=torch.float32)
     plugin.convert_module(net)
     plugin.load_state_dict(plugin.state_dict())
     plugin.update_scales()
@@ -109,20 +88,20 @@ def save_and_load_by_plugin(net: nn.Module) -> nn.Module:
 
 
 def through_transformer_engine(net: nn.Module) -> nn.Module:
-    convert_module(net)
+    fp8.convert_module(net)
     for version in ("1.6", "2.4"):
-        load_te_state_dict(net, export_te_state_dict(net, version))
+        fp8.load_te_state_dict(net, fp8.export_te_state_dict(net, version))
     return net
 
 
 def evaluate(net: nn.Module) -> nn.Module:
-    with fp8_autocast(fp8_recipe=RECIPE):
-        convert_module(net)(X)
+    with fp8.fp8_autocast(fp8_recipe=RECIPE):
+        fp8.convert_module(net)(X)
     return net
 
 
 def move(net: nn.Module) -> nn.Module:
-    return convert_module(net).to("cpu")
+    return fp8.convert_module(net).to("cpu")
 
 
 ACTIONS = {
@@ -141,10 +120,10 @@ ACTIONS = {
 
 def outcome(net: nn.Module) -> list[Tensor]:
     """The state, gradients and scales of three steps more."""
-    state = fp8_state_dict(net)
+    state = fp8.fp8_state_dict(net)
     trained(net)
     gradients = [parameter.grad for parameter in net.parameters()]
-    return [state["scale"], state["amax_history"], *gradients, fp8_state_dict(net)["scale"]]  # type: ignore[list-item]
+    return [state["scale"], state["amax_history"], *gradients, fp8.fp8_state_dict(net)["scale"]]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -160,24 +139,24 @@ def test_training_goes_on_as_if_called_outside(action: str, context: str) -> Non
 @pytest.mark.parametrize("context", GRADIENTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_is_the_same_inside(recipe: str, context: str) -> None:
-    expected, net = outcome(trained(convert_module(model()), recipe)), convert_module(model())
+    expected, net = outcome(trained(fp8.convert_module(model()), recipe)), fp8.convert_module(model())
     GRADIENTS[context](lambda: trained(net, recipe))
     assert all(torch.equal(*pair) for pair in zip(outcome(net), expected, strict=True))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_state_that_was_saved_there_loads_anywhere(context: str) -> None:
-    net = trained(convert_module(model()))
+    net = trained(fp8.convert_module(model()))
     scales = []
-    for state in (fp8_state_dict(net), CONTEXTS[context](lambda: fp8_state_dict(net))):
-        fresh = convert_module(model())
-        load_fp8_state_dict(fresh, state)
-        scales.append(fp8_state_dict(trained(fresh))["scale"])
+    for state in (fp8.fp8_state_dict(net), CONTEXTS[context](lambda: fp8.fp8_state_dict(net))):
+        fresh = fp8.convert_module(model())
+        fp8.load_fp8_state_dict(fresh, state)
+        scales.append(fp8.fp8_state_dict(trained(fresh))["scale"])
     assert torch.equal(*scales)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("norm", [fp8.LayerNorm, fp8.RMSNorm])
 def test_norms_there(norm: Any, context: str) -> None:
     made = norm(16, zero_centered_gamma=True)
     assert torch.equal(CONTEXTS[context](lambda: made(X)), made(X))
@@ -185,11 +164,11 @@ def test_norms_there(norm: Any, context: str) -> None:
 
 def test_a_model_that_is_made_and_converted_on_meta_trains_once_it_has_values() -> None:
     with torch.device("meta"):
-        net = convert_module(model())
-        alone = Linear(16, 16)
+        net = fp8.convert_module(model())
+        alone = fp8.Linear(16, 16)
     state = model().state_dict()
     net.to_empty(device="cpu").load_state_dict(state)
     alone.to_empty(device="cpu").load_state_dict({"weight": state["2.weight"][:16, :16], "bias": state["2.bias"][:16]})
-    assert all(torch.equal(*pair) for pair in zip(outcome(net), outcome(convert_module(model())), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(outcome(net), outcome(fp8.convert_module(model())), strict=True))
     trained(alone)
-    assert (fp8_state_dict(alone)["scale"] > 0).all()
+    assert (fp8.fp8_state_dict(alone)["scale"] > 0).all()

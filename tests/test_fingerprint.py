@@ -54,7 +54,7 @@ kernels = {
     "bands": bands.normalize_bands_kernel(rms, True, "e4m3", True, True),
     "norm_backward": backward.norm_backward_kernel(
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
-    "scales": update_scales.update_scales_kernel(False, True),
+    "scales": update_scales.update_scales_kernel(False),
     **{
         f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
         for each in products

@@ -85,7 +85,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_tma_aligned
+                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_kernel_aligned
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
@@ -311,6 +311,27 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
     dispatch.clear_plan_cache()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
     assert taken == [(32, 64)]
+
+
+@pytest.mark.parametrize("layouts", ["1x128 128x128", "1x32 1x32"])
+def test_what_no_kernel_multiplies_is_said_once(
+    layouts: str, monkeypatch: pytest.MonkeyPatch, emulator: Emulator
+) -> None:
+    """On a device that runs kernels: Blackwell of the data centre has none for GEMMs, and nobody one for MXFP8."""
+    monkeypatch.setattr(launch, "architecture_of", lambda device: "100a")
+    dispatch.clear_plan_cache()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for columns in (64, 128):
+            x = torch.randint(-3, 4, (32, columns)).float()
+            a, b = (operand(x, E4M3, layout, True) for layout in layouts.split())
+            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+            actual = gemm.scaled_mm(*placed, f"{layouts} bfloat16")
+            assert torch.equal(actual, (a.dequantize() @ b.dequantize().t()).bfloat16())
+    dispatch.clear_plan_cache()
+    (said,) = (str(each.message) for each in caught)
+    assert re.search("No FP8 GEMM .* plain torch does, slower.*recipe='tensorwise'", said)
+    assert not emulator.launched
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])

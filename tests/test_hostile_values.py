@@ -13,27 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_fp8
-from lightning_fp8 import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Format,
-    FP8FabricPrecision,
-    FP8Precision,
-    LayerNorm,
-    Linear,
-    MXFP8BlockScaling,
-    RMSNorm,
-    convert_module,
-    export_te_state_dict,
-    fp8_autocast,
-    fp8_state_dict,
-    load_fp8_state_dict,
-    load_te_state_dict,
-    make_recipe,
-)
+import lightning_fp8 as fp8
 from tests.small import mlp
 
 HOSTILE: list[Any] = [
@@ -43,7 +23,8 @@ HOSTILE: list[Any] = [
     {}, {"a": 1}, {"a": 2, "b": 2}, {1: 2}, {"name": "rowwise"},
     np.int64(2), np.float64(0.5), np.bool_(True), np.ones(2), torch.ones(2), torch.ones(()),
     torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.device("cpu"),
-    Format.HYBRID, Format.E4M3, Format.E5M2, DelayedScaling(), Float8BlockScaling(), DelayedScaling,
+    fp8.Format.HYBRID, fp8.Format.E4M3, fp8.Format.E5M2, fp8.DelayedScaling(), fp8.Float8BlockScaling(),
+    fp8.DelayedScaling,
     nn.Linear, nn.init.zeros_, print, Path("a.ckpt"), object(), NotImplemented, ...,
 ]  # fmt: skip
 
@@ -77,7 +58,9 @@ def is_epsilon(value: Any) -> bool:
 
 def is_recipe(value: Any) -> bool:
     names = ("delayed", "blockwise")
-    return isinstance(value, (DelayedScaling, Float8BlockScaling)) or one_of(*names, {}, {"name": "rowwise"})(value)
+    return isinstance(value, (fp8.DelayedScaling, fp8.Float8BlockScaling)) or one_of(*names, {}, {"name": "rowwise"})(
+        value
+    )
 
 
 def is_skip(value: Any) -> bool:
@@ -89,7 +72,7 @@ def or_none(accepts: Accepts) -> Accepts:
     return lambda value: value is None or accepts(value)
 
 
-HYBRID, E4M3 = Format.HYBRID, Format.E4M3
+HYBRID, E4M3 = fp8.Format.HYBRID, fp8.Format.E4M3
 is_dtype = one_of(torch.bfloat16, torch.float32)
 is_norm_dtype = or_none(one_of(torch.bfloat16, torch.float32, torch.float64))
 is_size = is_int(1)
@@ -118,13 +101,13 @@ NORM: dict[str, Accepts] = {
     "dtype": is_norm_dtype,
     "hidden_size": one_of(None, 4, [4], (4,)),
 }
-MODEL = lambda: convert_module(mlp())  # noqa: E731
-STATE = fp8_state_dict(MODEL())
+MODEL = lambda: fp8.convert_module(mlp())  # noqa: E731
+STATE = fp8.fp8_state_dict(MODEL())
 
 # A function, its arguments that fit, and what else each argument takes.
 TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]] = {
     "fp8_autocast": (
-        fp8_autocast,
+        fp8.fp8_autocast,
         {},
         {
             "enabled": means_bool,
@@ -133,9 +116,9 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
             "fp8_group": one_of(None),
         },
     ),
-    "make_recipe": (make_recipe, {}, {"recipe": is_recipe}),
+    "make_recipe": (fp8.make_recipe, {}, {"recipe": is_recipe}),
     "DelayedScaling": (
-        DelayedScaling,
+        fp8.DelayedScaling,
         {},
         {
             "margin": means_int(0, 18),
@@ -148,7 +131,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         },
     ),
     "Float8CurrentScaling": (
-        Float8CurrentScaling,
+        fp8.Float8CurrentScaling,
         {},
         {
             "fp8_format": one_of(HYBRID, E4M3),
@@ -157,15 +140,15 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
             "name": one_of(),
         },
     ),
-    "Float8RowwiseScaling": (Float8RowwiseScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
+    "Float8RowwiseScaling": (fp8.Float8RowwiseScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
     "Float8BlockScaling": (
-        Float8BlockScaling,
+        fp8.Float8BlockScaling,
         {},
         {"fp8_format": one_of(E4M3), "power_2_scale": means_bool, "name": one_of("blockwise")},
     ),
-    "MXFP8BlockScaling": (MXFP8BlockScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
+    "MXFP8BlockScaling": (fp8.MXFP8BlockScaling, {}, {"fp8_format": one_of(HYBRID, E4M3), "name": one_of()}),
     "Linear": (
-        Linear,
+        fp8.Linear,
         {"in_features": 4, "out_features": 4},
         {
             "in_features": is_size,
@@ -179,33 +162,35 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
             "dtype": or_none(is_dtype),
         },
     ),
-    "LayerNorm": (LayerNorm, {"normalized_shape": 4}, {**NORM, "bias": is_bool}),
-    "RMSNorm": (RMSNorm, {"normalized_shape": 4}, NORM),
-    "FP8Precision": (FP8Precision, {}, PLUGIN),
-    "FP8FabricPrecision": (FP8FabricPrecision, {}, PLUGIN),
+    "LayerNorm": (fp8.LayerNorm, {"normalized_shape": 4}, {**NORM, "bias": is_bool}),
+    "RMSNorm": (fp8.RMSNorm, {"normalized_shape": 4}, NORM),
+    "FP8Precision": (fp8.FP8Precision, {}, PLUGIN),
+    "FP8FabricPrecision": (fp8.FP8FabricPrecision, {}, PLUGIN),
     "convert_module": (
-        convert_module,
+        fp8.convert_module,
         {"model": MODEL},
         {"model": one_of(), **POLICY},
     ),
-    "fp8_state_dict": (fp8_state_dict, {}, {"model": one_of()}),
+    "fp8_state_dict": (fp8.fp8_state_dict, {}, {"model": one_of()}),
     "load_fp8_state_dict": (
-        load_fp8_state_dict,
+        fp8.load_fp8_state_dict,
         {"model": MODEL, "state": STATE},
         {"model": one_of(), "state": one_of()},
     ),
     "load_te_state_dict": (
-        load_te_state_dict,
+        fp8.load_te_state_dict,
         {"model": MODEL, "state_dict": mlp().state_dict()},
         {"model": one_of(), "state_dict": one_of(), "strict": is_bool},
     ),
     "export_te_state_dict": (
-        export_te_state_dict,
+        fp8.export_te_state_dict,
         {"model": MODEL, "version": "2.4"},
         {
             "model": one_of(),
             "version": one_of("2.4"),
-            "recipe": lambda value: value is None or isinstance(value, DelayedScaling) or one_of("delayed", {})(value),
+            "recipe": lambda value: (
+                value is None or isinstance(value, fp8.DelayedScaling) or one_of("delayed", {})(value)
+            ),
         },
     ),
 }
@@ -223,7 +208,7 @@ OTHER_WORDS = {
 
 def test_every_public_name_is_here() -> None:
     without_arguments = {"FP8Callback", "Format", "__version__"}
-    assert TARGETS.keys() | without_arguments == {*lightning_fp8.__all__}
+    assert TARGETS.keys() | without_arguments == {*fp8.__all__}
 
 
 def called(target: Callable[..., Any], fitting: dict[str, Any], name: str, value: Any) -> Any:

@@ -22,7 +22,7 @@ from tests.emulated import needs_compilers
 
 
 def two() -> list[Kernel]:
-    return [column_sums_kernel("float32"), update_scales_kernel(False, True)]
+    return [column_sums_kernel("float32"), update_scales_kernel(False)]
 
 
 def one_is_broken() -> list[Kernel]:

@@ -59,9 +59,13 @@ SCALAR = {
     "device": (META, ValueError, r"{} is on meta and what it belongs to on cpu; move one"),
 }
 COUNT = {
-    "dtype": (COUNTS.int(), TypeError, r"counts is torch\.int32; it must be torch\.int64"),
-    "shape": (COUNTS[:1], ValueError, r"counts has shape \[1\]; it must have \[2\]"),
-    "strides": (torch.zeros(2, 2, dtype=torch.int64)[:, 0], ValueError, r"counts of strides \(2,\) must be contiguous"),
+    "dtype": (COUNTS.int(), TypeError, r"overflow_counts is torch\.int32; it must be torch\.int64"),
+    "shape": (COUNTS[:1], ValueError, r"overflow_counts has shape \[1\]; it must have \[2\]"),
+    "strides": (
+        torch.zeros(2, 2, dtype=torch.int64)[:, 0],
+        ValueError,
+        r"overflow_counts of strides \(2,\) must be contiguous",
+    ),
 }
 OF_NORM = {
     "weight dtype": (WEIGHT.double(), TypeError, r"weight is torch\.float64"),
@@ -112,7 +116,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
     }}),
     "update": (
         "update_scales",
-        (ROWS.clone(), torch.ones(4, 3), ROWS.clone(), ROWS, 0.0, "max", True),
+        (ROWS.clone(), torch.ones(4, 3), ROWS.clone(), ROWS, 0.0, "max"),
         {1: OF_HISTORY, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
     ),
     "norm": (

@@ -255,7 +255,7 @@ def test_ops_pass_torchs_own_checks() -> None:
     arguments = torch.zeros(5, 6), a, s, b, s, "tensor tensor float32"
     torch.library.opcheck(library.scaled_mm_accumulate, arguments, test_utils=checks)
     rows = [torch.rand(3), torch.rand(4, 3), torch.rand(3), torch.full((3,), 448.0)]
-    torch.library.opcheck(library.update_scales, (*rows, 0.0, "max", True))
+    torch.library.opcheck(library.update_scales, (*rows, 0.0, "max"))
 
 
 def test_errors_say_what_fits() -> None:

@@ -22,7 +22,7 @@ T, R, X, W, M = Layout.TENSOR, Layout.ROW, Layout.BLOCK_1X128, Layout.BLOCK_128X
 
 
 def test_every_recipe_has_a_name_that_types_know() -> None:
-    assert tuple(RECIPES) == get_args(RecipeName) == ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+    assert tuple(RECIPES) == get_args(RecipeName)
 
 
 @pytest.mark.parametrize("name", RECIPES)

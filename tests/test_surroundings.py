@@ -12,17 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8 import (
-    DelayedScaling,
-    FP8FabricPrecision,
-    Linear,
-    convert_module,
-    export_te_state_dict,
-    fp8_autocast,
-    fp8_state_dict,
-    load_fp8_state_dict,
-    load_te_state_dict,
-)
+import lightning_fp8 as fp8
 from lightning_fp8.ops.gemm import reference as gemm_reference
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.quantize import reference
@@ -30,7 +20,7 @@ from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.ops.quantize.operands import operands_of
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
-from tests.small import fp8_trainer, quiet_trainer
+from tests.small import default_device, fp8_trainer, quiet_trainer
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -43,15 +33,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 SURROUNDINGS: dict[str, Callable[[], Any]] = {
@@ -72,21 +53,21 @@ def model_and_batches() -> tuple[nn.Sequential, list[Tensor]]:
 def trained(recipe: str, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
     """Every number that conversion, three steps and both kinds of checkpoint give."""
     numbers: list[Tensor] = []
-    convert_module(model, first_last_layers_bf16=False)
+    fp8.convert_module(model, first_last_layers_bf16=False)
     for x in batches:
         x = x.clone().requires_grad_()
-        with fp8_autocast(fp8_recipe=recipe):
+        with fp8.fp8_autocast(fp8_recipe=recipe):
             y = model(x)
         y.square().sum().backward()
         assert x.grad is not None
         numbers += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    state = fp8_state_dict(model)
+    state = fp8.fp8_state_dict(model)
     again = copy.deepcopy(model)
-    load_fp8_state_dict(again, state)
-    delayed = DelayedScaling(amax_history_len=4)
-    written = export_te_state_dict(again, "1.8", delayed)
-    load_te_state_dict(again, written)
-    after = fp8_state_dict(again)
+    fp8.load_fp8_state_dict(again, state)
+    delayed = fp8.DelayedScaling(amax_history_len=4)
+    written = fp8.export_te_state_dict(again, "1.8", delayed)
+    fp8.load_te_state_dict(again, written)
+    after = fp8.fp8_state_dict(again)
     numbers += [state["scale"], state["amax_history"], after["scale"], after["amax_history"]]
     return numbers
 
@@ -107,7 +88,7 @@ def test_training_and_checkpoints_depend_on_no_default(recipe: str, surroundings
 @RECIPE
 def test_a_layer_without_rows_learns_nothing_and_loses_nothing(recipe: str) -> None:
     """An expert that got no token: under the plugin, whose default dtype is BF16 inside a step."""
-    plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False)
+    plugin = fp8.FP8FabricPrecision(recipe, first_last_layers_bf16=False)
     model, batches = model_and_batches()
     plugin.convert_module(model)
     for leading in [(0,), (2, 0)]:
@@ -188,44 +169,44 @@ def test_an_expert_without_tokens_trains_under_the_trainer(recipe: str) -> None:
 @pytest.mark.parametrize("what", ["conversion", "loading", "a Transformer Engine file", "an update", "a first forward"])
 def test_what_happens_without_gradients_can_be_trained_with_them(mode: Callable[[], Any], what: str) -> None:
     """Tensors that inference mode makes cannot be changed outside it."""
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = fp8.DelayedScaling(amax_history_len=4)
     model, (x, *_) = model_and_batches()
     model = model.float()
-    source, x = convert_module(copy.deepcopy(model), first_last_layers_bf16=False), x.float()
-    for history in {id(m.history): m.history for m in source.modules() if isinstance(m, Linear)}.values():
+    source, x = fp8.convert_module(copy.deepcopy(model), first_last_layers_bf16=False), x.float()
+    for history in {id(m.history): m.history for m in source.modules() if isinstance(m, fp8.Linear)}.values():
         history.amax.uniform_(1.0, 2.0)  # type: ignore[union-attr]
         history.update(recipe)  # type: ignore[union-attr]
-    state, written = fp8_state_dict(source), export_te_state_dict(source, "1.8", recipe)
+    state, written = fp8.fp8_state_dict(source), fp8.export_te_state_dict(source, "1.8", recipe)
     twin = copy.deepcopy(model)
 
     def happens(model: nn.Module) -> None:
         if what == "conversion":
-            convert_module(model, first_last_layers_bf16=False)
+            fp8.convert_module(model, first_last_layers_bf16=False)
         elif what == "loading":
-            load_fp8_state_dict(model, state)
+            fp8.load_fp8_state_dict(model, state)
         elif what == "a Transformer Engine file":
-            load_te_state_dict(model, written)
+            fp8.load_te_state_dict(model, written)
         elif what == "an update":
             model[0].history.amax.fill_(3.0)  # type: ignore[index, union-attr]
             model[0].history.update(recipe)  # type: ignore[index, union-attr]
         else:
-            for module in (module for module in model.modules() if isinstance(module, Linear)):
+            for module in (module for module in model.modules() if isinstance(module, fp8.Linear)):
                 module._slots = None  # as an nn.Linear has none that was retyped by hand
-            with fp8_autocast(fp8_recipe=recipe):
+            with fp8.fp8_autocast(fp8_recipe=recipe):
                 model(x)
 
     results = []
     for each, within in ((model, mode), (twin, contextlib.nullcontext)):
         if what != "conversion":
-            convert_module(each, first_last_layers_bf16=False)
+            fp8.convert_module(each, first_last_layers_bf16=False)
         with within():
             if within is mode or what != "a first forward":
                 happens(each)
         for _ in range(2):
-            with fp8_autocast(fp8_recipe=recipe):
+            with fp8.fp8_autocast(fp8_recipe=recipe):
                 y = each(x)
             y.square().sum().backward()
-        results.append([y, fp8_state_dict(each)["scale"], *(p.grad for p in each.parameters())])
+        results.append([y, fp8.fp8_state_dict(each)["scale"], *(p.grad for p in each.parameters())])
     for ours, theirs in zip(*results):
         assert torch.equal(ours, theirs)  # type: ignore[arg-type]
 

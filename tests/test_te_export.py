@@ -13,23 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import (
-    DelayedScaling,
-    Format,
-    Linear,
-    RMSNorm,
-    convert_module,
-    export_te_state_dict,
-    fp8_autocast,
-    fp8_state_dict,
-    load_te_state_dict,
-)
-from lightning_fp8.delayed.updates import update_all_scales
+import lightning_fp8 as fp8
+from lightning_fp8.delayed.without_plugin import update_without_plugin
 from tests.te_models import blocks
 from tests.te_writer import VERSIONS
 
 ROOT = Path(__file__).parent.parent
-RECIPE = DelayedScaling(margin=1, fp8_format=Format.E4M3, amax_history_len=6)
+RECIPE = fp8.DelayedScaling(margin=1, fp8_format=fp8.Format.E4M3, amax_history_len=6)
 
 
 def trained(steps: int = 4) -> nn.Sequential:
@@ -39,10 +29,10 @@ def trained(steps: int = 4) -> nn.Sequential:
     for _ in range(steps):
         for block in model:
             block.self_attention.core_attention.history.amax.uniform_(1, 2)
-        with fp8_autocast(fp8_recipe=RECIPE):
+        with fp8.fp8_autocast(fp8_recipe=RECIPE):
             y = model(torch.randn(8, 16))
         y.square().sum().backward()
-        update_all_scales(RECIPE)
+        update_without_plugin(RECIPE)
     return model
 
 
@@ -50,11 +40,11 @@ def trained(steps: int = 4) -> nn.Sequential:
 @pytest.mark.parametrize("version", [*VERSIONS, "0.12", "2.4", "2.16.0"])
 def test_round_trip(version: str, steps: int) -> None:
     model = trained(steps)
-    before = fp8_state_dict(model)
+    before = fp8.fp8_state_dict(model)
     assert (before["scale"] > 0).all()
     again = blocks()
-    load_te_state_dict(again, export_te_state_dict(model, version, RECIPE))
-    after = fp8_state_dict(again)
+    fp8.load_te_state_dict(again, fp8.export_te_state_dict(model, version, RECIPE))
+    after = fp8.fp8_state_dict(again)
     assert after["names"] == before["names"]
     holds = torch.tensor(["core_attention" not in name or version not in ("0.12", "1.5") for name in before["names"]])
     assert torch.equal(after["scale"], before["scale"] * holds)
@@ -65,13 +55,13 @@ def test_round_trip(version: str, steps: int) -> None:
 def test_the_next_step_is_bit_for_bit_the_same() -> None:
     model = trained(steps=9)  # the window is full and has rolled over
     again = blocks()
-    load_te_state_dict(again, export_te_state_dict(model, "2.4", RECIPE))
+    fp8.load_te_state_dict(again, fp8.export_te_state_dict(model, "2.4", RECIPE))
     scales = []
     for one in (model, again):
         for module in (one[0].fc, one[1].fc):
             module.history.amax.fill_(1.5)
             module.history.update(RECIPE)
-        scales.append(fp8_state_dict(one)["scale"])
+        scales.append(fp8.fp8_state_dict(one)["scale"])
     assert torch.equal(*scales)
 
 
@@ -92,7 +82,7 @@ def test_a_2_x_state_unpickles_into_the_recipe_class_it_names(tmp_path: Path) ->
     import json
 
     model = trained()
-    value = export_te_state_dict(model, "2.0", RECIPE)["0.fc._extra_state"]
+    value = fp8.export_te_state_dict(model, "2.0", RECIPE)["0.fc._extra_state"]
     (tmp_path / "state.pkl").write_bytes(bytes(value.tolist()))
     output = subprocess.run(
         [sys.executable, "-c", READER, str(tmp_path / "state.pkl")],
@@ -112,7 +102,7 @@ def test_a_2_x_state_unpickles_into_the_recipe_class_it_names(tmp_path: Path) ->
 
 @pytest.mark.parametrize("version", ["1.5", "1.7", "1.13"])
 def test_a_1_x_state_is_a_plain_torch_save(version: str) -> None:
-    exported = export_te_state_dict(trained(), version, RECIPE)
+    exported = fp8.export_te_state_dict(trained(), version, RECIPE)
     value = exported["1.fc._extra_state"]
     assert isinstance(value, io.BytesIO)
     state: dict[str, Any] = torch.load(value, weights_only=True)
@@ -129,16 +119,16 @@ def test_a_1_x_state_is_a_plain_torch_save(version: str) -> None:
 
 @pytest.mark.parametrize(("version", "size"), [("1.13", None), ("2.0", len(pickle.dumps(None))), ("2.4", 0)])
 def test_modules_without_fp8_state(version: str, size: int | None) -> None:
-    model = nn.Sequential(Linear(16, 16), RMSNorm(16), Linear(16, 16), Linear(16, 16))
-    convert_module(model)
-    exported = export_te_state_dict(model, version)
+    model = nn.Sequential(fp8.Linear(16, 16), fp8.RMSNorm(16), fp8.Linear(16, 16), fp8.Linear(16, 16))
+    fp8.convert_module(model)
+    exported = fp8.export_te_state_dict(model, version)
     value = exported["0._extra_state"]  # the first layer runs in BF16
     assert (torch.load(value, weights_only=True) is None) if size is None else value.numel() == size
     assert ("1._extra_state" in exported) == (version != "1.13")
-    load_te_state_dict(model, exported)
+    fp8.load_te_state_dict(model, exported)
 
 
 @pytest.mark.parametrize(("version", "message"), [("two", "no Transformer Engine version"), ("0.11", "too old")])
 def test_versions_that_cannot_be_written(version: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        export_te_state_dict(blocks(), version)
+        fp8.export_te_state_dict(blocks(), version)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from examples import resume_te_checkpoint
-from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict, load_te_state_dict
+from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_te_state_dict
 from lightning_fp8.checkpoint.remap import remap, rows_by_name
 from lightning_fp8.scaled import LINEAR_ROLES
 from lightning_fp8.te.te_state import read_te_state
@@ -144,6 +144,32 @@ def test_older_containers() -> None:
         linear = Linear(16, 16)
         linear.load_state_dict({**linear.state_dict(), "_extra_state": value})
         assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": columns}).items()})
+
+
+def test_a_layer_without_rows_yet_takes_a_state() -> None:
+    columns = random_columns(1, 4, seed=3)
+    linear = Linear(16, 16)
+    linear._slots = None  # as an nn.Linear has none that was retyped by hand
+    linear.load_state_dict({**linear.state_dict(), "_extra_state": te_linear(columns)})
+    assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": columns}).items()})
+
+
+def test_a_layer_without_rows_yet_is_calibrated() -> None:
+    linear = Linear(16, 16)
+    linear._slots = None
+    with fp8_autocast(enabled=False, calibrating=True):
+        linear(torch.full((4, 16), -3.0)).backward(torch.full((4, 16), 0.5))
+    amaxes = fp8_state_dict(linear)["amax_history"].amax(0)
+    assert amaxes.tolist() == [3.0, linear.weight.abs().max().item(), 0.5]
+
+
+def test_of_two_states_the_newer_is_taken_and_said() -> None:
+    newer, older = random_columns(1, 4, seed=3), random_columns(1, 4, seed=4)
+    linear = Linear(16, 16)
+    state_dict = {"fused_attention._extra_state": te_linear(older), "_extra_state": te_linear(newer)}
+    with pytest.warns(UserWarning, match=r"^fused_attention\._extra_state of an older .*: _extra_state is newer"):
+        linear.load_state_dict({**linear.state_dict(), **state_dict})
+    assert_rows(linear, {name.lstrip("."): row for name, row in expected_rows({"": newer}).items()})
 
 
 def test_transformer_engines_default_row_counts_as_no_state_yet() -> None:

@@ -32,14 +32,14 @@ _LARGEST = np.finfo(np.float32).max
 
 
 @cache
-def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
+def update_scales_kernel(most_recent: bool) -> Kernel:
     """Push ``amaxes [n]`` into ``amax_history [length, n]``, oldest first, compute ``scale [n]``, zero ``amaxes``.
 
     A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first row is 0 afterwards.
     ``power``: 2**-margin.
     """
 
-    use_history_max = recompute and not most_recent
+    use_history_max = not most_recent
 
     def update_scales(amaxes, amax_history, scale, fp8_max, power, length, n):
         thread = cuda.threadIdx.x
@@ -78,7 +78,7 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
             shared_store_4(shared + thread * 4, bits(largest))
             cuda.syncthreads()
         if warp == 0 and inside:
-            if usable and recompute:
+            if usable:
                 amax = newest
                 if use_history_max:
                     highest = u32(0)
@@ -90,7 +90,7 @@ def update_scales_kernel(most_recent: bool, recompute: bool) -> Kernel:
             store_f32(amaxes + byte_offset, _ZERO)
 
     return Kernel(
-        f"update_scales({most_recent=}, {recompute=})",
+        f"update_scales({most_recent=})",
         update_scales,
         (i64, i64, i64, i64, f32, i32, i32),
         COLUMNS * WARPS,

@@ -33,8 +33,9 @@ class Library(Enum):
 
     CUBLASLT = "cublaslt"
     """``torch._scaled_mm``."""
-    BF16 = "bf16"
-    """Codes, or codes times scales that are powers of two, are BF16 values: their products are exact."""
+    REFERENCE = "bf16"
+    """Plain torch: in BF16 where that is exact, as of codes and of codes times powers of two, and else in float32.
+    Its value is what files of measurements call it."""
 
 
 KernelConfig = GemmConfig | MmaConfig
@@ -76,7 +77,7 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
 def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
     """:func:`legal_configs`, and the libraries that compute the problem; the last one always does."""
     libraries = [Library.CUBLASLT] if cublaslt_takes(problem) else []
-    return [*legal_configs(problem), *libraries, Library.BF16]
+    return [*legal_configs(problem), *libraries, Library.REFERENCE]
 
 
 def cublaslt_takes(problem: GemmProblem) -> bool:
@@ -168,7 +169,7 @@ def _mma_configs(problem: GemmProblem) -> Iterator[MmaConfig]:
 
 @lru_cache(4096)
 def choose_by_estimate(problem: GemmProblem) -> GemmChoice:
-    """The config of least estimated time; BF16 products or cuBLASLt only where no kernel of ours is legal.
+    """The config of least estimated time; cuBLASLt or the reference only where no kernel of ours is legal.
 
     Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one, and moves 128 bytes to or from
     shared memory, follows from NVIDIA's data sheets; that it loads 28 bytes, and what promotion and a tile's end cost,

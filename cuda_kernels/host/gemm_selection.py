@@ -130,7 +130,10 @@ def _load_measurements(path: Path) -> list[Measurement]:
 
 
 def save(card: str, measured: Iterable[Measurement]) -> Path:
-    """Add measurements to the user's file, in place of older ones of the same problem."""
+    """Add measurements to the user's file, in place of older ones of the same problem.
+
+    Plans that were made before stand until whoever calls this clears their cache.
+    """
     path = user_file(card)
     merged = {(each.gemm, each.sizes): each for each in (*_load_measurements(path), *measured)}
     write_whole(path, json.dumps(document(card, merged.values()), indent=1).encode())

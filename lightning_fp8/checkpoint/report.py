@@ -34,6 +34,7 @@ class LoadReport:
     entries: tuple[Entry, ...]
 
     def with_outcome(self, outcome: Outcome) -> tuple[Entry, ...]:
+        """The entries that became this; for scripts that stop where something was ignored."""
         return tuple(entry for entry in self.entries if entry.outcome == outcome)
 
     @property

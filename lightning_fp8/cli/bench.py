@@ -23,6 +23,7 @@ from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_selection import Measurement, builds_of, save
 from cuda_kernels.host.precompile import compile_ahead, missing
+from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
@@ -61,6 +62,11 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
     ]
 
 
+def has_kernels(recipe: Recipe) -> bool:
+    """Whether kernels multiply what the recipe casts; else plain torch does."""
+    return (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) in SCALINGS
+
+
 def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     """The GEMM of operands as the recipe casts them."""
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
@@ -70,7 +76,7 @@ def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
 
 
 def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
-    """The functions that compute the GEMM of random operands: every plan but the slow exact one."""
+    """The functions that compute the GEMM of random operands: every plan but the reference."""
 
     def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
@@ -84,7 +90,7 @@ def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice,
         built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
         return lambda: built()(a, b, bound.config, None, None, None)
 
-    return {plan: call_of(plan) for plan in legal_choices(bound.problem) if plan is not Library.BF16}
+    return {plan: call_of(plan) for plan in legal_choices(bound.problem) if plan is not Library.REFERENCE}
 
 
 def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[GemmChoice, float]:
@@ -123,7 +129,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     Raises:
         ValueError: the recipe's layouts have no kernels.
     """
-    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
+    if not has_kernels(recipe):
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
     card = launch.name_of(device)
     measured = []
@@ -140,6 +146,7 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
             measured.append(Measurement(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {save(card, measured)}")
+        clear_plan_cache()
 
 
 def _lines(gemm: Gemm, times: dict[GemmChoice, float]) -> Iterator[str]:

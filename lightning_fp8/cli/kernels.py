@@ -29,15 +29,13 @@ from cuda_kernels.host import cache, launch, machine_code
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, sizes
+from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, has_kernels, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.gemm.problem import SCALINGS
 from lightning_fp8.ops.quantize import operands
 from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
-from lightning_fp8.scaled import Role
 
 MANIFEST = "built.json"
 """In a folder of built kernels: of each its name, its architecture, and what made it."""
@@ -104,7 +102,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
                     y = layer(x)
                 y.backward(torch.randn_like(y))
     kernels = [kernel for kernel in found.values() if arch in kernel.architectures]
-    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:  # which multiplies in BF16
+    if not has_kernels(recipe):  # which multiplies in BF16
         return kernels
     forward, of_input, of_weight = (
         bound_gemm(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)

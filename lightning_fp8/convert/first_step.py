@@ -26,10 +26,15 @@ OUTSIDE = "it was called outside the plugin's forward, where layers run in high 
 
 @dataclass
 class _Calls:
-    """Rows that a module's forwards were given; of them those with gradients enabled, and with a gradient of their own.
+    """Rows of the inputs of a module's forwards.
 
-    ``again`` are those of the latter two that the backward pass computes once more. ``routed`` counts a row for each
-    expert that it goes to. ``unknown`` says that a forward was given nothing whose rows could be counted.
+    Attributes:
+        rows: all of them.
+        graded: those of forwards with gradients enabled.
+        with_gradient: of these, the ones whose input requires a gradient.
+        routed: a row counts once for each expert that it goes to.
+        again: rows recomputed by activation checkpointing: (as ``graded``, as ``with_gradient``).
+        unknown: a forward was given nothing whose rows could be counted.
     """
 
     rows: int = 0

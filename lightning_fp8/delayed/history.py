@@ -49,7 +49,7 @@ class AmaxHistory:
             the newest among them, and then clears the oldest: between updates the first row is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
-        counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
+        num_observed: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
         steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
@@ -81,7 +81,7 @@ class AmaxHistory:
         self.amax = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
         self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.num_observed = torch.zeros(len(rows), dtype=torch.float32, device=device)
         self.updates = 0
         self.steps = -1
         self.waited = 0
@@ -132,7 +132,7 @@ class AmaxHistory:
             self.amax_history = self.amax_history.to(device)
             self.scale = self.scale.to(device)
             self._place_rows()
-            self.counts = self.counts.to(device)
+            self.num_observed = self.num_observed.to(device)
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
@@ -183,7 +183,7 @@ class AmaxHistory:
             recipe: the margin, interval, history length and algorithm.
             group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
         """
-        update_scales([self], recipe, group)
+        reduce_and_update([self], recipe, group)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
@@ -207,7 +207,9 @@ class AmaxHistory:
         previous_scale: Tensor | None = None
         if recipe.interval > 1:
             previous_scale = self.scale.clone()
-            self.counts += self.amax != 0  # an update that did not see a row brings it no nearer to its next scale
+            self.num_observed += (
+                self.amax != 0
+            )  # an update that did not see a row brings it no nearer to its next scale
         ops.update_scales(
             self.amax,
             self.amax_history,
@@ -215,10 +217,9 @@ class AmaxHistory:
             self._fp8_max(recipe),
             recipe.margin,
             recipe.amax_compute_algo,
-            recompute=True,
         )
         if previous_scale is not None:
-            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, previous_scale))
+            self.scale.copy_(torch.where(self.num_observed % recipe.interval == 0, self.scale, previous_scale))
         self.nonzero_scales.poll(self.scale)
 
     def _make_for(self, span: Span) -> None:
@@ -243,19 +244,20 @@ class AmaxHistory:
         self.nonzero_scales = NonzeroScales()
         self.scale[row] = scale
         self.amax[row] = 0.0
-        self.counts[row] = 0.0
+        self.num_observed[row] = 0.0
         self.amax_history[:, row] = 0.0
         self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
+        # The keys of amax and num_observed are those of files that were saved before these had their names.
         return {
             "names": list(self.names),
             "scale": self.scale.clone(),
             "amax_history": self.amax_history.clone(),
             "updates": self.updates,
             "seen": self.amax.clone(),
-            "counts": self.counts.clone(),
+            "counts": self.num_observed.clone(),
             "steps": self.steps,
             **saved_span(self.span),
         }
@@ -290,16 +292,18 @@ class AmaxHistory:
         self.span = span_in(state)
         self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
-        self.counts.zero_()
+        self.num_observed.zero_()
         if known:  # files of others hold neither
             self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
-            self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
+            self.num_observed[rows] = (
+                state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
+            )
         self.steps = state.get("steps", -1)
         self.waited = 0
         return [name for name in names if name not in column]
 
 
-def update_scales(
+def reduce_and_update(
     histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
 ) -> None:
     """Update several histories with one collective: the element-wise maximum of all their amaxes."""

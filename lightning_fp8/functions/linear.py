@@ -19,6 +19,9 @@ Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, of the weight and of the bias; None where it is not needed."""
 
+_STALE = "_fp8_stale"
+"""The attribute of a ``main_grad`` that the next wgrad overwrites."""
+
 
 def quantize_role(
     x: Tensor,
@@ -129,6 +132,8 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
         dx = ops.scaled_mm(_present(dy8.rowwise), _present(w8.columnwise), out_dtype=ctx.x_dtype)
     if x_t is not None:
         if ctx.main_grad is not None:
+            if not torch.compiler.is_compiling() and ctx.main_grad.__dict__.pop(_STALE, False):
+                ctx.main_grad.zero_()
             ops.scaled_mm_accumulate(ctx.main_grad, _present(dy8.columnwise), x_t)
         else:
             dw = ops.scaled_mm(_present(dy8.columnwise), x_t, out_dtype=ctx.weight_dtype)
@@ -137,11 +142,19 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
     return dx, dw, dbias
 
 
-def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
-    """A tensor of x's shape and without memory, whose gradient becomes x's; None where x has none.
+def mark_stale(main_grad: Tensor) -> None:
+    """Let the next wgrad overwrite ``main_grad``.
 
-    Where a gradient is derived again x takes part in it, and what is left of x are its codes. In a tuple autograd does
-    not take it for an input.
+    Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
+    """
+    setattr(main_grad, _STALE, True)
+
+
+def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
+    """A stand-in for x in double backward, of its shape and without memory; None where x needs no gradient.
+
+    Only x's FP8 copy is saved, which is no node of the graph: second derivatives with respect to x flow through the
+    stand-in. It comes in a tuple, since autograd would take a bare tensor for an input of the function.
     """
     # A compiled graph is derived once only.
     return None if torch.compiler.is_compiling() or not x.requires_grad else (_Place.apply(x),)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory
@@ -55,6 +57,18 @@ class FP8Module(nn.Module):
         self._slots = {role: history.slot(first_row + index) for index, role in enumerate(self.roles)}
         history.owners.add(self)
 
+    def ensure_slots(self, device: torch.device | None = None) -> Slots:
+        """:attr:`slots`, in a history of the module's own where it has none yet.
+
+        Args:
+            device: of that history; ``None`` is the parameters', and the CPU while those are on meta.
+        """
+        if self._slots is None:
+            device = device or next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
+            self.use_history(AmaxHistory(self.history_rows(), device))
+        assert self._slots is not None
+        return self._slots
+
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles
         """The state without the last context: it may hold a process group, which neither copies nor pickles."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_last_context", "_weight_cache")}
@@ -87,22 +101,29 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
+        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories.
+
+        Before 1.8 it kept attention's under ``fused_attention``. Of a file with both, the newer is taken, as
+        ``load_te_state_dict`` does.
+        """
         keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-        found = [key for key in keys if key in state_dict]
-        values = [state_dict.pop(key) for key in found]
-        if values:
+        found = {key: state_dict.pop(key) for key in keys if key in state_dict}
+        if len(found) > 1:
+            newer, older = found
+            warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=2)
+        for key, value in list(found.items())[:1]:
             try:
-                self._load_te_state(values[0])
+                self._load_te_state(value)
             except CheckpointError as error:
-                error_msgs.append(f"{found[0]}: {error}")
+                error_msgs.append(f"{key}: {error}")
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def _load_te_state(self, value: Any) -> None:
         state = read_te_state(value)
-        if state.forward is not None and self._slots is not None:
+        if state.forward is not None:
             rows = {role: state.row(role) for role in self.roles}
+            slots = self.ensure_slots()
             for role, row in rows.items():
-                self._slots[role].history.set_row(self._slots[role].row, row.scale, row.amax_history)
+                slots[role].history.set_row(slots[role].row, row.scale, row.amax_history)

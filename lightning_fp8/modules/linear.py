@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain, require_bool
-from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.split import rows_by_name
 
@@ -69,7 +68,7 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
                 init_method(self.weight)
         if rows is not None:
             self._split_parameters(rows)
-        self.use_history(AmaxHistory(self.history_rows()))
+        self.ensure_slots()
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
         weights = self.weight.detach().split(list(rows.values()))

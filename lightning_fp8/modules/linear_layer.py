@@ -12,9 +12,15 @@ from torch import Tensor
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.steps import generation
-from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
+from lightning_fp8.functions.linear import (
+    LinearFunction,
+    ObserveGradFunction,
+    Slots,
+    mark_stale,
+    place_in_graph,
+    quantize_role,
+)
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
@@ -58,6 +64,8 @@ class LinearLayer(FP8Module):
             is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
                 has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
                 nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
+                With ``fuse_wgrad_accumulation`` the first wgrad after True overwrites ``main_grad``, and later ones are
+                added.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
@@ -110,10 +118,7 @@ class LinearLayer(FP8Module):
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = context.recipe
         dtype = autocast_dtype(input.device.type) or input.dtype
-        if self._slots is None:
-            self.use_history(AmaxHistory(self.history_rows(), input.device))
-        slots = self._slots
-        assert slots is not None
+        slots = self._slots or self.ensure_slots(input.device)
         x = input.to(dtype)
         observe = torch.is_grad_enabled() and self.training and context.observe
         if isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
@@ -134,11 +139,11 @@ class LinearLayer(FP8Module):
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
-        assert self._slots is not None
-        ops.observe(input.detach(), self._slots[Role.INPUT].amax)
-        ops.observe(weight.detach(), self._slots[Role.WEIGHT].amax)
+        slots = self.ensure_slots(input.device)
+        ops.observe(input.detach(), slots[Role.INPUT].amax)
+        ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         output = self._high_precision(input, weight, bias)
-        return ObserveGradFunction.apply(output, self._slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+        return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -157,17 +162,24 @@ class LinearLayer(FP8Module):
         return self._weight_cache[1]
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return None
+        """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""
         main_grad = getattr(weight, "main_grad", None)
+        grad = torch.is_grad_enabled()
+        # Reentrant checkpointing computes its forward without gradients, and every kind of it repeats the forward in
+        # the backward pass, after others may have added their wgrad.
+        if is_first_microbatch and isinstance(main_grad, Tensor) and (grad or self.training):
+            if torch.compiler.is_compiling():
+                main_grad.zero_()
+            elif not autocast.in_backward():
+                mark_stale(main_grad)
+        if not (weight.requires_grad and grad):
+            return None
         if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
             raise ValueError(
                 "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
                 f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
                 "dtype=torch.float32), and do not combine it with parameters_split"
             )
-        if is_first_microbatch:
-            main_grad.zero_()
         return main_grad
 
     def _check(self, input: Tensor, weight: Tensor) -> None:

@@ -58,7 +58,24 @@ def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{type(module).__name__} normalizes {shape}, but the input has shape {tuple(x.shape)}")
 
 
-class LayerNorm(nn.LayerNorm):
+class _GammaModule(nn.Module):
+    """A norm whose weight is gamma, or gamma - 1."""
+
+    zero_centered_gamma: bool
+    weight: Any  # None without elementwise_affine
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight is not None and self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+
+    def _gamma(self, dtype: torch.dtype) -> Tensor | None:
+        if self.weight is None:
+            return None
+        return self.weight.to(dtype) + 1.0 if self.zero_centered_gamma else self.weight.to(dtype)
+
+
+class LayerNorm(_GammaModule, nn.LayerNorm):
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last dimensions.
 
     Args:
@@ -90,21 +107,16 @@ class LayerNorm(nn.LayerNorm):
         self.zero_centered_gamma = zero_centered_gamma
         super().__init__(shape, eps, elementwise_affine, bias, device, one_dtype(params_dtype, dtype, _DTYPES))
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.elementwise_affine and self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
-
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
         x = _wide(input)
-        gamma = _gamma(self, x.dtype)
+        gamma = self._gamma(x.dtype)
         beta = self.bias.to(x.dtype) if self.bias is not None else None
         return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_GammaModule, nn.RMSNorm):
     """``x / sqrt(mean(x²) + eps) * gamma`` over the last dimensions.
 
     Args and errors as for :class:`LayerNorm`.
@@ -127,19 +139,8 @@ class RMSNorm(nn.RMSNorm):
         self.zero_centered_gamma = zero_centered_gamma
         super().__init__(shape, eps, elementwise_affine, device, one_dtype(params_dtype, dtype, _DTYPES))
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.elementwise_affine and self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
         wide = _wide(x)
-        return F.rms_norm(wide, self.normalized_shape, _gamma(self, wide.dtype), self.eps).to(x.dtype)
-
-
-def _gamma(module: LayerNorm | RMSNorm, dtype: torch.dtype) -> Tensor | None:
-    if module.weight is None:
-        return None
-    return module.weight.to(dtype) + 1.0 if module.zero_centered_gamma else module.weight.to(dtype)
+        return F.rms_norm(wide, self.normalized_shape, self._gamma(wide.dtype), self.eps).to(x.dtype)

@@ -29,8 +29,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
-        (float32 ``[n]``), ``updates`` and ``steps``, and as far as known ``fp8_format`` and ``margin``, for which the
-        scales were made. Loads with ``torch.load(weights_only=True)``.
+        (float32 ``[n]``, in how many updates a row had an amax), ``updates`` and ``steps``, and as far as known
+        ``fp8_format`` and ``margin``, for which the scales were made. Loads with ``torch.load(weights_only=True)``.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -40,7 +40,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     scales: list[Tensor] = []
     histories: list[Tensor] = []
     amaxes: list[Tensor] = []
-    counts: list[Tensor] = []
+    num_observed: list[Tensor] = []
     updates = 0
     steps = -1
     span: Span | None = None
@@ -51,7 +51,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
             scales.append(slot.scale_for(span) if span else slot.scale)
             histories.append(slot.history.amax_history[:, slot.row])
             amaxes.append(slot.amax.detach().clone())
-            counts.append(slot.history.counts[slot.row])
+            num_observed.append(slot.history.num_observed[slot.row])
             updates = max(updates, slot.history.updates)
             steps = max(steps, slot.history.steps)
     length = max((len(history) for history in histories), default=0)
@@ -62,7 +62,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
         "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "steps": steps,
         **saved_span(span),
     }

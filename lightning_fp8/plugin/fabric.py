@@ -28,7 +28,7 @@ from lightning_fp8.convert.conversion import (
     plan_conversion,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
-from lightning_fp8.delayed.history import AmaxHistory, update_scales
+from lightning_fp8.delayed.history import AmaxHistory, reduce_and_update
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
@@ -225,7 +225,7 @@ class FP8FabricPrecision(FabricPrecision):
             if recipe is not None:
                 due.setdefault(recipe, []).append(history)
         for recipe, histories in due.items():
-            update_scales(histories, recipe)
+            reduce_and_update(histories, recipe)
 
     def _report_first_steps(self) -> None:
         """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""

@@ -103,7 +103,7 @@ def test_nothing_waits_for_the_device() -> None:
                 ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
             ops.quantize(x, "e4m3 tensor rowwise columnwise", scale, amax)
             ops.observe(x, amax)
-            ops.update_scales(torch.ones(8, device="cuda"), amax_history, scales, largest, 0.0, "max", True)
+            ops.update_scales(torch.ones(8, device="cuda"), amax_history, scales, largest, 0.0, "max")
 
 
 def test_kernels_run_on_the_current_stream() -> None:
@@ -148,7 +148,7 @@ def test_a_delayed_step_in_a_graph() -> None:
 
     def step(s: dict[str, Tensor]) -> Tensor:
         data = ops.quantize(s["x"], "e4m3 tensor rowwise", s["scale"][0], s["amax"][0])[0]
-        ops.update_scales(s["amax"], s["amax_history"], s["scale"], s["largest"], 0.0, "max", True)
+        ops.update_scales(s["amax"], s["amax_history"], s["scale"], s["largest"], 0.0, "max")
         return data
 
     step(on_card)

@@ -15,11 +15,11 @@ from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops.core import dispatch
+from lightning_fp8.recipes import RECIPES
 from tests.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 
 CARD = torch.device("cuda", 0)
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 
 
 def fits(case: Case) -> bool:

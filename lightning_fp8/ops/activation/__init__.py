@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_fp8.ops.activation import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.activation.schema import activated_shape, activation_config, is_gated
-from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.ops.quantize.operands import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
 _ops = torch.ops.lightning_fp8
@@ -25,13 +26,7 @@ def activation_quantize(
     x: Tensor,
     activation: str,
     cast: Cast,
-    *,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    scale_is_nonzero: bool = False,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    counts: Tensor | None = None,
+    **cast_args: Unpack[CastArgs],
 ) -> Quantized:
     """``activation(x)``, cast to FP8; a gated one is ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
 
@@ -39,18 +34,17 @@ def activation_quantize(
         x: bfloat16, float16 or float32.
         activation: one of :data:`ACTIVATIONS`.
         cast: format and layout.
-        scale, amax, scale_is_nonzero, rowwise, columnwise, counts: as in
-            :func:`lightning_fp8.ops.quantize`, of the values.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of the values.
 
     Raises:
         TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
             number of columns for a gated one.
     """
-    check_cast("activation_quantize", x, cast, scale, amax)
+    check_cast("activation_quantize", x, cast, **cast_args)
     _check_activation(activation, x)
     operands, _ = run_cast(
         _ops.activation_quantize.default, _ops.activation_quantize_unobserved.default, (x,), f"{activation}, ",
-        cast, (scale, amax, counts), rowwise, columnwise, scale_is_nonzero,
+        cast, **cast_args,
     )  # fmt: skip
     return operands
 
@@ -62,12 +56,7 @@ def activation_backward_quantize(
     cast: Cast,
     *,
     bias_dtype: torch.dtype | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    scale_is_nonzero: bool = False,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    counts: Tensor | None = None,
+    **cast_args: Unpack[CastArgs],
 ) -> tuple[Quantized, Tensor | None]:
     """The gradient of x through :func:`activation_quantize`, cast to FP8, and its sum over rows.
 
@@ -76,19 +65,18 @@ def activation_backward_quantize(
         x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation: what the activation was computed from.
         bias_dtype: dtype of the sum over rows of the float32 gradient, the gradient of a bias that was added to x;
             None for no sum.
-        others: as in :func:`activation_quantize`, of the gradient.
+        cast_args: as in :func:`activation_quantize`, of the gradient.
 
     Returns:
         The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
     """
-    check_cast("activation_backward_quantize", x, cast, scale, amax)
+    check_cast("activation_backward_quantize", x, cast, **cast_args)
     _check_activation(activation, x)
     if dy.shape != activated_shape(activation, x.shape):
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     operands, (dbias,) = run_cast(
         _ops.activation_backward_quantize.default, _ops.activation_backward_quantize_unobserved.default, (dy, x),
-        f"{activation_config(activation, bias_dtype)}, ", cast, (scale, amax, counts),
-        rowwise, columnwise, scale_is_nonzero,
+        f"{activation_config(activation, bias_dtype)}, ", cast, **cast_args,
     )  # fmt: skip
     return operands, dbias if bias_dtype else None
 

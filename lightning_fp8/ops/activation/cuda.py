@@ -26,7 +26,13 @@ from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
-from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, counts_key
+from lightning_fp8.ops.quantize.launches import (
+    CastVariant,
+    VariantKey,
+    cast_launches,
+    cast_variant,
+    overflow_counts_key,
+)
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, implement_cast
 
@@ -47,11 +53,12 @@ def activation_backward_quantize(
     config: str,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
 ) -> Results:
-    variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+    counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
+    variant_key = config, scale is not None, amax is not None, counts_key
     run = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), variant_key)
-    return run(dy, x, config, (scale, amax, counts))
+    return run(dy, x, config, (scale, amax, overflow_counts))
 
 
 class ActivationBackwardLaunches:
@@ -67,7 +74,7 @@ class ActivationBackwardLaunches:
             store_loader = summed_loader(loader)
             num_partials = ceil_div(x.rows, WARP_ROWS)
             self._sums = ColumnSums(device, num_partials, x.columns, config.bias_dtype, num_sets=1)
-        self._cast = build_cast(device, loader, x.rows, x.columns, variant, store_loader)
+        self._cast = cast_launches(variant.config.layout)(device, loader, x.rows, x.columns, variant, store_loader).cast
         self._pointer = launch.address_on(device)
         self._strides = x.stride, dy.stride
         self._allocate = allocator(device)

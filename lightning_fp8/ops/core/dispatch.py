@@ -86,7 +86,10 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def clear_plan_cache() -> None:
-    """Plan everything anew from now on, also where kernels did not run."""
+    """Plan everything anew from now on, also where kernels did not run.
+
+    For a changed environment variable, or new measurements of GEMMs.
+    """
     _without_kernels.clear()
     _warned.clear()
     for cache in _plan_caches:
@@ -97,14 +100,15 @@ def _warn_of_fallback(device: torch.device, error: KernelError) -> None:
     """Warn once that an op runs without its kernel; where no kernel runs, plan none there from now on."""
     if isinstance(error, NoKernels):
         _without_kernels.add(device)
-    if (device, str(error)) not in _warned:
-        _warned.add((device, str(error)))
-        what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
-        warnings.warn(
-            f"{what} not run on {device}: {error}. What needs it runs as plain torch operations, slower.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
+    warn_once(device, f"{what} not run on {device}: {error}. What needs it runs as plain torch operations, slower.")
+
+
+def warn_once(device: torch.device, message: str) -> None:
+    """Warn of what a planner found on ``device``, once until the plan cache is cleared."""
+    if (device, message) not in _warned:
+        _warned.add((device, message))
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 def _on_device(op_for: Callable[..., Op], device: torch.device, key: Sequence[Hashable]) -> Op:

@@ -1,6 +1,6 @@
 """FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
 
-What no kernel computes, ``torch._scaled_mm`` does, and what that refuses, the reference: exact, and slower.
+What no kernel computes, ``torch._scaled_mm`` does, and what that refuses, the reference, slower and with a warning.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
-from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned, warn_once
 from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, key_and_device, memoryless_key
 from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.gemm import reference
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
-from lightning_fp8.ops.gemm.launches import build_gemm, reference_gemm
+from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.problem import (
     SCALINGS,
     GemmOperand,
@@ -27,6 +28,7 @@ from lightning_fp8.ops.gemm.problem import (
     with_kernel_strides,
 )
 from lightning_fp8.ops.gemm.schema import Gemm, Operand, check_epilogue, gemm_ops
+from lightning_fp8.scaled import Layout
 
 
 def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None) -> Tensor:
@@ -57,6 +59,9 @@ def _plan_gemm(
 ) -> Gemm:
     """Choose what multiplies: our kernels, if ``kernels``, or a library.
 
+    The variable and the measurements are read here, once for operands of one key: to make a change of either count in
+    this process, call ``clear_plan_cache`` of :mod:`lightning_fp8.ops.core.dispatch`.
+
     Raises:
         TypeError, ValueError: ``bias``, ``out`` or ``amax`` do not fit.
     """
@@ -68,18 +73,34 @@ def _plan_gemm(
     amax = None if amax_key is None else TensorKey(*amax_key)
     check_epilogue((a.rows, b.rows), device, bias, out, amax)
     check_not_empty((a.rows, b.rows, a.k))
-    if (options.layout_a, options.layout_b) not in SCALINGS:
-        return reference_gemm
-    if not (a.is_tma_aligned and b.is_tma_aligned):
+    layouts = options.layout_a, options.layout_b
+    if layouts not in SCALINGS:
+        if kernels:
+            _warn_of_reference(device, layouts)
+        return reference.gemm
+    if not (a.is_kernel_aligned and b.is_kernel_aligned):
         return _align_first
     bound = bind_gemm(device, a, b, config, bias, out, amax is not None)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     measured = gemm_selection.measured_on(launch.name_of(device))
     plan = gemm_selection.choose_gemm(bound.problem, measured, backend)
-    return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference_gemm
+    if plan is Library.REFERENCE and kernels:
+        _warn_of_reference(device, layouts)
+    return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference.gemm
 
 
-_plan = planned(fallback=reference_gemm, without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+_plan = planned(fallback=reference.gemm, without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+
+
+def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:
+    """Warn once that nothing but the reference multiplies operands of these layouts on a device that runs kernels."""
+    warn_once(
+        device,
+        f"No FP8 GEMM multiplies operands scaled {layouts[0].value} and {layouts[1].value} on {device}, or none of "
+        "these sizes: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
+        "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' everywhere, features and tokens in "
+        "multiples of 16",
+    )
 
 
 def _align_first(

@@ -1,4 +1,4 @@
-"""The backends of a GEMM: one of our kernels, ``torch._scaled_mm``, or the reference, which is exact and slower."""
+"""The backends of a GEMM: one of our kernels, ``torch._scaled_mm``, or the reference, which is slower."""
 
 from __future__ import annotations
 
@@ -24,22 +24,7 @@ def build_gemm(gemm: BoundGemm, plan: GemmChoice) -> Gemm:
     """
     if not isinstance(plan, Library):
         return KernelGemm(gemm, plan).run
-    return ScaledMm(gemm.config, reference_gemm).run if plan is Library.CUBLASLT else reference_gemm
-
-
-def reference_gemm(
-    a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """A GEMM in BF16 or float32 that rounds no operand."""
-    result = reference.multiply(a, b, parse_scaled_mm_config(config), bias)
-    return _finish_unfused(result, amax, out)
-
-
-def _finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
-    """The rest of an epilogue that no kernel has computed: observe the result, and add it to ``out``."""
-    if amax is not None:
-        torch.ops.lightning_fp8.observe.default(result, amax)
-    return result if out is None else out.add_(result)
+    return ScaledMm(gemm.config, reference.gemm).run if plan is Library.CUBLASLT else reference.gemm
 
 
 class KernelGemm:
@@ -96,4 +81,4 @@ class ScaledMm:
                 stacklevel=2,
             )
             return self._fallback(a, b, config, bias, amax, out)
-        return _finish_unfused(result, amax, out)
+        return reference.finish_unfused(result, amax, out)

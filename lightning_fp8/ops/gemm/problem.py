@@ -73,7 +73,7 @@ class GemmOperand(NamedTuple):
         return self.data.columns
 
     @property
-    def is_tma_aligned(self) -> bool:
+    def is_kernel_aligned(self) -> bool:
         """Whether each row of codes, and each line of scales, starts where a kernel's copies can start."""
         stride = self.data.stride
         if not self.data.has_contiguous_rows or stride <= 0 or stride % ALIGNMENT or self.data.address:
@@ -97,7 +97,7 @@ class GemmOperand(NamedTuple):
 def with_kernel_strides(operand: Operand, layout: Layout) -> Operand:
     """The operand where kernels can read it: itself, or a copy."""
     data, scale = operand
-    if GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_tma_aligned:
+    if GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_kernel_aligned:
         return operand
     copies = empty_operand(data.device, layout, data.dtype, *data.shape)
     copy_bits(data, copies[0])

@@ -16,7 +16,7 @@ from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.gemm.config import ScaledMMConfig, parse_scaled_mm_config
 from lightning_fp8.ops.gemm.schema import Operand, check_epilogue, gemm_ops
-from lightning_fp8.ops.quantize.reference import decode, observe
+from lightning_fp8.ops.quantize.reference import decode
 from lightning_fp8.scaled import Layout
 
 
@@ -25,15 +25,15 @@ def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor 
 
     ``fast`` changes nothing here: accumulation is float32.
     """
-    rows, columns = a[0].shape[0], b[0].shape[0]
-    check_epilogue((rows, columns), a[0].device, None, out)
-    result = multiply(a, b, parse_scaled_mm_config(config), bias)
+    check_epilogue((a[0].shape[0], b[0].shape[0]), a[0].device, None, out, amax)
+    return finish_unfused(multiply(a, b, parse_scaled_mm_config(config), bias), amax, out)
+
+
+def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
+    """The rest of an epilogue that no kernel has computed: observe the result, and add it to ``out``."""
     if amax is not None:
-        observe(result, amax)
-    if out is None:
-        return result
-    out += result
-    return out
+        torch.ops.lightning_fp8.observe.default(result, amax)
+    return result if out is None else out.add_(result)
 
 
 def multiply(a: Operand, b: Operand, config: ScaledMMConfig, bias: Tensor | None) -> Tensor:

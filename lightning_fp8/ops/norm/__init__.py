@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_fp8.ops.core.config import HIGH_PRECISION
 from lightning_fp8.ops.norm import cuda as _cuda  # noqa: F401  (registers the kernels)
@@ -16,7 +17,7 @@ from lightning_fp8.ops.norm import cuda_backward as _cuda_backward  # noqa: F401
 from lightning_fp8.ops.norm import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.norm import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.norm.schema import norm_config
-from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.ops.quantize.operands import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
 _ops = torch.ops.lightning_fp8
@@ -43,12 +44,7 @@ def norm_quantize(
     eps: float,
     rms: bool = False,
     zero_centered: bool = False,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    scale_is_nonzero: bool = False,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    counts: Tensor | None = None,
+    **cast_args: Unpack[CastArgs],
 ) -> Normalized:
     """LayerNorm or RMSNorm of the rows of ``x [R, K]``, cast to FP8.
 
@@ -63,13 +59,12 @@ def norm_quantize(
         eps: added to the variance.
         rms: RMSNorm, not LayerNorm.
         zero_centered: ``weight`` holds the factor minus 1.
-        scale, amax, scale_is_nonzero, rowwise, columnwise, counts: as in
-            :func:`lightning_fp8.ops.quantize`, of y.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of y.
 
     Raises:
         TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
     """
-    check_cast("norm_quantize", x, cast, scale, amax)
+    check_cast("norm_quantize", x, cast, **cast_args)
     _check_parameter("weight", weight, x)
     if bias is not None:
         if rms:
@@ -79,7 +74,7 @@ def norm_quantize(
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
     operands, (statistics,) = run_cast(
         _ops.norm_quantize.default, _ops.norm_quantize_unobserved.default, (x, weight, bias),
-        f"{norm_config(rms, eps, zero_centered)}, ", cast, (scale, amax, counts), rowwise, columnwise, scale_is_nonzero,
+        f"{norm_config(rms, eps, zero_centered)}, ", cast, **cast_args,
     )  # fmt: skip
     return Normalized(operands, statistics)
 

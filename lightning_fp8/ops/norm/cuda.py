@@ -15,7 +15,7 @@ from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
 from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
-from lightning_fp8.ops.quantize.launches import VariantKey, cast_variant, counts_key
+from lightning_fp8.ops.quantize.launches import VariantKey, cast_variant, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import implement_cast
 
@@ -27,18 +27,19 @@ def norm_quantize(
     config: str,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
 ) -> Results:
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
     parameters_address = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-    variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+    counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
+    variant_key = config, scale is not None, amax is not None, counts_key
     run = _plan(
         x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
         bias is not None, variant_key,
     )  # fmt: skip
-    return run(x, weight, bias, config, (scale, amax, counts))
+    return run(x, weight, bias, config, (scale, amax, overflow_counts))
 
 
 @planned(fallback=with_kernel_strides(reference.normalize))
@@ -65,7 +66,7 @@ def _plan(
     row_layout = None
     if x.is_vectorizable(8, ALIGNMENT) and weight.is_vectorizable(8, ALIGNMENT):
         row_layout = cast_row_layout(spec.dtype, x.columns)
-    one_scale = cast.layout.has_one_scale and not variant.has_counts
+    one_scale = cast.layout.has_one_scale and not variant.has_overflow_counts
     launches: NormLaunches
     if row_layout and one_scale and cast.rowwise and not cast.columnwise:
         launches = OneReadNorm(x, spec, norm, row_layout, variant)

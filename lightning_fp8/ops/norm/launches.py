@@ -23,7 +23,7 @@ from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses
 from lightning_fp8.ops.core.layout import TensorKey
 from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters
-from lightning_fp8.ops.quantize.launches import CastVariant, build_cast
+from lightning_fp8.ops.quantize.launches import CastVariant, cast_launches
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io
 
@@ -151,7 +151,7 @@ class TwoReadNorm(NormLaunches):
             blocks = x.rows
         self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm.eps), device).start
         loader = normalized_loader(spec, aligned)
-        self._cast = build_cast(device, loader, x.rows, x.columns, variant)
+        self._cast = cast_launches(variant.config.layout)(device, loader, x.rows, x.columns, variant).cast
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
         pointer = self._pointer

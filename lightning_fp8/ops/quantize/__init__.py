@@ -25,7 +25,7 @@ def quantize(
     scale_is_nonzero: bool = False,
     rowwise: bool = True,
     columnwise: bool = False,
-    counts: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
 ) -> Quantized:
     """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
 
@@ -37,16 +37,17 @@ def quantize(
         amax: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
         rowwise: whether to give the operand of x.
         columnwise: whether to give the operand of xᵀ, scaled along R.
-        counts: int64 ``[2]``, grows by the numbers of values that were saturated and that were flushed to zero.
+        overflow_counts: int64 ``[2]``, grows by the numbers of values that were saturated and that became 0.
 
     Raises:
-        TypeError: x is not a 2-D tensor in one of the three dtypes, or ``scale``, ``amax`` or ``counts`` not in theirs.
+        TypeError: x is not a 2-D tensor in one of the three dtypes, or another tensor not in its own.
         ValueError: ``scale`` with a layout that is not ``tensor``, or ``amax`` without ``scale``; other shapes.
     """
     check_cast("quantize", x, cast, scale, amax)
     operands, _ = run_cast(
-        _ops.quantize.default, _ops.quantize_unobserved.default, (x,), "", cast, (scale, amax, counts),
-        rowwise, columnwise, scale_is_nonzero,
+        _ops.quantize.default, _ops.quantize_unobserved.default, (x,), "", cast,
+        scale=scale, amax=amax, scale_is_nonzero=scale_is_nonzero, rowwise=rowwise, columnwise=columnwise,
+        overflow_counts=overflow_counts,
     )  # fmt: skip
     return operands
 

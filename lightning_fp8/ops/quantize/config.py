@@ -34,14 +34,6 @@ class QuantizeConfig(NamedTuple):
     columnwise: bool
     scale_is_nonzero: bool
 
-    def refuse_scale(self) -> None:
-        """Check the layout of a cast whose scale is given.
-
-        Raises:
-            ValueError: the layout has one scale for each block.
-        """
-        refuse_scale(self.layout)
-
 
 def refuse_scale(layout: Layout) -> None:
     """Check a layout whose scale is given.

@@ -19,7 +19,7 @@ from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device,
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.launches import VariantKey, build_cast, cast_variant, counts_key, num_blocks
+from lightning_fp8.ops.quantize.launches import VariantKey, cast_launches, cast_variant, num_blocks, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
 from lightning_fp8.ops.quantize.schema import check_cast_io, implement_cast
 
@@ -28,7 +28,7 @@ Loaders = tuple[TileLoader, "TileLoader | None", int]
 
 
 def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]) -> Callable[..., Outputs]:
-    """The op ``(x, config, scale, amax, counts)`` that casts values which tile loaders compute from x, row by row.
+    """The op ``(x, config, scale, amax, overflow_counts)`` that casts what tile loaders compute from x, row by row.
 
     A tensor whose rows have gaps between their elements is made contiguous first.
 
@@ -50,17 +50,19 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
         narrow = options.columnwise or options.layout.block == (1, 128)
         amax_loader = wide or loader if options.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = build_cast(device, amax_loader, x.rows, columns, variant, store_loader)
+        launches = cast_launches(options.layout)(device, amax_loader, x.rows, columns, variant, store_loader).cast
         pointer = launch.address_on(device)
         stride = x.stride
         return lambda x, config, io: launches((pointer(x), stride), io)
 
     def op(
-        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
-    ) -> Outputs:
-        variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None,
+        overflow_counts: Tensor | None = None,
+    ) -> Outputs:  # fmt: skip
+        counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
+        variant_key = config, scale is not None, amax is not None, counts_key
         run = plan(x.device, x.is_cuda and current_device(), key(x), variant_key)
-        return run(x, config, (scale, amax, counts))
+        return run(x, config, (scale, amax, overflow_counts))
 
     return op
 

@@ -19,9 +19,10 @@ from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
 from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
-from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
+from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_overflow_counts
+from lightning_fp8.scaled import Layout
 
 LoaderArgs = Sequence[Argument]
 """The arguments of a kernel's tile loader: addresses and strides."""
@@ -35,7 +36,7 @@ class CastVariant(NamedTuple):
     config: QuantizeConfig
     has_scale: bool
     has_amax: bool
-    has_counts: bool
+    has_overflow_counts: bool
 
     @property
     def current_scaling(self) -> tuple[int, float]:
@@ -53,28 +54,28 @@ class CastVariant(NamedTuple):
 
 
 VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
-"""The text of a cast's config, whether ``scale`` and ``amax`` are given, and the key of ``counts``."""
+"""The text of a cast's config, whether ``scale`` and ``amax`` are given, and the key of ``overflow_counts``."""
 
 
-def counts_key(counts: Tensor) -> KeyAndDevice:
+def overflow_counts_key(overflow_counts: Tensor) -> KeyAndDevice:
     """Make the last part of a :data:`VariantKey`.
 
     Raises:
-        ValueError: ``counts`` are not contiguous.
+        ValueError: ``overflow_counts`` are not contiguous.
     """
-    require_contiguous("counts", counts)
-    return memoryless_key(counts)
+    require_contiguous("overflow_counts", overflow_counts)
+    return memoryless_key(overflow_counts)
 
 
 def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
     """Make a cast's variant of its key.
 
     Raises:
-        TypeError, ValueError: ``counts`` have another dtype, shape or device; ``config`` has another form.
+        TypeError, ValueError: ``overflow_counts`` have another dtype, shape or device; ``config`` has another form.
     """
-    config, has_scale, has_amax, counts = key
-    check_counts(device, None if counts is None else TensorKey(*counts))
-    return CastVariant(parse_quantize_config(config), has_scale, has_amax, counts is not None)
+    config, has_scale, has_amax, overflow_counts = key
+    check_overflow_counts(device, None if overflow_counts is None else TensorKey(*overflow_counts))
+    return CastVariant(parse_quantize_config(config), has_scale, has_amax, overflow_counts is not None)
 
 
 def num_blocks(device: torch.device, rows: int, columns: int) -> int:
@@ -103,7 +104,7 @@ class CastLaunches:
         store_loader: TileLoader | None = None,
     ) -> None:
         if variant.has_scale:
-            variant.config.refuse_scale()
+            refuse_scale(variant.config.layout)
         self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
         self.device = device
         self.rows = rows
@@ -137,7 +138,7 @@ class TensorCast(CastLaunches):
         self._find_amax = None if variant.scale_is_known else self._launch(amax_kernel(loader, False), blocks)
         kernel = quantize_tensor_kernel(
             store_loader, config.float8.name.lower(), config.rowwise, config.columnwise, variant.has_amax,
-            variant.has_counts,
+            variant.has_overflow_counts,
         )  # fmt: skip
         stride, _, stride_t, _ = self.outputs.strides
         return kernel, self.rows, self.columns, blocks, *variant.current_scaling, stride, stride_t
@@ -146,7 +147,7 @@ class TensorCast(CastLaunches):
         pointer = self.pointer
         known = self._checked.known
         find_amax = self._find_amax
-        scale, amax, counts = io
+        scale, amax, overflow_counts = io
         scale_ptr = 0 if scale is None else pointer(scale)
         amax_ptr = 0 if amax is None else pointer(amax)
         if scale_ptr not in known or amax_ptr not in known:
@@ -154,12 +155,13 @@ class TensorCast(CastLaunches):
             self._checked.keep(scale_ptr, amax_ptr)
         outputs = data, scale_inv, data_t, _ = self.outputs.allocate()
         block_amax_ptr: Argument = 0
+        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
         if find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = pointer(block_amaxes)
             find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
         self._store(
-            *(store_args or loader_args), scale_ptr, block_amax_ptr, amax_ptr, 0 if counts is None else pointer(counts),
+            *(store_args or loader_args), scale_ptr, block_amax_ptr, amax_ptr, overflow_ptr,
             pointer(data), pointer(scale_inv), pointer(data_t),
         )  # fmt: skip
         return outputs
@@ -176,20 +178,21 @@ class RowCast(CastLaunches):
         self._amaxes = (num_amaxes,), (1,), torch.float32
         self._column_offset = 4 * self.rows
         self._zero = launch.zeroing(self.device, num_amaxes)
-        kernel = quantize_rows_kernel(store_loader, config.float8.name.lower(), *usage, variant.has_counts)
+        kernel = quantize_rows_kernel(store_loader, config.float8.name.lower(), *usage, variant.has_overflow_counts)
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        _, _, counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         amaxes = self._allocate(*self._amaxes)
+        _, _, overflow_counts = io
+        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
         row_amax_ptr = pointer(amaxes)
         col_amax_ptr = amaxes.data_ptr() + self._column_offset
         self._zero(row_amax_ptr)
         self._find_amaxes(*loader_args, row_amax_ptr, col_amax_ptr)
         self._store(
-            *(store_args or loader_args), row_amax_ptr, col_amax_ptr, 0 if counts is None else pointer(counts),
+            *(store_args or loader_args), row_amax_ptr, col_amax_ptr, overflow_ptr,
             pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
         )  # fmt: skip
         return outputs
@@ -202,30 +205,22 @@ class BlockCast(CastLaunches):
         config = variant.config
         kernel = quantize_blocks_kernel(
             store_loader, config.float8.name.lower(), config.layout.value, config.rowwise, config.columnwise,
-            variant.has_counts,
+            variant.has_overflow_counts,
         )  # fmt: skip
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        _, _, counts = io
+        _, _, overflow_counts = io
+        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         self._store(
-            *(store_args or loader_args), 0 if counts is None else pointer(counts),
+            *(store_args or loader_args), overflow_ptr,
             pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
         )  # fmt: skip
         return outputs
 
 
-def build_cast(
-    device: torch.device,
-    loader: TileLoader,
-    rows: int,
-    columns: int,
-    variant: CastVariant,
-    store_loader: TileLoader | None = None,
-) -> RunCast:
-    """Plan a cast as its layout asks; see :class:`CastLaunches`, whose ``cast`` this gives."""
-    layout = variant.config.layout
-    kind = TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast
-    return kind(device, loader, rows, columns, variant, store_loader).cast
+def cast_launches(layout: Layout) -> type[CastLaunches]:
+    """What casts as ``layout`` asks."""
+    return TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -19,7 +19,9 @@ class Quantized(NamedTuple):
     columnwise: ScaledTensor | None
 
 
-def check_cast(op: str, x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> None:
+def check_cast(
+    op: str, x: Tensor, cast: Cast, scale: Tensor | None = None, amax: Tensor | None = None, **others: object
+) -> None:
     """Check what every function that casts takes; ``op`` is its name.
 
     Raises:
@@ -36,33 +38,38 @@ def check_cast(op: str, x: Tensor, cast: Cast, scale: Tensor | None, amax: Tenso
         raise ValueError("amax is collected for a given scale; pass scale too (0 takes x's own)")
 
 
+class CastArgs(TypedDict, total=False):
+    """The keywords of every function that casts; :func:`lightning_fp8.ops.quantize` says what they are."""
+
+    scale: Tensor | None
+    amax: Tensor | None
+    scale_is_nonzero: bool
+    rowwise: bool
+    columnwise: bool
+    overflow_counts: Tensor | None
+
+
 def run_cast(
-    op: Callable[..., Sequence[Tensor]],
-    op_unobserved: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor | None],
-    prologue: str,
-    cast: Cast,
-    io: tuple[Tensor | None, Tensor | None, Tensor | None],
-    rowwise: bool,
-    columnwise: bool,
-    scale_is_nonzero: bool,
-) -> tuple[Quantized, Sequence[Tensor]]:
+    op: Callable[..., Sequence[Tensor]], op_unobserved: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None], prologue: str, cast: Cast, *, scale: Tensor | None = None,
+    amax: Tensor | None = None, scale_is_nonzero: bool = False, rowwise: bool = True, columnwise: bool = False,
+    overflow_counts: Tensor | None = None,
+) -> tuple[Quantized, Sequence[Tensor]]:  # fmt: skip
     """Call an op that casts, and make GEMM operands of its results.
 
     Args:
         op: ``(*inputs, config, *io) -> data, scale_inv, data_t, scale_inv_t, *more``.
         op_unobserved: the same without what it may write to.
         prologue: what ``config`` says before the cast, comma included.
-        io: ``scale``, ``amax`` and ``counts``, as in :class:`~lightning_fp8.ops.quantize.schema.CastIO`.
+        scale, amax, scale_is_nonzero, rowwise, columnwise, overflow_counts: :class:`CastArgs`.
 
     Returns:
         The operands, and what else the op gives.
     """
     view = gives_a_view(inputs[0], cast, columnwise)
     config = prologue + quantize_config(cast, rowwise or view, columnwise and not view, scale_is_nonzero)
-    scale, amax, counts = io
-    observed = amax is not None or counts is not None
-    results = op(*inputs, config, scale, amax, counts) if observed else op_unobserved(*inputs, config, scale)
+    observed = amax is not None or overflow_counts is not None
+    results = op(*inputs, config, scale, amax, overflow_counts) if observed else op_unobserved(*inputs, config, scale)
     return operands_of(results[:4], cast.layout, rowwise, columnwise, view), results[4:]
 
 

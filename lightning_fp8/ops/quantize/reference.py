@@ -14,7 +14,7 @@ from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.config import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
 
@@ -55,21 +55,21 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
     See :func:`lightning_fp8.ops.quantize`.
     """
     check_cast_io(x.device, io)
-    scale, amax, counts = io
+    scale, amax, overflow_counts = io
     options = parse_quantize_config(config)
     x = x.contiguous()
     if scale is not None:
-        options.refuse_scale()
-        return _quantize_tensor(x, _given_scale(x, scale, amax, options), options, counts)
+        refuse_scale(options.layout)
+        return _quantize_tensor(x, _given_scale(x, scale, amax, options), options, overflow_counts)
     if options.layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), options.float8.max, options.power_2, options.epsilon)
-        return _quantize_tensor(x, scale, options, counts)
+        return _quantize_tensor(x, scale, options, overflow_counts)
     row = column = _absent(x, options)
     if options.rowwise:
-        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, counts)
+        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, overflow_counts)
     if options.columnwise:
         block_rows, block_columns = options.layout.block_shape(x.shape[1], x.shape[0])
-        uncounted = None if options.rowwise else counts
+        uncounted = None if options.rowwise else overflow_counts
         data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, uncounted)
         column = data.t(), scale_inv.t().contiguous()
     return (*row, *column)
@@ -94,17 +94,17 @@ def _absent(x: Tensor, config: QuantizeConfig) -> tuple[Tensor, Tensor]:
     return x.new_empty(0, dtype=config.float8.dtype), x.new_empty(0, dtype=config.layout.scale_dtype)
 
 
-def _count(counts: Tensor | None, values: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
+def _count(overflow_counts: Tensor | None, values: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
     """Add the numbers of ``values`` that the cast saturated and of those that it flushed to zero."""
-    if counts is not None:
-        counts[0] += ((values * scale).abs() > float8.max).sum()
-        counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
+    if overflow_counts is not None:
+        overflow_counts[0] += ((values * scale).abs() > float8.max).sum()
+        overflow_counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
 
 
-def _quantize_tensor(x: Tensor, scale: Tensor, config: QuantizeConfig, counts: Tensor | None) -> Outputs:
+def _quantize_tensor(x: Tensor, scale: Tensor, config: QuantizeConfig, overflow_counts: Tensor | None) -> Outputs:
     data = saturating_cast(x.to(torch.float32, copy=True), scale, config.float8)
     scale_inv = 1.0 / scale
-    _count(counts, x.float(), scale, data, config.float8)
+    _count(overflow_counts, x.float(), scale, data, config.float8)
     absent, no_scale = _absent(x, config)
     data_t = absent
     if config.columnwise:
@@ -113,7 +113,7 @@ def _quantize_tensor(x: Tensor, scale: Tensor, config: QuantizeConfig, counts: T
 
 
 def _quantize_blocks(
-    x: Tensor, block: tuple[int, int], config: QuantizeConfig, counts: Tensor | None
+    x: Tensor, block: tuple[int, int], config: QuantizeConfig, overflow_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape
@@ -135,7 +135,7 @@ def _quantize_blocks(
         scale_inv = 1.0 / scale
     block_scale = scale[:, None, :, None]
     data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, config.float8)
-    _count(counts, blocks.float(), block_scale, data, config.float8)
+    _count(overflow_counts, blocks.float(), block_scale, data, config.float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
 
 

@@ -5,8 +5,8 @@ Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``config`
 comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
 
 A given ``scale``, float32 ``[]``, that is not 0 is used in place of the tensor's own. ``amax``, float32 ``[]``, becomes
-``max(amax, max |x|)``. ``counts``, int64 ``[2]``, grows by the numbers of values that overflowed, and were saturated,
-and that underflowed to zero; in the operand of x if that was asked for.
+``max(amax, max |x|)``. ``overflow_counts``, int64 ``[2]``, grows by the numbers of values that overflowed, and were
+saturated, and that underflowed to zero; in the operand of x if that was asked for.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lightning_fp8.ops.core.registration import define, fake, implement, refuse_
 from lightning_fp8.ops.quantize.config import parse_quantize_config
 from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
 
-CAST = "str config, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? counts=None"
+CAST = "str config, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? overflow_counts=None"
 """The last arguments of every op that casts."""
 
 UNOBSERVED = "_unobserved"
-"""Ends the name of an op that casts and takes neither ``amax`` nor ``counts``."""
+"""Ends the name of an op that casts and takes neither ``amax`` nor ``overflow_counts``."""
 
 OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
 
 
 CastIO = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""The tensors that a cast takes beside its input: ``scale``, ``amax`` and ``counts``.
+"""The tensors that a cast takes beside its input: ``scale``, ``amax`` and ``overflow_counts``.
 
 A plain tuple: at every call, a NamedTuple would take as long to make as half of a kernel's launch.
 """
@@ -44,22 +44,22 @@ def check_cast_io(device: torch.device, io: CastIO) -> None:
     """Check what a cast on ``device`` takes beside its input.
 
     Raises:
-        TypeError, ValueError: as :func:`require`; ``counts`` are not contiguous.
+        TypeError, ValueError: as :func:`require`; ``overflow_counts`` are not contiguous.
     """
-    scale, amax, counts = io
-    require_contiguous("counts", counts)
+    scale, amax, overflow_counts = io
+    require_contiguous("overflow_counts", overflow_counts)
     require("scale", scale, torch.float32, (), device)
     require("amax", amax, torch.float32, (), device)
-    check_counts(device, counts)
+    check_overflow_counts(device, overflow_counts)
 
 
-def check_counts(device: torch.device, counts: Described | None) -> None:
-    """Check the dtype, shape and device of ``counts``.
+def check_overflow_counts(device: torch.device, overflow_counts: Described | None) -> None:
+    """Check the dtype, shape and device of ``overflow_counts``.
 
     Raises:
         TypeError, ValueError: as :func:`require`.
     """
-    require("counts", counts, torch.int64, (2,), device)
+    require("overflow_counts", overflow_counts, torch.int64, (2,), device)
 
 
 def define_cast(name: str, inputs: str, outputs: str) -> None:
@@ -79,12 +79,12 @@ def implement_cast(name: str, device_type: str, function: Callable[..., Any]) ->
 
 
 def cast_op(cast: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-    """The op ``(*inputs, config, scale, amax, counts)`` of a function ``(*inputs, config, io)``."""
+    """The op ``(*inputs, config, scale, amax, overflow_counts)`` of a function ``(*inputs, config, io)``."""
 
     def op(*args: Any, **named: Any) -> Any:
         inputs_and_config = args[: num_inputs + 1]
-        io = dict(zip(("scale", "amax", "counts"), args[num_inputs + 1 :])) | named
-        return cast(*inputs_and_config, (io.get("scale"), io.get("amax"), io.get("counts")))
+        io = dict(zip(("scale", "amax", "overflow_counts"), args[num_inputs + 1 :])) | named
+        return cast(*inputs_and_config, (io.get("scale"), io.get("amax"), io.get("overflow_counts")))
 
     return op
 

@@ -20,7 +20,6 @@ def update_scales(
     fp8_max: Tensor,
     margin: float,
     algorithm: AmaxAlgorithm,
-    recompute: bool = True,
 ) -> None:
     """The delayed-scaling update of all rows: push ``amax`` into ``amax_history``, compute ``scale``, zero ``amax``.
 
@@ -32,7 +31,6 @@ def update_scales(
         fp8_max: float32 ``[n]``, the largest value of each row's format.
         margin: binary digits of head room.
         algorithm: ``"max"`` of the history or its ``"most_recent"`` row.
-        recompute: False only advances the history (``interval`` of the recipe).
 
     Raises:
         TypeError, ValueError: a tensor of another dtype or shape, or elsewhere; another algorithm, or no such margin.
@@ -41,4 +39,4 @@ def update_scales(
         raise ValueError(f"algorithm={algorithm!r} is unknown; use 'max' or 'most_recent'")
     if not -126 <= margin <= 126:
         raise ValueError(f"margin={margin} must lie from -126 to 126, as float32's exponents do")
-    _ops.update_scales.default(amax, amax_history, scale, fp8_max, margin, algorithm, recompute)
+    _ops.update_scales.default(amax, amax_history, scale, fp8_max, margin, algorithm)

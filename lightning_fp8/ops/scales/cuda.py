@@ -18,20 +18,18 @@ from lightning_fp8.ops.scales.schema import check_update
 
 
 def update_scales(
-    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str, recompute: bool
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
 ) -> None:
-    op = _plan(amax.device, amax.is_cuda and current_device(), amax_history.shape, margin, algorithm, recompute)
-    return op(amax, amax_history, scale, fp8_max, margin, algorithm, recompute)
+    op = _plan(amax.device, amax.is_cuda and current_device(), amax_history.shape, margin, algorithm)
+    return op(amax, amax_history, scale, fp8_max, margin, algorithm)
 
 
 @planned(fallback=reference.update_scales)
-def _plan(
-    device: torch.device, amax_history: Sequence[int], margin: float, algorithm: str, recompute: bool
-) -> Callable[..., None]:
+def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algorithm: str) -> Callable[..., None]:
     """``amax_history``: its shape."""
     check_not_empty(amax_history)
     length, n = amax_history if len(amax_history) == 2 else (0, 0)
-    kernel = update_scales_kernel(algorithm == "most_recent", recompute)
+    kernel = update_scales_kernel(algorithm == "most_recent")
     start = launch.Launch(kernel, ceil_div(n, COLUMNS), (2.0**-margin, length, n), device).start
     pointer = launch.address_on(device)
     checked = CheckedAddresses(device)

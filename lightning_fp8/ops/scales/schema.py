@@ -10,8 +10,7 @@ from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
 
 define(
     "update_scales",
-    "(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
-    " bool recompute) -> ()",
+    "(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm) -> ()",
 )
 refuse_vmap("update_scales")
 

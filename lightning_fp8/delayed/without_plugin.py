@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_fp8.delayed.history import AmaxHistory, update_scales
+from lightning_fp8.delayed.history import AmaxHistory, reduce_and_update
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
 from lightning_fp8.recipes import DelayedScaling
 
 
-def update_all_scales(recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False) -> None:
+def update_without_plugin(
+    recipe: DelayedScaling, group: dist.ProcessGroup | None = None, calibrated: bool = False
+) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
     Args:
@@ -25,4 +27,4 @@ def update_all_scales(recipe: DelayedScaling, group: dist.ProcessGroup | None = 
         elif history.after_step is None:
             history.wait()
     for observed_under, histories in histories_by_recipe.items():
-        update_scales(histories, observed_under, group)
+        reduce_and_update(histories, observed_under, group)
