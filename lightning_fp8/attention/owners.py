@@ -1,0 +1,173 @@
+"""The modules that compute attention, which of them run it in FP8, and what they did.
+
+While the forward of one runs, it is the innermost of its thread's owners; hooks see to that, under torch.compile and in
+the recomputation of activation checkpointing too.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fp8.autocast import OUTSIDE, Setting, current_setting, in_backward
+from lightning_fp8.modules.record import LayerRecord
+
+_ATTRIBUTE = "_fp8_attention"
+
+
+class Owner:
+    """What is known of a module that computes attention.
+
+    Attributes:
+        name: the module's in its model.
+        cls: its class's name, by which compiled code is remembered.
+        fp8: False keeps its attention in high precision.
+        record: what its attention did.
+        calls: forwards of the module, if hooks count them; they may come to no attention at all.
+        why: why the last call that should have run in FP8 did not.
+        watched: somebody will say so; until then a warning does at once.
+    """
+
+    def __init__(self, name: str, cls: str, fp8: bool) -> None:
+        self.name, self.cls, self.fp8 = name, cls, fp8
+        self.record = LayerRecord()
+        self.calls = 0
+        self.why = ""
+        self.watched = False
+        self.training = True
+        self.last_setting: Setting | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as of an average of the weights, start anew: a setting may hold a process group."""
+        return Owner, (self.name, self.cls, self.fp8)
+
+
+class _Thread(threading.local):
+    """Set by ``__init__`` as :mod:`lightning_fp8.autocast` does, for Dynamo."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
+
+_thread = _Thread()
+_nobody = Owner("", "", True)
+"""Of calls outside all modules that are known to compute attention."""
+_kept = Owner("", "", False)
+_traced: set[str] = set()
+_said: set[str] = set()
+
+
+def owner_of(module: nn.Module | None) -> Owner | None:
+    """What is known of ``module``, if it was found to compute attention."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def current_owner() -> Owner:
+    """The innermost of this thread, or one that stands for none."""
+    return _thread.owners[-1] if _thread.owners else _nobody
+
+
+@contextmanager
+def in_high_precision() -> Iterator[None]:
+    """Whatever is called inside has been decided already."""
+    _thread.owners.append(_kept)
+    try:
+        yield
+    finally:
+        _thread.owners.pop()
+
+
+def own(module: nn.Module, owner: Owner, hooks: bool) -> list[RemovableHandle]:
+    """Make ``owner`` that of ``module``; with ``hooks``, of all that is called while its forward runs."""
+    setattr(module, _ATTRIBUTE, owner)
+    if not hooks:
+        return []
+    return [
+        module.register_forward_pre_hook(_enter),
+        module.register_forward_hook(_leave, always_call=True),  # checkpoints stop recomputing by an exception
+    ]
+
+
+def disown(module: nn.Module, owner: Owner) -> None:
+    """Forget ``owner``, if it still is that of ``module``."""
+    if owner_of(module) is owner:
+        delattr(module, _ATTRIBUTE)
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    owner = owner_of(module) or _nobody  # a copy keeps hooks
+    if not torch.compiler.is_compiling():
+        owner.calls += not in_backward()
+        owner.training = module.training
+    _thread.owners.append(owner)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    _thread.owners.pop()
+
+
+def asked(owner: Owner) -> bool:
+    """Whether a call of ``owner`` shall run in FP8, by the current setting, or by its forward's in a recomputation."""
+    setting = current_setting()
+    if not torch.compiler.is_compiling():
+        if not in_backward():
+            if owner.last_setting is not setting:
+                owner.last_setting = setting
+        elif owner is not _nobody or setting is OUTSIDE:
+            setting = owner.last_setting or setting
+    return owner.fp8 and setting.attention
+
+
+def note(owner: Owner, wanted: bool, reason: str, rows: int) -> None:
+    """Take down a call of so many ``rows`` of queries: what :func:`asked` said, and why it cannot be, if so."""
+    if torch.compiler.is_compiling():
+        if wanted and reason:
+            _say(reason)
+        elif wanted:
+            _note_traced(owner.cls)
+        return
+    if in_backward():
+        return
+    owner.record.note(wanted and not reason, rows, owner.training)
+    if wanted and reason:
+        owner.why = reason
+        if not owner.watched:
+            _say(reason)
+
+
+@torch.compiler.assume_constant_result
+def _say(reason: str) -> bool:
+    """While torch.compile traces, too; each reason once, until another model is attached."""
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(cls: str) -> bool:
+    """Equal blocks share compiled code, so that the second is never traced: classes are noted, not modules."""
+    _traced.add(cls)
+    return True
+
+
+def was_traced(owner: Owner) -> bool:
+    """Whether attention of such a module was ever compiled: one that counted nothing may have run all the same."""
+    return owner.cls in _traced
+
+
+def any_traced() -> bool:
+    """Whether FP8 attention was ever compiled in this process."""
+    return bool(_traced)
+
+
+def forget_what_was_said() -> None:
+    """Another model's reasons are said again."""
+    _said.clear()
