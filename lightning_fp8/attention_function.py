@@ -83,12 +83,18 @@ def fp8_attention(
     refuse_transforms("Attention", q, k, v)
     if reason := why_not_fp8(q, k, v):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
-    config = attention_config(qkv_format, softmax_scale, band, center_keys)
-    return AttentionFunction.apply(q, k, v, config, cu_seqlens_q, cu_seqlens_kv, slots if observe else None)
+    config = attention_config(qkv_format, band, center_keys)
+    if k is q:  # torch.compile takes no tensor twice
+        k = k.view_as(k)
+    if v is q or v is k:
+        v = v.view_as(v)
+    of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
+    slots = slots if observe else None
+    return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, slots)
 
 
 class AttentionFunction(torch.autograd.Function):
-    """The gradients of :func:`fp8_attention`; ``slots`` is None where nothing is observed."""
+    """The gradients of :func:`fp8_attention`. ``cu_seqlens_kv`` of None is q's; ``slots`` of None observes nothing."""
 
     @staticmethod
     def forward(
@@ -97,15 +103,17 @@ class AttentionFunction(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         config: str,
+        softmax_scale: float | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
         slots: Slots | None,
     ) -> Tensor:
-        o, kept = attention_forward(q, k, v, config, cu_seqlens_q, cu_seqlens_kv)
+        of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        o, kept = attention_forward(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys)
         _observe(slots, Role.QKV, q, k, v)
         _observe(slots, Role.O, o)
         ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, *kept)
-        ctx.config, ctx.slots = config, slots
+        ctx.config, ctx.softmax_scale, ctx.slots = config, softmax_scale, slots
         return o
 
     @staticmethod
@@ -117,16 +125,17 @@ class AttentionFunction(torch.autograd.Function):
             )
         o, cu_seqlens_q, cu_seqlens_kv, *kept = ctx.saved_tensors
         _observe(ctx.slots, Role.DO, do)
-        gradients = attention_backward(do, o, Kept(*kept), ctx.config, cu_seqlens_q, cu_seqlens_kv)
+        of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        gradients = attention_backward(do, o, Kept(*kept), ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
         _observe(ctx.slots, Role.DQKV, *gradients)
         needed = (gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad))
-        return *needed, None, None, None, None
+        return *needed, *[None] * 5
 
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor) -> None:
     if slots is not None:
         for tensor in tensors:
-            ops.observe(tensor.detach(), slots[role].seen)
+            ops.observe(tensor.detach(), slots[role].amax)
 
 
 def _check(

@@ -340,7 +340,9 @@ def _from_megatron(keys: dict[str, Any]) -> Recipe:
 
 def _of_megatron(cls: type[Recipe], keys: dict[str, Any], **fields: Any) -> Recipe:
     valid = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}, **fields)
+    return cls(
+        **{field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}, **fields
+    )
 
 
 def _is_mxfp8(value: Any) -> bool:

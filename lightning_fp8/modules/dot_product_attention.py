@@ -231,10 +231,11 @@ class DotProductAttention(FP8Module):
         if asked and setting.enabled and reason:
             _say(reason)
         if not (again or torch.compiler.is_compiling()):
-            self._last_setting = setting
-            (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
-            if asked:
+            if self._last_setting is not setting:
+                self._last_setting = setting  # slow in a module, so only where it changes
+            if asked and self.reason != reason:
                 self.reason = reason
+            (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
         observe = torch.is_grad_enabled() and self.training and setting.observe
         if in_fp8:
             return lambda q, k, v: self._fp8(call, setting.recipe, observe, q, k, v)
@@ -261,7 +262,7 @@ class DotProductAttention(FP8Module):
         return rows.put_back(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
-        """Amaxes will be observed under ``recipe``, by tensors on ``device``: there is no parameter that moved there."""
+        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
         history = self.history
         if torch.compiler.is_compiling() or history is None or not isinstance(recipe, DelayedScaling):
             return
@@ -275,10 +276,10 @@ class DotProductAttention(FP8Module):
         slots = self._slots
         assert slots is not None
         for x in (q, k, v):
-            ops.observe(x.detach(), slots[Role.QKV].seen)
+            ops.observe(x.detach(), slots[Role.QKV].amax)
         q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
         o = self._high_precision(call, q, k, v)
-        ops.observe(o.detach(), slots[Role.O].seen)
+        ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
     def _high_precision(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -300,7 +301,9 @@ class DotProductAttention(FP8Module):
         """What is added to the scores, and what is masked out beside the band."""
         arguments.one_of("core_attention_bias_type", bias_type, arguments.BIAS_TYPES)
         if mask_type == "arbitrary" and not (isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool):
-            raise ValueError("attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out")
+            raise ValueError(
+                "attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out"
+            )
         if (bias is not None) != bias_type.endswith("scale_bias"):
             raise ValueError(
                 f"core_attention_bias_type={bias_type!r} with "

@@ -54,7 +54,8 @@ def attention(
         unseen = extras.mask if unseen is None else unseen | extras.mask
     blind = None if unseen is None or extras.sink is not None else unseen.all(-1, keepdim=True)
     if extras.bias is None and extras.slopes is None and extras.sink is None:
-        assert unseen is not None and blind is not None
+        assert unseen is not None
+        assert blind is not None
         mask = ~unseen | blind
     else:
         mask = torch.zeros(1, 1, queries, keys, dtype=q.dtype, device=q.device)
@@ -83,7 +84,7 @@ def _alibi(slopes: Tensor, queries: int, keys: int, band: Band, lengths: Lengths
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Transformer Engine's and the paper's: a geometric sequence for a power of two, the next one's odd ones beside it."""
+    """The paper's, float32 ``[H]``: a geometric sequence for a power of two, and odd ones of the next for the rest."""
     power = 2 ** int(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]

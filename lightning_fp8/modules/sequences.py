@@ -56,11 +56,15 @@ class Sequences(NamedTuple):
         if qkv_format == "thd":
             for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
                 check_cu_seqlens(name, cu, qkv_format, None)
-            assert of_q is not None and of_kv is not None
-            between = [_between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded)]
-            return cls(qkv_format, of_q, of_kv, *between, q.shape[0])
+            assert of_q is not None
+            assert of_kv is not None
+            places_q, places_kv = (_between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded))
+            return cls(qkv_format, of_q, of_kv, places_q, places_kv, q.shape[0])
         if any(padded is not None for padded in cu_seqlens_padded):
-            raise ValueError(f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}")
+            raise ValueError(
+                f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
+                "cu_seqlens_q and cu_seqlens_kv"
+            )
         batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
         if of_q is None and padding is not None:
             pair = padding if isinstance(padding, (tuple, list)) else (padding, padding)

@@ -6,8 +6,8 @@ The specification states the numerics for heads side by side, ``[B, H, L, D]``:
     o, m, l = forward(q8, k8, v8, softmax_scale, causal)
     dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, causal)
 
-The ops take the formats of Transformer Engine, and casts are part of them: what a card needs beside the codes (transposed
-copies, statistics) never leaves them. See :mod:`lightning_fp8.ops.attention.schema`.
+The ops take the formats of Transformer Engine, and casts are part of them: what a card needs beside the codes
+(transposed copies, statistics) never leaves them. See :mod:`lightning_fp8.ops.attention.schema`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Kept]:
@@ -76,6 +77,7 @@ def attention_forward(
         q, k, v: bfloat16, float16 or float32, in the format that ``config`` says; see
             :mod:`lightning_fp8.ops.attention.schema`.
         config: what :func:`attention_config` makes.
+        softmax_scale: ``c``; None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: both or neither; needed for ``thd``.
 
     Returns:
@@ -84,7 +86,7 @@ def attention_forward(
     Raises:
         ValueError: heads, lengths or ``cu_seqlens`` that do not fit.
     """
-    o, *kept = _ops.attention_forward.default(q, k, v, config, cu_seqlens_q, cu_seqlens_kv)
+    o, *kept = _ops.attention_forward.default(q, k, v, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv)
     return o, Kept(*kept)
 
 
@@ -93,6 +95,7 @@ def attention_backward(
     o: Tensor,
     kept: Kept,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,6 +104,6 @@ def attention_backward(
     Args:
         do: the gradient of ``o``.
         o: what the forward op gave; BF16 is enough, and what it is rounded to.
-        kept, config, cu_seqlens_q, cu_seqlens_kv: as there.
+        kept, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv: as there.
     """
-    return _ops.attention_backward.default(do, o, *kept, config, cu_seqlens_q, cu_seqlens_kv)
+    return _ops.attention_backward.default(do, o, *kept, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv)

@@ -19,17 +19,19 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, _, band, centered = call = parsed_attention(config)
+    qkv_format, band, centered = parsed_attention(config)
     q_heads, queries = to_heads(q, qkv_format, cu_seqlens_q)
     k_heads, keys = to_heads(k, qkv_format, cu_seqlens_kv)
     v_heads, _ = to_heads(v, qkv_format, cu_seqlens_kv)
     lengths = None if queries is None or keys is None else Lengths(queries, keys)
     q8, k8, v8 = cast(q_heads, False, queries), cast(k_heads, centered, keys), cast(v_heads, False, keys)
-    o, m, l = forward(q8, k8, v8, call.scale_for(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    o, m, l = forward(q8, k8, v8, scale, band, lengths, q.dtype)  # noqa: E741
     if qkv_format == "thd" and cu_seqlens_q is not None and cu_seqlens_kv is not None:
         q8, k8, v8 = pack_codes(q8, cu_seqlens_q), pack_codes(k8, cu_seqlens_kv), pack_codes(v8, cu_seqlens_kv)
         m, l = pack(m, cu_seqlens_q), pack(l, cu_seqlens_q)  # noqa: E741
@@ -48,11 +50,12 @@ def attention_backward(
     v8: Tensor,
     v_scale_inv: Tensor,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, _, band, _ = call = parsed_attention(config)
+    qkv_format, band, _ = parsed_attention(config)
     q, k, v = Codes(q8, q_scale_inv), Codes(k8, k_scale_inv), Codes(v8, v_scale_inv)
     do_heads, queries = to_heads(do, qkv_format, cu_seqlens_q)
     o_heads, _ = to_heads(o, qkv_format, cu_seqlens_q)
@@ -62,7 +65,7 @@ def attention_backward(
         if qkv_format == "thd":
             q, k, v = unpack_codes(q, cu_seqlens_q), unpack_codes(k, cu_seqlens_kv), unpack_codes(v, cu_seqlens_kv)
             m, l = unpack_rows(m, cu_seqlens_q), unpack_rows(l, cu_seqlens_q)  # noqa: E741
-    scale = call.scale_for(q.data.shape[-1])
+    scale = q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     do8 = cast(do_heads, lengths=queries)
     dq, dk, dv = backward(do8, q, k, v, o_heads, m, l, scale, band, lengths, do.dtype)
     dq = from_heads(dq, qkv_format, cu_seqlens_q)

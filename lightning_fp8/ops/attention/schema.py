@@ -5,6 +5,8 @@ Queries, keys, values and gradients come in one of Transformer Engine's formats,
 same format. ``cu_seqlens``, integers ``[B + 1]``, says where each sequence of ``thd`` starts; with the other formats
 its differences are lengths, and the rows after them padding.
 
+``softmax_scale`` is ``c`` of ``softmax(c q kᵀ)``; None is ``1 / sqrt(D)``.
+
 What the forward op gives beside ``o`` is for the backward op alone: codes ``[B, H, L, D]``, float32 ``scale_inv
 [B, H, ceil(L / 128)]``, ``m`` and ``l`` ``[B, H, L]``; of ``thd`` codes ``[T, H, D]``, ``m`` and ``l`` ``[T, H]``, and
 ``scale_inv [T // 128 + B, H]``, in which the blocks of sequence ``b`` start at row ``cu_seqlens[b] // 128 + b``: room
@@ -22,50 +24,43 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import BLOCK
 from lightning_fp8.ops.attention.masks import Band
-from lightning_fp8.ops.how import options_of
+from lightning_fp8.ops.config import options_of
 from lightning_fp8.ops.schema import NAMESPACE, refuse_batches
 
 FORMATS = ("sbhd", "bshd", "thd")
 
-_OF_SEQUENCES = "str config, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
-_KEPT = "Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv"
+_HOW = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
+_KEPT = (
+    "Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv"
+)
 
 torch.library.define(
-    f"{NAMESPACE}::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OF_SEQUENCES}) -> (Tensor o, {_KEPT})"
+    f"{NAMESPACE}::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor o, {_KEPT})"
 )
 torch.library.define(
     f"{NAMESPACE}::attention_backward",
-    f"(Tensor do, Tensor o, {_KEPT}, {_OF_SEQUENCES}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"(Tensor do, Tensor o, {_KEPT}, {_HOW}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 refuse_batches("attention_forward", "attention_backward")
 
 
 class AttentionConfig(NamedTuple):
-    """What the string says: ``"bshd scale=0.125 left=64 right=0 bottom_right centered"``.
+    """What the string says: ``"bshd left=64 right=0 bottom_right centered"``.
 
     Attributes:
         qkv_format: one of :data:`FORMATS`.
-        softmax_scale: ``c`` of ``softmax(c q kᵀ)``; None is ``1 / sqrt(D)``.
         band: which keys a query sees.
         centered: keys are cast without their mean.
     """
 
     qkv_format: str
-    softmax_scale: float | None
     band: Band
     centered: bool
 
-    def scale_for(self, channels: int) -> float:
-        return channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
-
-def attention_config(
-    qkv_format: str, softmax_scale: float | None = None, band: Band | None = None, centered: bool = True
-) -> str:
-    """The string for a call."""
+def attention_config(qkv_format: str, band: Band | None = None, centered: bool = True) -> str:
+    """The string for a call; the softmax scale is no part of it, a number that torch.compile may let vary."""
     words = [qkv_format]
-    if softmax_scale is not None:
-        words.append(f"scale={softmax_scale!r}")
     if band is not None:
         words += [] if band.left is None else [f"left={band.left}"]
         words += [] if band.right is None else [f"right={band.right}"]
@@ -83,10 +78,9 @@ def parsed_attention(text: str) -> AttentionConfig:
     qkv_format, _, words = text.partition(" ")
     if qkv_format not in FORMATS:
         raise ValueError(f"config={text!r} names the format {qkv_format!r}; use one of {', '.join(FORMATS)}")
-    said = options_of(words, ("scale", "left", "right", "bottom_right", "centered"))
+    said = options_of(words, ("left", "right", "bottom_right", "centered"))
     left, right = (int(said[side]) if side in said else None for side in ("left", "right"))
-    scale = float(said["scale"]) if "scale" in said else None
-    return AttentionConfig(qkv_format, scale, Band(left, right, "bottom_right" in said), "centered" in said)
+    return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said)
 
 
 def _sizes(x: Tensor, qkv_format: str) -> tuple[int, int, int, int]:
@@ -112,6 +106,7 @@ def _attention_forward(
     k: Tensor,
     v: Tensor,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -137,6 +132,7 @@ def _attention_backward(
     v8: Tensor,
     v_scale_inv: Tensor,
     config: str,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
