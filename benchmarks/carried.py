@@ -18,8 +18,8 @@ from benchmarks import casts, layers, operations, products
 from benchmarks.plan import Plan
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.cli.kernels import build, doctors_kernels, kernels_of_layer, noted
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import build, doctors_kernels, kernels_of_layer, noted
 from lightning_fp8.recipes import RECIPES, make_recipe
 
 
@@ -57,7 +57,7 @@ def _casts() -> Iterator[Kernel]:
 def _products(arch: str) -> Iterator[Kernel]:
     plan = Plan(torch.device("cpu"), dry=False)
     for work in products.FULL:
-        problem = replace(products._job(work, plan).problem, architecture=arch, multiprocessors=2)
+        problem = replace(products._bound_gemm(work, plan).problem, architecture=arch, multiprocessors=2)
         yield from (function(*arguments) for function, arguments in builds_of(problem))
 
 

@@ -20,7 +20,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Clock, Contender, clock_of, measure, measure_on_host
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops import planning
+from lightning_fp8.ops.core import dispatch
 
 SECONDS, SECONDS_ON_HOST = 0.3, 0.05
 """Of measuring, for each contender."""
@@ -95,7 +95,7 @@ def _checked(operation: Operation, x: Tensor, few: Tensor) -> Candidate:
     try:
         call = Call(operation, x)
         actual = poisoned(call.outcome)
-        if not planning.runs_kernels(x.device):
+        if not dispatch.runs_kernels(x.device):
             raise RuntimeError("the reference ran instead of the kernels")
         expected = reference_outcome(operation, few)
         result = replace(result, bytes=call.bytes(), correct=_is_right(operation, actual, expected))

@@ -140,7 +140,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
     def product(name: str) -> dict[str, str]:
         return {"unless_hung": PRODUCTS} if name.startswith(("product", "fprop")) else {}
 
-    doctor = python("-m", "lightning_fp8.cli", "doctor", "--seconds", "20", "--json", str(out / "doctor.json"))
+    doctor = python("-m", "lightning_fp8", "doctor", "--seconds", "20", "--json", str(out / "doctor.json"))
     compiler = python("-m", "tests.run_case", "--compile", *(kernels.values() if dry else []))
     chooser = python("-m", "benchmarks", "choose", str(out / "products.json"), "--out", str(out / "choices.json"))
     return [

@@ -25,13 +25,20 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import measure_on_host
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, gemm, planning
-from lightning_fp8.ops.fused import cuda as fused_cuda
-from lightning_fp8.ops.operands import Operands
+from lightning_fp8.ops.activation import cuda as activation
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.norm import cuda as norm
+from lightning_fp8.ops.norm import cuda_backward as norm_backward
+from lightning_fp8.ops.quantize import cuda as quantize
+from lightning_fp8.ops.quantize.outputs import CastOutputs
+from lightning_fp8.ops.scales import cuda as scales
 
 NAMESPACE = "lightning_fp8_host"
 SECONDS = 0.2
 """Of measuring, for each op and each of its parts."""
+
+CUDA_SIDES = quantize, gemm, norm, norm_backward, activation, scales
 
 Step = Callable[[], object]
 
@@ -63,13 +70,13 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     call = Call(operation, x, NAMESPACE)
     launches: list[Step] = []
     with _a_card():
-        planning.forget()
+        dispatch.clear_plan_cache()
         with _noted_launches(launches), _noted() as makings:
             call()  # what is made once is made now
             launches.clear()
             makings.clear()
             implementation(*call.args)
-        planning.forget()  # plans that note
+        dispatch.clear_plan_cache()  # plans that note
         call()
         without_torch_ops = partial(implementation, *call.args)
         through_torch_ops = partial(call.function, *call.args)
@@ -89,7 +96,7 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
 @cache
 def _implementation(op: str) -> Callable[..., Any]:
     """The CUDA side of ``op``, which is made ``torch.ops.lightning_fp8_host.<op>`` for CPU tensors."""
-    implementation = next(getattr(module, op) for module in (cuda, gemm, fused_cuda) if op in vars(module))
+    implementation = next(getattr(module, op) for module in CUDA_SIDES if op in vars(module))
     schema = str(getattr(torch.ops.lightning_fp8, op).default._schema).split("::", 1)[1]
     torch.library.define(f"{NAMESPACE}::{op}", schema.removeprefix(op))
     torch.library.impl(f"{NAMESPACE}::{op}", "cpu", implementation)
@@ -134,12 +141,12 @@ def _noted_launches(launches: list[Step]) -> Iterator[None]:
 def _noted() -> Iterator[list[Step]]:
     """A list of what makes tensors meanwhile: allocations of operands, and torch's functions that give a tensor."""
     steps: list[Step] = []
-    allocate = Operands.allocate
+    allocate = CastOutputs.allocate
 
-    def noted_allocate(operands: Operands) -> Any:
-        steps.append(partial(allocate, operands))
+    def noted_allocate(outputs: CastOutputs) -> Any:
+        steps.append(partial(allocate, outputs))
         with torch._C.DisableTorchFunction():
-            return allocate(operands)
+            return allocate(outputs)
 
     class Note(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +155,7 @@ def _noted() -> Iterator[list[Step]]:
                 steps.append(partial(func, *args, **(kwargs or {})))
             return result
 
-    with patch.object(Operands, "allocate", noted_allocate), Note():
+    with patch.object(CastOutputs, "allocate", noted_allocate), Note():
         yield steps
 
 

@@ -16,7 +16,7 @@ from benchmarks import casts, operations, products
 from benchmarks.operations import Call
 from benchmarks.plan import Plan
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.config import scaled_mm_config
+from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.scaled import Layout
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import jobs, reference
-from lightning_fp8.ops.config import quantize_config, scaled_mm_config
-from lightning_fp8.ops.fused.schema import norm_config
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -102,24 +104,24 @@ def casts(dtype: torch.dtype) -> list[Operation]:
 
     float8 = float8_of(dtype)
 
-    def given(amax: bool, rowwise: bool, columnwise: bool, may_be_0: bool = False) -> Callable[[Tensor], Arguments]:
-        config = quantize_config(Cast(float8, Layout.TENSOR), rowwise, columnwise, not may_be_0)
+    def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
+        config = quantize_config(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
         return lambda x: {"x": x, "config": config, **_scale(x), **({} if amax else {"amax": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
-        power_2 = layout is not Layout.TENSOR  # as the recipes do
+        power_2 = not layout.has_one_scale  # as the recipes do
         return lambda x: {"x": x, "config": quantize_config(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
         Operation("cast", "quantize", dtype, given(False, True, False), CAST),
-        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, may_be_0=True)),
+        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, nonzero=False)),
         Operation("cast + amax", "quantize", dtype, given(True, True, False), CAST),
         Operation("cast + transposed", "quantize", dtype, given(False, True, True), CAST_AND_MORE),
         Operation("cast + transposed + amax", "quantize", dtype, given(True, True, True), CAST_AND_MORE),
         Operation("transposed only", "quantize", dtype, given(False, False, True)),
     ]
     for layout in Layout:
-        name = "current scaling" if layout is Layout.TENSOR else layout.value
+        name = "current scaling" if layout.has_one_scale else layout.value
         target = CAST_AND_MORE if layout in (Layout.BLOCK_1X128, Layout.MX_1X32) else HOST
         operations += [
             Operation(name, "quantize", dtype, own(layout, False), target),
@@ -135,7 +137,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, nonzero=True)
+        config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True)
         return {**_scale(x), "config": f"{computed}, {config}"}
 
     def weight(x: Tensor) -> Tensor:
@@ -181,7 +183,8 @@ def products(dtype: torch.dtype) -> list[Operation]:
     def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
         def of(x: Tensor) -> Arguments:
             config = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            operand, scale = jobs.laid_out(*reference.quantize(x, config)[:2], layout)
+            data, scale_inv, *_ = reference.quantize(x, config)
+            operand, scale = with_kernel_strides((data, scale_inv), layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {
@@ -189,7 +192,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
                     "out": torch.zeros(len(x), len(x)),
                     "config": scaled_mm_config(layout, layout, torch.float32),
                 }
-            return {**named, "config": scaled_mm_config(layout, layout, torch.bfloat16, fast=True)}
+            return {**named, "config": scaled_mm_config(layout, layout, torch.bfloat16, fast_accum=True)}
 
         return of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.operations import SCALE
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import reference
+from lightning_fp8.ops.quantize import reference
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import jobs, reference
-from lightning_fp8.ops.config import scaled_mm_config
-from lightning_fp8.ops.multiply import multiplier
+from lightning_fp8.ops.core.layout import TensorKey
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
+from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def run(plan: Plan) -> Iterator[Result]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tables of layers
     works = TINY if plan.dry else FULL
     if plan.device.type == "cuda" and plan.kernels:
-        _compile([_job(work, plan).problem for work in works], plan)
+        _compile([_bound_gemm(work, plan).problem for work in works], plan)
     for work in works:
         plan.say(f"products: {work.name} {work.m}x{work.n}x{work.k}")
         yield from _timed(plan, list(_contenders(work, plan)), work.yardsticks)
@@ -194,7 +196,7 @@ def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, 
     call = (lambda: a @ b.t()) if out is None else (lambda: out.add_(a @ b.t()))
     yield Candidate(Result(work.name, BF16, shape, "bfloat16", flops=work.flops), Contender(call))
 
-    problem = _job(work, plan).problem
+    problem = _bound_gemm(work, plan).problem
     for fast in (True, False) if work.scaling in ("tensorwise", "rowwise") else (False,):
         sums = "fast" if fast else "full"
         result = Result(work.name, torch_with(sums), shape, "float8_e4m3fn", flops=work.flops)
@@ -241,27 +243,27 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
     from cuda_kernels.host.gemm_selection import Measured, to_json
     from cuda_kernels.host.launch import EXECUTORS
 
-    job, shape = _job(work, plan), (work.m, work.n, work.k)
+    bound, shape = _bound_gemm(work, plan), (work.m, work.n, work.k)
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
-    best = estimated(job.problem)
-    operands = left.data, left.scale_inv, right.data, right.scale_inv, job.config, None, None, exam.out
-    for each in sorted(plans(job.problem), key=lambda each: each != best):
+    best = estimated(bound.problem)
+    a, b = (left.data, left.scale_inv), (right.data, right.scale_inv)
+    operands = a, b, bound.config, None, None, exam.out
+    for each in sorted(plans(bound.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
-            choice = to_json(Measured(str(job.problem.spec), shape, each))
+            choice = to_json(Measured(str(bound.problem.spec), shape, each))
             target = work.target if by == OURS else {}
             result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
-            yield _checked(result, lambda each=each: partial(multiplier(job, each), *operands), exam)  # type: ignore[misc]
+            yield _checked(result, lambda each=each: partial(build_gemm(bound, each), *operands), exam)  # type: ignore[misc]
 
 
-def _job(work: Work, plan: Plan) -> jobs.Job:
-    a, b = (Layout(layout) for layout in PAIRS[work.scaling])
-    left, right = (
-        jobs.Operand.promised(layout, E4M3.dtype, rows, work.k) for layout, rows in ((a, work.m), (b, work.n))
-    )
-    adds_to = (work.n, 0) if work.accumulate else None
-    return jobs.job_of(plan.device, left, right, scaled_mm_config(a, b, work.out, work.fast), out=adds_to)
+def _bound_gemm(work: Work, plan: Plan) -> BoundGemm:
+    layout_a, layout_b = (Layout(layout) for layout in PAIRS[work.scaling])
+    a = GemmOperand.canonical(layout_a, E4M3.dtype, work.m, work.k)
+    b = GemmOperand.canonical(layout_b, E4M3.dtype, work.n, work.k)
+    out = TensorKey(torch.float32, (work.m, work.n), (work.n, 1), 0, plan.device) if work.accumulate else None
+    return bind_gemm(plan.device, a, b, scaled_mm_config(layout_a, layout_b, work.out, work.fast), out=out)
 
 
 def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
@@ -269,7 +271,7 @@ def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     config = f"e4m3 {layout} power_2 rowwise"
     quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
     data, scale_inv, *_ = quantize(x, config)
-    return ScaledTensor(*jobs.laid_out(data, scale_inv, Layout(layout)), Layout(layout))
+    return ScaledTensor(*with_kernel_strides((data, scale_inv), Layout(layout)), Layout(layout))
 
 
 def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, HostClock, measure
 from examples.train_gpt import GPT, StdlibBytes
 from lightning_fp8 import FP8FabricPrecision
+from lightning_fp8.recipes import RECIPES
 
-RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+ALL = ("bf16", *RECIPES)
 SECONDS = 4.0
 """For each recipe; a step takes tenths of a second."""
 
@@ -31,9 +32,9 @@ def run(plan: Plan) -> Iterator[Result]:
     data = StdlibBytes(batch_size=batch_size)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    steps = [Contender(training_step(recipe, width, depth, batch)) for recipe in RECIPES]
-    plan.say(f"training: a GPT of {depth} blocks, {width} wide, with {len(RECIPES)} recipes")
-    for recipe, times in zip(RECIPES, measure(HostClock(), steps, plan.seconds(SECONDS))):
+    steps = [Contender(training_step(recipe, width, depth, batch)) for recipe in ALL]
+    plan.say(f"training: a GPT of {depth} blocks, {width} wide, with {len(ALL)} recipes")
+    for recipe, times in zip(ALL, measure(HostClock(), steps, plan.seconds(SECONDS))):
         by = "torch" if recipe == "bf16" else OURS
         yield Result(f"training step, {recipe}", by, tuple(batch.shape), "bfloat16", times=times)
 

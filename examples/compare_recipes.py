@@ -26,10 +26,11 @@ from torch import Tensor
 from train_gpt import GPT, StdlibBytes  # the file beside this one
 
 from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8.recipes import RECIPES
 
 plt.switch_backend("Agg")  # no screen needed
 
-RECIPES = ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+RUNS = ["bf16", *RECIPES]
 
 
 class Curve(L.Callback):
@@ -76,7 +77,7 @@ def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
         "|---|---|---|---|---|",
     ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
-    for recipe in RECIPES:
+    for recipe in RUNS:
         losses = [runs[f"{recipe}/{seed}"]["val_loss"] for seed in range(seeds)]
         mean = statistics.mean(losses)
         rows.append(
@@ -93,7 +94,7 @@ def plot(runs: dict[str, dict[str, Any]], seeds: int, path: Path) -> None:
         return torch.tensor(losses).unfold(0, window, 1).mean(-1)
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
-    for color, recipe in enumerate(RECIPES):
+    for color, recipe in enumerate(RUNS):
         curves = torch.stack([smooth(runs[f"{recipe}/{seed}"]["losses"]) for seed in range(seeds)])
         baseline = torch.stack([smooth(runs[f"bf16/{seed}"]["losses"]) for seed in range(seeds)])
         steps = torch.arange(curves.shape[1]) + 25
@@ -131,14 +132,14 @@ def main() -> None:
         raise SystemExit(f"{record} holds runs with {saved['settings']}, not {settings}; choose another --out")
     runs = saved["runs"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in RECIPES if f"{recipe}/{seed}" not in runs]
+    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in RUNS if f"{recipe}/{seed}" not in runs]
     threads = max(torch.get_num_threads() // args.jobs, 1)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         training = {pool.submit(train, *run, threads, **settings): run for run in wanted}
         for future in as_completed(training):
             recipe, seed = training[future]
             runs[f"{recipe}/{seed}"] = future.result()
-            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(RECIPES)} is done", flush=True)
+            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(RUNS)} is done", flush=True)
             temporary = record.with_suffix(".json.part")
             temporary.write_text(json.dumps(saved))
             temporary.replace(record)

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from lightning_fp8.callbacks import FP8Callback
     from lightning_fp8.checkpoint.export import export_te_state_dict
     from lightning_fp8.checkpoint.load import load_te_state_dict
-    from lightning_fp8.convert import convert_module
-    from lightning_fp8.fabric import FP8FabricPrecision
+    from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.formats import Format
     from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
-    from lightning_fp8.precision import FP8Precision
+    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
+    from lightning_fp8.plugin.fabric import FP8FabricPrecision
+    from lightning_fp8.plugin.precision import FP8Precision
     from lightning_fp8.recipes import (
         DelayedScaling,
         Float8BlockScaling,
@@ -29,14 +30,13 @@ if TYPE_CHECKING:
         MXFP8BlockScaling,
         make_recipe,
     )
-    from lightning_fp8.state import fp8_state_dict, load_fp8_state_dict
 
 _HOMES = {
     "DelayedScaling": "recipes",
     "DotProductAttention": "modules",
     "FP8Callback": "callbacks",
-    "FP8FabricPrecision": "fabric",
-    "FP8Precision": "precision",
+    "FP8FabricPrecision": "plugin.fabric",
+    "FP8Precision": "plugin.precision",
     "Float8BlockScaling": "recipes",
     "Float8CurrentScaling": "recipes",
     "Float8RowwiseScaling": "recipes",
@@ -45,11 +45,11 @@ _HOMES = {
     "Linear": "modules",
     "MXFP8BlockScaling": "recipes",
     "RMSNorm": "modules",
-    "convert_module": "convert",
+    "convert_module": "convert.conversion",
     "export_te_state_dict": "checkpoint.export",
     "fp8_autocast": "autocast",
-    "fp8_state_dict": "state",
-    "load_fp8_state_dict": "state",
+    "fp8_state_dict": "modules.state",
+    "load_fp8_state_dict": "modules.state",
     "load_te_state_dict": "checkpoint.load",
     "make_recipe": "recipes",
 }

@@ -1,6 +1,6 @@
 """``python -m lightning_fp8`` is ``lightning-fp8``."""
 
-from lightning_fp8.cli import main
+from lightning_fp8.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Checks that public functions share: what is not a bool, a number or a module is said before it is used."""
+"""Checks that public functions and layers share; each says what is wrong before anything runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+TRANSFORM_WAYS_OUT = (
+    "take gradients with backward() or torch.autograd.grad, one at a time, give a batch as leading dimensions, or run "
+    "this part in high precision: with fp8_autocast(enabled=False)"
+)
 
 
 def plain(value: Any) -> Any:
@@ -82,6 +88,45 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
+def refuse_transforms(layer: str, *tensors: Tensor | None) -> None:
+    """Refuse torch.func's transforms and forward-mode derivatives, which FP8 layers do not have, before anything runs.
+
+    Args:
+        layer: the layer's name in the message.
+        tensors: what it computes from.
+
+    Raises:
+        RuntimeError: a transform is active, or one of ``tensors`` carries a tangent.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{layer} does not run in FP8 under torch.func's transforms (vmap, grad, vjp, jvp, ...); "
+            f"{TRANSFORM_WAYS_OUT}"
+        )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        raise RuntimeError(f"{layer} has no forward-mode derivative in FP8; {TRANSFORM_WAYS_OUT}")
+
+
+def refuse_sharded(layer: str, **tensors: Tensor | None) -> None:
+    """Check that a layer computes with local tensors, as it does under FSDP2, which gathers its weights first.
+
+    Raises:
+        TypeError: one of ``tensors`` is a DTensor, as tensor parallelism makes them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, tensor in tensors.items():
+        if isinstance(tensor, sharded):
+            raise TypeError(
+                f"{layer}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}): tensor parallelism of FP8 "
+                "layers is not supported. Leave this layer in high precision, FP8Precision(skip=[...]) or "
+                "convert_module(skip=[...]), or shard the model with fully_shard (FSDP2)"
+            )
+
+
 def _what(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
@@ -92,3 +137,7 @@ def _instead_of(value: Any) -> str:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return "; make one: " + value.__name__ + "(...)"
     return ""
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None

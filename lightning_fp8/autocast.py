@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
-from lightning_fp8.history import any_living, update_living
+from lightning_fp8.delayed.instances import any_history
+from lightning_fp8.delayed.updates import update_all_scales
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a region says to the FP8 modules called in it.
+class FP8Context:
+    """The recipe and flags that hold for the FP8 modules called inside a region of code.
 
     Attributes:
         recipe: how to cast.
@@ -36,26 +37,27 @@ class Setting:
     observe: bool = True
 
 
-OUTSIDE = Setting(DelayedScaling(), enabled=False)
+DISABLED = FP8Context(DelayedScaling(), enabled=False)
+"""The context of code outside every region."""
 
 
 class _Thread(threading.local):
-    """What one thread is in. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
+    """One thread's current context. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
 
     Set by ``__init__``, which runs in every thread: Dynamo would take a class attribute for the value in all of them.
     """
 
     def __init__(self) -> None:
-        self.setting = OUTSIDE
+        self.context = DISABLED
         self.active_regions = 0
 
 
 _thread = _Thread()
 
 
-def current_setting() -> Setting:
-    """The setting of this thread's innermost region, or :data:`OUTSIDE`."""
-    return _thread.setting
+def current_context() -> FP8Context:
+    """The context of this thread's innermost region; :data:`DISABLED` outside every region."""
+    return _thread.context
 
 
 def in_backward() -> bool:
@@ -64,22 +66,23 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def region(setting: Setting) -> Iterator[None]:
-    """Use ``setting`` inside; updates no scales."""
-    previous, active = _thread.setting, setting.enabled or setting.calibrating
-    _thread.setting = setting
+def fp8_context(context: FP8Context) -> Iterator[None]:
+    """Make ``context`` the current one inside; updates no scales."""
+    previous = _thread.context
+    active = context.enabled or context.calibrating
+    _thread.context = context
     _thread.active_regions += active
     try:
         yield
     finally:
-        _thread.setting = previous
+        _thread.context = previous
         _thread.active_regions -= active
 
 
 class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
-    The backward pass and the recomputation of checkpointed activations belong outside; they follow the setting of
+    The backward pass and the recomputation of checkpointed activations belong outside; they follow the context of
     their forward. Regions nest, the innermost rules; a region is its thread's. Where no plugin looks after the model,
     entering the outermost active region with gradients enabled updates the delayed scales from what was seen since the
     last update, once after each step of a ``torch.optim.Optimizer`` that holds parameters of the model; before the
@@ -107,29 +110,30 @@ class fp8_autocast(ContextDecorator):
         enabled, calibrating = plain(enabled), plain(calibrating)
         _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
-        self.setting = Setting(recipe, enabled, calibrating, fp8_group)
+        self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._regions: list[Any] = []
 
     def __enter__(self) -> fp8_autocast:
         if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
-        evaluating = not current_setting().observe
-        entered = region(replace(self.setting, observe=False) if evaluating else self.setting)
+        evaluating = not current_context().observe
+        entered = fp8_context(replace(self.context, observe=False) if evaluating else self.context)
         entered.__enter__()
         self._regions.append(entered)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
-        if self.setting.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_living():
+        if self.context.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
-        if not _thread.active_regions and self.setting.calibrating and exception[0] is None:
+        if not _thread.active_regions and self.context.calibrating and exception[0] is None:
             self._update_scales(calibrated=True)
 
     def _update_scales(self, calibrated: bool = False) -> None:
-        recipe, setting = self.setting.recipe, self.setting
-        if isinstance(recipe, DelayedScaling) and (setting.enabled or setting.calibrating):
-            update_living(recipe, setting.group, calibrated)
+        context = self.context
+        recipe = context.recipe
+        if isinstance(recipe, DelayedScaling) and (context.enabled or context.calibrating):
+            update_all_scales(recipe, context.group, calibrated)
 
 
 def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:

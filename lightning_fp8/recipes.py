@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
@@ -245,12 +245,10 @@ Recipe: TypeAlias = (
 RecipeName: TypeAlias = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 RECIPES: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "tensorwise": Float8CurrentScaling,
-    "rowwise": Float8RowwiseScaling,
-    "blockwise": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
+    recipe.__dataclass_fields__["name"].default: recipe  # type: ignore[union-attr]
+    for recipe in get_args(Recipe)
 }
+"""The recipes by name."""
 
 # Megatron-LM's configuration keys: (key, field of the recipe); a recipe without the field ignores the key, as
 # Megatron does with amax settings of recipes that keep no history.

@@ -1,18 +1,20 @@
-"""What an FP8 tensor is: codes, the scale that divides them back, and how the two line up."""
+"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import Float8
+from cuda_kernels.device.sizes import ceil_div
+from lightning_fp8.formats import E8M0_DTYPE, Float8
 
 
 class Role(Enum):
-    """What a tensor is to the GEMMs of its layer."""
+    """The part that a tensor plays in the GEMMs of its layer."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -35,8 +37,22 @@ LINEAR_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT)
 ATTENTION_ROLES = (Role.QKV, Role.S, Role.O, Role.DQKV, Role.DO, Role.DP)
 
 
+_BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+}
+
+
 class Layout(Enum):
-    """Which elements of a K-major GEMM operand ``[R, K]`` share one scale."""
+    """Which elements of a K-major GEMM operand ``[R, K]`` share one scale.
+
+    Attributes:
+        block: rows and columns that share a scale; None stands for all of them.
+        scale_dtype: the dtype of ``scale_inv``.
+    """
 
     TENSOR = "tensor"
     """One scale, shape ``[]``."""
@@ -49,10 +65,41 @@ class Layout(Enum):
     MX_1X32 = "1x32"
     """E8M0 scales of shape ``[R, ceil(K / 32)]``."""
 
+    def __init__(self, value: str) -> None:
+        self.block = _BLOCKS[value]
+        self.scale_dtype = E8M0_DTYPE if value == "1x32" else torch.float32
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether one scale serves the whole tensor, and its transposed copy; only such a scale can be given."""
+        return self.block == (None, None)
+
+    @property
+    def scales_along_k(self) -> bool:
+        """Whether a row has several scales."""
+        return self.block[1] is not None
+
+    @property
+    def scale_major(self) -> Literal["k", "mn"]:
+        """The dimension along which kernels keep neighbouring scales side by side in memory."""
+        return "mn" if self.scales_along_k and self.block[0] == 1 else "k"
+
     @property
     def transposes(self) -> bool:
         """Whether the transposed tensor has the same blocks, so that its codes are these codes transposed."""
-        return self in (Layout.TENSOR, Layout.BLOCK_128X128)
+        return self.block[0] == self.block[1]
+
+    def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of one block of a ``[rows, columns]`` operand; at least 1 × 1."""
+        block_rows, block_columns = self.block
+        return block_rows or max(rows, 1), block_columns or max(columns, 1)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of ``scale_inv`` of a ``[rows, columns]`` operand."""
+        if self.has_one_scale:
+            return ()
+        block_rows, block_columns = self.block_shape(rows, columns)
+        return ceil_div(rows, block_rows), ceil_div(columns, block_columns)
 
 
 @dataclass(frozen=True)
@@ -65,7 +112,7 @@ class Cast:
     amax_epsilon: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
-    """In words: ``"e4m3 1x128 power_2"``; see :mod:`lightning_fp8.ops.config`."""
+    """In words: ``"e4m3 1x128 power_2"``; see ``lightning_fp8.ops.quantize.config``."""
 
     def __post_init__(self) -> None:
         options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)
@@ -94,26 +141,15 @@ class ScaledTensor:
         """
         if not self.layout.transposes:
             raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")
-        scale_inv = self.scale_inv if self.layout is Layout.TENSOR else self.scale_inv.t()
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.t()
         return ScaledTensor(self.data.t(), scale_inv, self.layout)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``data * scale_inv`` as ``[R, K]`` in ``dtype``; computed in float32."""
         rows, columns = self.data.shape
         scale_inv = self.scale_inv.float()
-        if self.layout is not Layout.TENSOR:
-            block_rows, block_columns = block_shape(self.layout, rows, columns)
+        if not self.layout.has_one_scale:
+            block_rows, block_columns = self.layout.block_shape(rows, columns)
             scale_inv = scale_inv.repeat_interleave(block_rows, 0)[:rows]
             scale_inv = scale_inv.repeat_interleave(block_columns, 1)[:, :columns]
         return (self.data.float() * scale_inv).to(dtype)
-
-
-def block_shape(layout: Layout, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of one block of a ``[rows, columns]`` operand; at least 1 × 1."""
-    return {
-        Layout.TENSOR: (max(rows, 1), max(columns, 1)),
-        Layout.ROW: (1, max(columns, 1)),
-        Layout.BLOCK_1X128: (1, 128),
-        Layout.BLOCK_128X128: (128, 128),
-        Layout.MX_1X32: (1, 32),
-    }[layout]

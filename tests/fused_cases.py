@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.config import quantize_config
-from lightning_fp8.ops.fused import cuda, reference
-from lightning_fp8.ops.fused.schema import activation_config, is_gated, norm_config
+from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import reference as activation_reference
+from lightning_fp8.ops.activation.schema import activation_config, is_gated
+from lightning_fp8.ops.norm import cuda as norm_cuda
+from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
+from lightning_fp8.ops.norm import reference as norm_reference
+from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.scaled import Cast, Layout
 from tests.kernel_cases import (
     BF16,
@@ -91,13 +96,14 @@ def check_cast(
     rowwise: bool = True,
     columnwise: bool = True,
     count: bool = False,
-    may_be_0: bool = True,
+    nonzero: bool = False,
     exact: bool = False,
 ) -> None:
     """A fused op gives what the reference of the same name does: operands, the results beside them, amax and counts."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon)
-    config = f"{computed}, {quantize_config(cast, rowwise, columnwise, not may_be_0)}"
+    config = f"{computed}, {quantize_config(cast, rowwise, columnwise, nonzero)}"
     results, collected = [], []
+    cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
     for module, on in ((cuda, device), (reference, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
         largest = None if amax is None else torch.tensor(amax, device=on)
@@ -171,8 +177,8 @@ def check_norm_backward(
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
     config = norm_config(rms, 0.0, zero_centered, not rms)
-    actual = cuda.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
-    expected = reference.norm_backward(*arguments, config)
+    actual = norm_cuda_backward.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
+    expected = norm_reference.norm_backward(*arguments, config)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
         assert_close(a, b, name)
 
@@ -225,16 +231,16 @@ def _activation_backward(name: str, note: str, *args: Any, **config: Any) -> Cas
 
 _ROWS = {"columnwise": False}
 _GIVEN = {"scale": 20.0, "amax": 0.5}
-_KNOWN = {"may_be_0": False, "columnwise": False}
+_KNOWN = {"nonzero": True, "columnwise": False}
 
 CASES: list[Case] = [
     _norm("rms-bf16-given", ALIGNED, BF16, BF16, rms=True, zero_centered=True, **_GIVEN, **_ROWS),
     _norm("rms-bf16-scale=0", ALIGNED, BF16, BF16, rms=True, zero_centered=True, scale=0.0, amax=0.5, **_ROWS),
-    _norm("rms-bf16-long-known", LONG, BF16, FP32, rms=True, **_GIVEN, **_ROWS, may_be_0=False),
+    _norm("rms-bf16-long-known", LONG, BF16, FP32, rms=True, **_GIVEN, **_ROWS, nonzero=True),
     _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, amax=1e9, **_ROWS),
-    _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, may_be_0=False),
-    _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, may_be_0=False),
-    _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, may_be_0=False),
+    _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, nonzero=True),
+    _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, nonzero=True),
+    _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, nonzero=True),
     _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
     _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
@@ -256,7 +262,7 @@ CASES: list[Case] = [
     _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
     _activation("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
     _activation("relu", "fp16-rows", ALIGNED, FP16, layout=Layout.ROW),
-    _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, count=True, may_be_0=False),
+    _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, count=True, nonzero=True),
     _activation_backward("swiglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN),
     _activation_backward("swiglu", "bf16-scale=0-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, scale=0.0, amax=0.0),
     _activation_backward("geglu", "fp32-known-bias", ALIGNED, FP32, FP32, FP16, fp8=E5M2, **_GIVEN, **_KNOWN),

@@ -18,8 +18,13 @@ from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Plan, Problem, plans
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import gemm, jobs, planning, reference
-from lightning_fp8.ops.config import NAMES, quantize_config, scaled_mm_config
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.fused_cases import moved
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
@@ -74,7 +79,9 @@ def check_product(
     size = float(right.abs().max())
     for more in (added, before):
         right = right if more is None else right + more.double()
-    on = [jobs.laid_out(moved(each.data, device), moved(each.scale_inv, device), each.layout) for each in (a, b)]
+    on = [
+        with_kernel_strides((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)
+    ]
     operands = *on[0], *on[1], scaled_mm_config(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)
@@ -115,13 +122,13 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
                 return plan
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
-    planning.forget()
+    dispatch.clear_plan_cache()
     with (
         patch.object(gemm_selection, "plan_for", chosen),
         patch.object(launch, "architecture_of", lambda device: architecture),
     ):
         yield
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **options: Any) -> Case:

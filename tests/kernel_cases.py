@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops import cuda, reference
-from lightning_fp8.ops.config import quantize_config
+from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.scales import cuda as scales_cuda
+from lightning_fp8.ops.scales import reference as scales_reference
 from lightning_fp8.scaled import Cast, Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -142,7 +144,7 @@ def check_update_scales(
     amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
     amax[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
     results = []
-    for update, on in ((cuda.update_scales, device), (reference.update_scales, "cpu")):
+    for update, on in ((scales_cuda.update_scales, device), (scales_reference.update_scales, "cpu")):
         state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
         update(*state, fp8_max.to(on), margin, algorithm, recompute)
         results.append(state)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import Linear
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.scaled import ATTENTION_ROLES
 from tests.small import Regression, fp8_trainer, regression_data

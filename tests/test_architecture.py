@@ -1,4 +1,4 @@
-"""Imports follow one arrow, precision → convert → modules → functions → ops → kernels, and never turn back."""
+"""Imports follow one arrow, plugin → convert → modules → functions → ops → kernels, and never turn back."""
 
 from __future__ import annotations
 
@@ -91,44 +91,88 @@ def later():
 
 
 def test_the_arrow_points_from_plugin_to_ops() -> None:
-    assert "lightning_fp8.precision" in _reached("lightning_fp8.callbacks.fp8")
-    assert "lightning_fp8.convert" in _reached("lightning_fp8.precision")
-    assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert")
-    assert "lightning_fp8.functions" in _reached("lightning_fp8.modules.linear")
-    assert "lightning_fp8.ops" in _reached("lightning_fp8.functions")
+    assert "lightning_fp8.plugin.precision" in _reached("lightning_fp8.callbacks.fp8")
+    assert "lightning_fp8.convert.conversion" in _reached("lightning_fp8.plugin.precision")
+    assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert.conversion")
+    assert "lightning_fp8.functions.linear" in _reached("lightning_fp8.modules.linear")
+    assert "lightning_fp8.ops" in _reached("lightning_fp8.functions.linear")
 
 
-PLUGIN = ("fabric", "precision", "callbacks", "cli")
-"""The highest rooms, upwards."""
+VALUES = {
+    "version": set(),
+    "arguments": set(),
+    "formats": set(),
+    "scaling": set(),
+    "scaled": {"formats"},
+    "names": {"scaled"},
+    "recipes": {"arguments", "formats", "scaled", "scaling"},
+}
+"""Leaves: values, formulas and checks that every room may import, and what they import of each other."""
+
+ROOMS = {
+    "te": set(),
+    "ops": set(),
+    "delayed": {"ops"},
+    "functions": {"delayed", "ops"},
+    "autocast": {"delayed"},
+    "modules": {"autocast", "delayed", "functions", "ops", "te"},
+    "convert": {"autocast", "delayed", "modules"},
+    "checkpoint": {"convert", "delayed", "modules", "te"},
+    "plugin": {"autocast", "convert", "delayed", "modules", "ops"},
+    "callbacks": {"checkpoint", "convert", "delayed", "modules", "plugin", "te"},
+    "doctor": {"ops"},
+    "cli": {"autocast", "checkpoint", "delayed", "doctor", "modules", "ops", "plugin", "te"},
+}
+"""The rooms of lightning_fp8 upwards, and what each may import of those below it."""
+
+PLUGIN = ("plugin", "callbacks", "cli")
+"""The rooms that know Lightning."""
 
 
-@pytest.mark.parametrize(
-    ("room", "above"),
-    [
-        ("ops", ("functions", "modules", "convert", "autocast", "history", "state", *PLUGIN)),
-        ("functions", ("modules", "convert", "state", *PLUGIN)),
-        ("history", ("functions", "modules", "convert", "autocast", "state", *PLUGIN)),
-        ("modules", ("convert", "state", *PLUGIN)),
-        ("convert", ("first_step", *PLUGIN)),
-        ("first_step", ("convert", *PLUGIN)),
-        (
-            "summary",
-            ("functions", "modules", "convert", "autocast", "history", "state", *PLUGIN),
-        ),
-        ("towers", ("convert", "matrices", *PLUGIN)),
-        ("fabric", PLUGIN[1:]),
-        ("precision", PLUGIN[2:]),
-        ("checkpoint.te_state", ("functions", "modules", "convert", "state", *PLUGIN)),
-        ("checkpoint.remap", ("convert", *PLUGIN)),
-        ("checkpoint.load", PLUGIN),
-    ],
-)
-def test_a_room_imports_nothing_above_it(room: str, above: tuple[str, ...]) -> None:
-    for forbidden in above:
-        _room(forbidden)  # the rule would be empty if the room were renamed
-        for module in _room(room):
-            wrong = {name for name in _reached(module) if _in_room(name, f"lightning_fp8.{forbidden}")}
-            assert not wrong, f"{module} reaches {sorted(wrong)}"
+def _rooms_of(module: str) -> set[str]:
+    names = {name.split(".")[1] for name in IMPORTS[module] if name in FILES and name.startswith("lightning_fp8.")}
+    assert names <= {*VALUES, *ROOMS}, module
+    return names
+
+
+@pytest.mark.parametrize("room", [*VALUES, *ROOMS])
+def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+    below = VALUES[room] if room in VALUES else {*VALUES, *ROOMS[room]}
+    for module in _room(room):
+        assert _rooms_of(module) <= below | {room}, module
+
+
+def test_no_rooms_import_each_other() -> None:
+    order = [*VALUES, *ROOMS]
+    for room, below in {**VALUES, **ROOMS}.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+def test_every_module_is_in_a_room() -> None:
+    names = {name.split(".")[1] for name in FILES if name.startswith("lightning_fp8.")}
+    assert names == {*VALUES, *ROOMS, "__main__"}
+
+
+def test_transformer_engines_files_are_read_without_the_rest() -> None:
+    """Bytes to values: what reads them needs the roles of tensors alone."""
+    ours = {name for module in _room("te") for name in _reached(module) if not _in_room(name, "lightning_fp8.te")}
+    assert ours == {"lightning_fp8.scaled", "lightning_fp8.formats", "cuda_kernels.device.sizes"}
+
+
+MOST_MODULES = 10
+MOST_LINES = 350
+
+CROWDED = {"lightning_fp8/ops", "cuda_kernels/device"}
+"""Folders that have more modules than one can see at a glance."""
+
+
+def test_a_room_is_seen_at_a_glance() -> None:
+    folders: dict[Path, int] = {}
+    for path in FILES.values():
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+        assert len(path.read_text().splitlines()) <= MOST_LINES, path
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_MODULES}
+    assert set(crowded) <= CROWDED, crowded
 
 
 def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
@@ -193,7 +237,7 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
         for module, imports in IMPORTS.items()
         if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
     }
-    assert "lightning_fp8.precision" in knowing
+    assert "lightning_fp8.plugin.precision" in knowing
     rooms = (*PLUGIN, "checkpoint", "parallel")
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
 
@@ -202,11 +246,11 @@ def test_lightning_is_imported_on_first_use_only() -> None:
     """The command line starts without Lightning and torch; the plugin's names bring them in."""
     code = """
 import sys
-import lightning_fp8, lightning_fp8.cli
+import lightning_fp8, lightning_fp8.cli.main
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
-import lightning_fp8.convert
+import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
-assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops"
+assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.quantize"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
 from lightning_fp8 import *
 assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fp8.attention_function import fp8_attention
+from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import FORMATS, Band, attention_backward, attention_config, attention_forward
 from tests.attention_cases import CAUSAL, NAMES, drawn, fp8, visible_keys
 from tests.attention_modules import EVEN, RAGGED, cu_seqlens, drawn_batch, laid_out

@@ -21,7 +21,7 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.history import update_living
+from lightning_fp8.delayed.updates import update_all_scales
 from tests.small import fp8_trainer
 from tests.te_models import expected_rows, spec, te_files
 from tests.te_writer import VERSIONS
@@ -85,7 +85,7 @@ def test_rows_of_every_version_go_on_in_training(version: str, own: bool, files:
     attention = model[0].self_attention.core_attention
     amax = {role.value: slot.amax.item() for role, slot in attention.slots.items()}
     assert attention.record.fp8 == 1
-    update_living(RECIPE)
+    update_all_scales(RECIPE)
     after = rows_of(model)
     for role in ROWS:
         (old_scale, old), (scale, window) = before[f"{ATTENTION}.{role}"], after[f"{ATTENTION}.{role}"]

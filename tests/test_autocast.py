@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_fp8.functions
+import lightning_fp8.functions.linear
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import LINEAR_ROLES, Role
@@ -190,13 +190,13 @@ def test_recomputation_repeats_its_forward(recipe: str, use_reentrant: bool, mon
 
 def test_backward_follows_the_forwards_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    quantize = lightning_fp8.functions.ops.quantize
+    quantize = lightning_fp8.functions.linear.ops.quantize
 
     def recorded(x: Tensor, cast: Any, **kwargs: Any) -> Any:
         used.append(cast.layout.value)
         return quantize(x, cast, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.functions.ops, "quantize", recorded)
+    monkeypatch.setattr(lightning_fp8.functions.linear.ops, "quantize", recorded)
     linear = Linear(64, 32)
     with fp8_autocast(fp8_recipe="mxfp8"):
         y = linear(torch.randn(4, 64, requires_grad=True))

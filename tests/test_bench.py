@@ -11,8 +11,9 @@ import torch
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
-from lightning_fp8 import bench, cli
-from lightning_fp8.ops import planning
+from lightning_fp8.cli import bench
+from lightning_fp8.cli import main as cli
+from lightning_fp8.ops.core import dispatch
 from lightning_fp8.recipes import make_recipe
 from tests.emulated import Emulator, executing, needs_compilers
 
@@ -26,10 +27,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
     gemm_selection.measured_on.cache_clear()
-    planning.forget()
+    dispatch.clear_plan_cache()
     yield tmp_path
     gemm_selection.measured_on.cache_clear()
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_the_products_of_a_layer() -> None:
@@ -58,7 +59,7 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         assert printed.count("cublaslt") == 3
         assert f"kept 3 choices in {own_cache / 'gemm-cpu.json'}" in printed
         of, recipe = bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise")
-        job = bench.job_of(of, recipe, CPU)
+        job = bench.bound_gemm(of, recipe, CPU)
         calls = bench.candidates(of, recipe, job)
     assert set(calls) == {plan for plan in gemm_configs.plans(job.problem) if plan is not Library.BF16}
     assert sum(ours) == 3 * 3  # products, rounds

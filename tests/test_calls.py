@@ -7,7 +7,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.calls import reads_weight_only
+from lightning_fp8.convert.calls import reads_weight_only
 
 
 class Layer(nn.Module):

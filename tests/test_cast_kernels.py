@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.kernel_cases import (
@@ -123,7 +123,7 @@ def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> 
 def test_more_than_2_31_elements() -> None:
     """Rows 2**31 elements apart, in what is read and in both copies that are written: addresses do not wrap."""
     from cuda_kernels.casts.quantize import quantize_tensor_kernel
-    from cuda_kernels.device.tile import tensor_source
+    from cuda_kernels.device.tile import tensor_loader
     from cuda_kernels.host.launch import Launch
 
     rows, columns, pitch = 3, 8, 2**31
@@ -133,7 +133,7 @@ def test_more_than_2_31_elements() -> None:
     out = torch.empty(rows * pitch, dtype=torch.uint8)
     out_t = torch.empty(columns * pitch, dtype=torch.uint8)
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
-    kernel = quantize_tensor_kernel(tensor_source("bfloat16", 4), "e4m3", True, True, False, False)
+    kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False, False)
     start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).start
     start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, export_te_state_dict, fp8_state_dict
-from lightning_fp8.checkpoint.cli import inspect
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.cli import main
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.cli.checkpoint import inspect
+from lightning_fp8.cli.main import main
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.te.unpickle import CheckpointError
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 from tests.te_models import blocks, expected_rows, lightning_checkpoints
 

@@ -14,7 +14,7 @@ import yaml
 
 import lightning_fp8
 from lightning_fp8 import FP8Precision
-from lightning_fp8.cli import COMMANDS, main, recipe_hints
+from lightning_fp8.cli.main import COMMANDS, main, recipe_hints
 from lightning_fp8.recipes import RECIPES
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_fp8.cli import main
-from lightning_fp8.hints import complaints, plugins_in
+from lightning_fp8.cli.main import main
+from lightning_fp8.plugin.hints import complaints, plugins_in
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

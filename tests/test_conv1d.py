@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_fp8 import Linear, convert_module, export_te_state_dict, fp8_autocast, fp8_state_dict, make_recipe
-from lightning_fp8.functions import quantize_role
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.functions.linear import quantize_role
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import LINEAR_ROLES, Role

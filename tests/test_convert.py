@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import FP8Precision, convert_module
-from lightning_fp8.convert import ConversionSummary, Policy, eligible, plan_conversion
+from lightning_fp8.convert.conversion import ConversionSummary, Policy, plan_conversion, reason_ineligible
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 
@@ -208,8 +208,8 @@ def test_replace_layers_false_runs_only_our_linear_in_fp8() -> None:
     convert_module(model, replace_layers=False)
     assert [type(layer) is lightning_fp8.Linear for layer in model] == [index == 2 for index in range(5)]
     assert model[2].fp8
-    assert "replace_layers=False" in eligible(model[1], "1", replace_layers=False)
-    assert not eligible(model[1], "1")
+    assert "replace_layers=False" in reason_ineligible(model[1], replace_layers=False)
+    assert not reason_ineligible(model[1])
 
 
 def test_a_weight_that_is_no_floating_point_tensor_is_left() -> None:

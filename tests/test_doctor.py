@@ -317,7 +317,7 @@ def test_json_and_exit_status(of: Machine, status: int, tmp_path: Path, monkeypa
 
 REPORT = """
 import sys
-from lightning_fp8 import cli
+from lightning_fp8.cli import main as cli
 try:
     cli.main(["doctor", "--seconds", "300"])
 except SystemExit as stopped:

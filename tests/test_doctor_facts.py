@@ -20,7 +20,7 @@ from lightning_fp8 import ops
 from lightning_fp8.doctor import checks, compilers, driver, machine, probes
 from lightning_fp8.doctor.machine import Card, Torch
 from lightning_fp8.doctor.processes import Answer, answer_of
-from lightning_fp8.ops import planning
+from lightning_fp8.ops.core import dispatch
 from tests.ptx_on_cpu_samples import needs_gcc
 
 FAKE_DRIVER = r"""
@@ -290,7 +290,7 @@ def test_a_slow_fallback_is_no_success() -> None:
     """What runs instead of kernels warns; a probe on a card must not pass on it."""
     from cuda_kernels.host.launch import KernelError
 
-    @planning.planned(lambda x: x)
+    @dispatch.planned(lambda x: x)
     def plan(device: torch.device) -> Any:
         raise KernelError("no such kernel")
 
@@ -298,7 +298,7 @@ def test_a_slow_fallback_is_no_success() -> None:
         probes.refuse_fallbacks()
         with pytest.raises(RuntimeWarning, match="no such kernel"):
             plan(torch.device("cpu"), False)
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 PROBING = """

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Linear, fp8_autocast, fp8_state_dict
-from lightning_fp8.history import UNOBSERVED
+from lightning_fp8.delayed.history import UNOBSERVED
 from lightning_fp8.scaled import Role
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 

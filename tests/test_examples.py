@@ -78,7 +78,7 @@ def test_rotary_embedding_depends_on_distance_only() -> None:
 
 def test_the_comparison_reports_means_spread_and_distance(compare_recipes: ModuleType) -> None:
     runs = {
-        f"{recipe}/{seed}": {"val_loss": 2.0, "fp8_layers": 5} for recipe in compare_recipes.RECIPES for seed in (0, 1)
+        f"{recipe}/{seed}": {"val_loss": 2.0, "fp8_layers": 5} for recipe in compare_recipes.RUNS for seed in (0, 1)
     }
     runs["mxfp8/0"]["val_loss"], runs["mxfp8/1"]["val_loss"] = 2.0, 2.04
     rows = compare_recipes.table(runs, seeds=2).splitlines()

@@ -33,7 +33,7 @@ from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import machine_code
 from cuda_kernels.norm import backward, bands, cast, statistics
 rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
-plain, products = tile.tensor_source("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
+plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
     "amax": amax.amax_kernel(plain, True),
@@ -42,9 +42,9 @@ kernels = {
     "quantize_rows": quantize.quantize_rows_kernel(plain, "e4m3", True, True, False),
     "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", "1x32", True, True, False),
     "quantize_gelu": quantize.quantize_tensor_kernel(
-        activation.activation_source("gelu", "bfloat16", True), "e4m3", True, True, True, False),
+        activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
     "quantize_norm": quantize.quantize_tensor_kernel(
-        statistics.normalized_source(rms, True), "e4m3", True, True, True, False),
+        statistics.normalized_loader(rms, True), "e4m3", True, True, True, False),
     "sums": column_sums.column_sums_kernel("float32"),
     "statistics": statistics.statistics_of_rows_kernel("bfloat16", False, spread),
     "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),

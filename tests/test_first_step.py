@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.convert import Policy, apply_conversion, plan_conversion
-from lightning_fp8.first_step import FirstStep
-from lightning_fp8.summary import ConversionSummary
+from lightning_fp8.convert.conversion import Policy, apply_conversion, plan_conversion
+from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.summary import ConversionSummary
 from tests.small import quiet_trainer
 
 
@@ -313,7 +313,7 @@ def test_layers_that_are_called_later_have_run_in_the_end() -> None:
 
 def test_a_forward_that_was_replaced_after_conversion() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
-    plugin.updated_by_callback = True
+    plugin.attach_callback()
     plugin.convert_module(module)
     layer = module.blocks[1].fc
     layer.forward = lambda x: F.linear(x, layer.weight)

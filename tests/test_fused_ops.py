@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops import fused, planning
-from lightning_fp8.ops.config import parse_quantize_config, quantize_config
-from lightning_fp8.ops.fused import cuda, reference
-from lightning_fp8.ops.fused.schema import is_gated
-from lightning_fp8.ops.operands import Operands
+from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import reference as activation_reference
+from lightning_fp8.ops.activation.schema import is_gated
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.norm import cuda as norm_cuda
+from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
+from lightning_fp8.ops.norm import reference as norm_reference
+from lightning_fp8.ops.quantize.config import parse_quantize_config, quantize_config
+from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.emulated import Emulator, executing, needs_compilers
 from tests.float8_reference import cast
@@ -25,7 +30,7 @@ from tests.kernel_cases import BF16, FP16, FP32, Case, assert_same
 from tests.test_ops import POWER_2, expected
 
 LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
-ACTIVATIONS = pytest.mark.parametrize("name", fused.ACTIVATIONS)
+ACTIVATIONS = pytest.mark.parametrize("name", ops.ACTIVATIONS)
 library = torch.ops.lightning_fp8
 
 # --- The reference ----------------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
     x, weight, bias = norm_inputs(shape, dtype, FP32, rms)
     config = Cast(E4M3, layout, layout in POWER_2)
     options = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered}
-    (row, column), statistics = fused.norm_quantize(x, weight, bias, config, columnwise=True, **options)
+    (row, column), statistics = ops.norm_quantize(x, weight, bias, config, columnwise=True, **options)
     doubles = x.double(), weight.double(), None if bias is None else bias.double()
     y = exact_norm(*doubles, rms, zero_centered)
     check_operand(row, y, layout)
@@ -80,7 +85,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
     torch.testing.assert_close(statistics[-1].double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
     if not rms:
         torch.testing.assert_close(statistics[0].double(), x.double().mean(1), rtol=1e-6, atol=1e-6)
-    only = fused.norm_quantize(x, weight, bias, config, rowwise=False, columnwise=True, **options).operands
+    only = ops.norm_quantize(x, weight, bias, config, rowwise=False, columnwise=True, **options).operands
     assert only.rowwise is None
     check_operand(only.columnwise, y.t(), layout)
 
@@ -88,7 +93,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
 def test_variance_of_a_distant_mean() -> None:
     """E[x²] - E[x]² would lose every digit of it."""
     x = torch.randn(5, 1000) + 3000
-    rstd = fused.norm_quantize(x, torch.ones(1000), None, Cast(E4M3, Layout.TENSOR), eps=0.0).statistics[1]
+    rstd = ops.norm_quantize(x, torch.ones(1000), None, Cast(E4M3, Layout.TENSOR), eps=0.0).statistics[1]
     torch.testing.assert_close(rstd.double(), x.double().var(1, correction=0).rsqrt(), rtol=1e-5, atol=0.0)
 
 
@@ -102,8 +107,8 @@ def test_given_scale(float8: object, scale: float) -> None:
     g = exact_activation(x.double(), "swiglu")
     config = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
     for exact, run in (
-        (y, lambda **given: fused.norm_quantize(x, weight, bias, config, eps=1e-5, **given).operands),
-        (g, lambda **given: fused.activation_quantize(x, "swiglu", config, **given)),
+        (y, lambda **given: ops.norm_quantize(x, weight, bias, config, eps=1e-5, **given).operands),
+        (g, lambda **given: ops.activation_quantize(x, "swiglu", config, **given)),
     ):
         exact_amax, amax = exact.abs().max(), torch.tensor(0.25)
         row, none = run(scale=torch.tensor(scale), amax=amax)
@@ -121,8 +126,8 @@ def test_given_scale(float8: object, scale: float) -> None:
 def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -> None:
     x, weight, bias = norm_inputs(shape, FP32, FP32, rms)
     dy = values(*shape, FP32, seed=5)
-    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms).statistics
-    dx, dweight, dbias = fused.norm_backward(
+    statistics = ops.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms).statistics
+    dx, dweight, dbias = ops.norm_backward(
         dy, x, weight, statistics, rms=rms, zero_centered=zero_centered, bias=not rms
     )
     leaves = [tensor.double().requires_grad_() for tensor in (x, weight, *([] if rms else [bias]))]
@@ -136,11 +141,11 @@ def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -
 
 def test_gradients_have_their_tensors_dtypes() -> None:
     x, weight, bias = norm_inputs((9, 16), FP16, BF16, False)
-    statistics = fused.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5).statistics
-    gradients = fused.norm_backward(x.float(), x, weight, statistics, bias=True)
+    statistics = ops.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5).statistics
+    gradients = ops.norm_backward(x.float(), x, weight, statistics, bias=True)
     assert [gradient.dtype for gradient in gradients if gradient is not None] == [FP16, BF16, BF16]
     for dtype in (BF16, FP32):
-        assert fused.activation_backward_quantize(
+        assert ops.activation_backward_quantize(
             x, x, "relu", Cast(E5M2, Layout.TENSOR), bias_dtype=dtype
         )[1].dtype == dtype  # type: ignore[union-attr]  # fmt: skip
 
@@ -153,13 +158,13 @@ def test_activation(name: str, layout: Layout) -> None:
     x, config = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
     leaf = x.double().requires_grad_()
     y = exact_activation(leaf, name)
-    row, column = fused.activation_quantize(x, name, config, columnwise=True)
+    row, column = ops.activation_quantize(x, name, config, columnwise=True)
     check_operand(row, y.detach(), layout)
     check_operand(column, y.detach().t(), layout)
     dy = values(67, 101, FP32, seed=1)
     y.backward(dy.double())
     assert leaf.grad is not None
-    (row, column), dbias = fused.activation_backward_quantize(dy, x, name, config, bias_dtype=FP32, columnwise=True)
+    (row, column), dbias = ops.activation_backward_quantize(dy, x, name, config, bias_dtype=FP32, columnwise=True)
     check_operand(row, leaf.grad, layout)
     check_operand(column, leaf.grad.t(), layout)
     torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
@@ -169,7 +174,7 @@ def test_activation(name: str, layout: Layout) -> None:
 def test_limits(name: str) -> None:
     """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
     x = torch.tensor([-math.inf, -1e30, -200.0, 200.0, 1e30, math.inf, math.nan])
-    value, backward = reference.ACTIVATIONS[name]
+    value, backward = activation_reference.ACTIVATIONS[name]
     right = {"srelu": x[3:6] ** 2}.get(name, x[3:6])
     slopes = {"srelu": 2 * x[3:6]}.get(name, torch.ones(3))
     torch.testing.assert_close(value(x), torch.cat([torch.zeros(3), right, x[6:]]), equal_nan=True)
@@ -223,13 +228,17 @@ CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantiz
 @pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")
 def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
-    planning.forget()
+    dispatch.clear_plan_cache()
     x, config = values(35, 49, BF16), quantize_config(Cast(E4M3, layout), columnwise=True)
+    cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
     results = getattr(cuda, op)(*arguments(op, x, config))
-    planning.forget()
-    like = Operands(x.device, parse_quantize_config(config), 35, 49).allocate()
+    dispatch.clear_plan_cache()
+    like = CastOutputs(x.device, parse_quantize_config(config), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
-    for actual, right in zip(results, getattr(reference, op)(*arguments(op, x, config))):
+    for actual, right in zip(
+        results,
+        getattr(reference, op)(*arguments(op, x, config)),
+    ):
         assert_same(actual, right, op)
 
 
@@ -251,16 +260,16 @@ def test_errors() -> None:
     norm: dict[str, float] = {"eps": 1e-5}
     ones = torch.ones(6)
     for message, call in {
-        "float64": lambda: fused.norm_quantize(x.double(), ones, None, tensor, **norm),
-        "2-D": lambda: fused.activation_quantize(x[None], "gelu", tensor),
-        "weight": lambda: fused.norm_quantize(x, ones[:5], None, tensor, **norm),
-        "bias is": lambda: fused.norm_quantize(x, ones, ones.half(), tensor, **norm),
-        "RMSNorm has no bias": lambda: fused.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
-        "scale must be None": lambda: fused.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
-        "pass scale too": lambda: fused.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
-        "'glu' is unknown; use one of gelu, geglu": lambda: fused.activation_quantize(x, "glu", tensor),
-        "two halves": lambda: fused.activation_quantize(x[:, :5], "swiglu", tensor),
-        "no gradient of swiglu": lambda: fused.activation_backward_quantize(x, x, "swiglu", tensor),
+        "float64": lambda: ops.norm_quantize(x.double(), ones, None, tensor, **norm),
+        "2-D": lambda: ops.activation_quantize(x[None], "gelu", tensor),
+        "weight": lambda: ops.norm_quantize(x, ones[:5], None, tensor, **norm),
+        "bias is": lambda: ops.norm_quantize(x, ones, ones.half(), tensor, **norm),
+        "RMSNorm has no bias": lambda: ops.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
+        "scale must be None": lambda: ops.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
+        "pass scale too": lambda: ops.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
+        "'glu' is unknown; use one of gelu, geglu": lambda: ops.activation_quantize(x, "glu", tensor),
+        "two halves": lambda: ops.activation_quantize(x[:, :5], "swiglu", tensor),
+        "no gradient of swiglu": lambda: ops.activation_backward_quantize(x, x, "swiglu", tensor),
     }.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call()
@@ -286,7 +295,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
 def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
     """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
     config = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
-    return cuda.activation_backward_quantize(dy, x, config, torch.tensor(1.0), torch.tensor(0.0))[-1]
+    return activation_cuda.activation_backward_quantize(dy, x, config, torch.tensor(1.0), torch.tensor(0.0))[-1]
 
 
 @needs_compilers
@@ -319,7 +328,7 @@ def test_special_values(name: str, emulator: Emulator) -> None:
     x, gate, dy = (grid.reshape(1, -1) for grid in torch.meshgrid(special, special, special, indexing="ij"))
     row = torch.cat([x, gate], 1)
     actual = gradient_sums(name, dy, row)
-    right = reference.activation_backward_quantize(dy, row, f"{name} bias=float32, e5m2 tensor rowwise")[-1]
+    right = activation_reference.activation_backward_quantize(dy, row, f"{name} bias=float32, e5m2 tensor rowwise")[-1]
     torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
@@ -332,8 +341,8 @@ def test_the_order_of_threads_changes_nothing(schedule: str, emulator: Emulator)
 
     def results() -> list[Tensor]:
         given = torch.tensor(0.0), torch.tensor(0.0)
-        *operands, statistics = cuda.norm_quantize(x, weight, bias, "layer eps=1e-5, e4m3 tensor rowwise", *given)
-        gradients = cuda.norm_backward(dy, x, weight, statistics, "layer bias")
+        *operands, statistics = norm_cuda.norm_quantize(x, weight, bias, "layer eps=1e-5, e4m3 tensor rowwise", *given)
+        gradients = norm_cuda_backward.norm_backward(dy, x, weight, statistics, "layer bias")
         sums = gradient_sums("geglu", g[:, :264].float(), g.float())
         return [*operands[:2], given[1], statistics, *gradients, sums]
 

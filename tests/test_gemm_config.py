@@ -15,7 +15,9 @@ from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache, gemm_configs, gemm_selection
 from cuda_kernels.host.gemm_configs import Library, Plan, Problem, estimated, plans
 from cuda_kernels.host.gemm_selection import Measured, keep, measured_on, plan_for
-from lightning_fp8.ops import gemm, planning, reference
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.quantize import reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
@@ -186,7 +188,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
     for wish, kind in (("numba", GemmConfig), ("cublaslt", Library)):
         monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
-        planning.forget()
+        dispatch.clear_plan_cache()
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)
-    planning.forget()
+    dispatch.clear_plan_cache()

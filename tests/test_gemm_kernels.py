@@ -12,8 +12,14 @@ import torch
 
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.host import gemm_selection, launch, machine_code
-from lightning_fp8.ops import cuda, gemm, jobs, planning, reference
-from lightning_fp8.ops.config import quantize_config, scaled_mm_config
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.layout import TensorKey, key
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.gemm import reference as gemm_reference
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.problem import GemmOperand, with_kernel_strides
+from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
@@ -69,7 +75,7 @@ def test_the_three_products_of_a_layer(
 ) -> None:
     """Kernels cast, kernels multiply: fprop, dgrad and wgrad are the reference's, and no operand is copied between."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    planning.forget()
+    dispatch.clear_plan_cache()
     tokens, inputs, outputs = shape
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
@@ -79,7 +85,7 @@ def test_the_three_products_of_a_layer(
     bias = torch.randn(outputs, generator=generator).bfloat16()
     roles = {Role.INPUT: x, Role.WEIGHT: w, Role.GRAD_OUTPUT: dy}
     results = []
-    for module, products in ((cuda, gemm), (reference, reference)):
+    for module, products in ((cuda, gemm), (reference, gemm_reference)):
         row, column = {}, {}
         for role, tensor in roles.items():
             cast = recipe().cast(role)
@@ -88,7 +94,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert jobs.Operand.at(jobs.place_of(data, scale), layout).lies_well
+                assert GemmOperand(layout, TensorKey(*key(data)), TensorKey(*key(scale))).is_tma_aligned
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
@@ -109,7 +115,7 @@ def test_the_three_products_of_a_layer(
     for actual, right in zip(*results):
         tolerance = 2.0**-8 if actual.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
@@ -124,7 +130,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         a = operand(x, E4M3, "tensor", True)
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
-            data, scale = jobs.laid_out(a.data, a.scale_inv, Layout.TENSOR)
+            data, scale = with_kernel_strides((a.data, a.scale_inv), Layout.TENSOR)
             config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
             actual = gemm.scaled_mm(data, scale, data, scale, config)
         errors.append(float(((actual - right) / right).abs().max()))
@@ -138,7 +144,9 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
     """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
     a, b, one, amax = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
     a[7, 5] = value
-    operands = [part for x in (a, b) for part in jobs.laid_out(x.to(E5M2 if x is a else E4M3), one, Layout.TENSOR)]
+    operands = [
+        part for x in (a, b) for part in with_kernel_strides((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)
+    ]
     with multiplying(*tile):
         config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32)
         out = gemm.scaled_mm_observed(*operands, config, None, amax)
@@ -189,7 +197,7 @@ def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeyp
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    planning.forget()
+    dispatch.clear_plan_cache()
     a, b = (operand(torch.randn(rows, 203), E4M3, layout, True) for rows, layout in ((40, "1x128"), (30, "128x128")))
     right = (a.dequantize().double() @ b.dequantize().double().t()).float()
     wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
@@ -200,7 +208,7 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
         actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), config)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 3
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 @pytest.mark.parametrize("stride", [2, 0])
@@ -208,7 +216,7 @@ def test_scales_of_rows_that_are_not_side_by_side(
     stride: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    planning.forget()
+    dispatch.clear_plan_cache()
     a, b = (operand(torch.randn(64, 64), E4M3, "row", True) for _ in range(2))
     wide = torch.full((128, 1), torch.nan)
     scale = wide[::2].copy_(a.scale_inv) if stride else a.scale_inv[:1].expand(64, 1)
@@ -217,13 +225,13 @@ def test_scales_of_rows_that_are_not_side_by_side(
     actual = gemm.scaled_mm(a.data, scale, b.data, b.scale_inv, "row row float32")
     torch.testing.assert_close(actual, right.float(), rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 1
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the caller's to know, and the next call may have enough."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
-    planning.forget()
+    dispatch.clear_plan_cache()
     a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, "tensor", True)
 
     def out_of_memory(*args: object, **named: object) -> None:
@@ -237,7 +245,7 @@ def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) ->
     right = torch.ones(32, 32, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: right)
     assert gemm.scaled_mm(*operands) is right
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +261,8 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
-    planning.forget()
-    data, scale = jobs.laid_out(b.data, b.scale_inv, Layout.TENSOR)
+    dispatch.clear_plan_cache()
+    data, scale = with_kernel_strides((b.data, b.scale_inv), Layout.TENSOR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -263,7 +271,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
         "torch._scaled_mm refuses (32, 64) x (64, 32) on cpu"
     ]
     assert not emulator.launched
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 @pytest.mark.parametrize("wish", ["numba", "cublaslt"])
@@ -276,14 +284,14 @@ def test_a_bias_with_gaps(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)
-    planning.forget()
+    dispatch.clear_plan_cache()
     a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
     bias = torch.arange(64).bfloat16()[::2]
-    placed = [part for each in (a, b) for part in jobs.laid_out(each.data, each.scale_inv, each.layout)]
+    placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         actual = gemm.scaled_mm(*placed, "tensor tensor bfloat16", bias)
-    planning.forget()
+    dispatch.clear_plan_cache()
     assert torch.equal(actual, (a.dequantize() @ b.dequantize().t() + bias).bfloat16())
 
 
@@ -300,16 +308,16 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
         return (a.float() @ b.float() * scale_a * scale_b).to(rest["out_dtype"])
 
     monkeypatch.setattr(torch, "_scaled_mm", noted)
-    planning.forget()
+    dispatch.clear_plan_cache()
     x = torch.randint(-3, 4, (32, 64)).float()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
             a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
             right = (a.dequantize() @ b.dequantize().t()).bfloat16()
-            placed = [part for each in (a, b) for part in jobs.laid_out(each.data, each.scale_inv, each.layout)]
+            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
             torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
-    planning.forget()
+    dispatch.clear_plan_cache()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
     assert taken == [(32, 64)]
 

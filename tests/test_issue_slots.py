@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from cuda_kernels.casts.activation import activation_source
+from cuda_kernels.casts.activation import activation_loader
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
 from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
 from cuda_kernels.device.rows import cast_row_layout
-from cuda_kernels.device.tile import TILE, tensor_source
+from cuda_kernels.device.tile import TILE, tensor_loader
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.backward import backward_row_layout, norm_backward_kernel
 from cuda_kernels.norm.cast import normalize_kernel
@@ -134,7 +134,7 @@ class Work:
     again: bool = False
 
 
-QUADS, OCTETS = tensor_source("bfloat16", 4), tensor_source("bfloat16", 8)
+QUADS, OCTETS = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
 RMS = Norm("bfloat16", "bfloat16", mean=False, bias=False)
 READ, WRITTEN = 2 * TILE * TILE, TILE * TILE
 
@@ -191,7 +191,7 @@ WORK = {
     ),
     # SiLU of 64 elements: an exponential and a reciprocal each. x has twice the columns.
     "SwiGLU, both, amax": Work(
-        quantize_tensor_kernel(activation_source("swiglu", "bfloat16", True), "e4m3", True, True, True, False),
+        quantize_tensor_kernel(activation_loader("swiglu", "bfloat16", True), "e4m3", True, True, True, False),
         0.45,
         2 * READ + 2 * WRITTEN,
         {**BOTH, "LDG.E.NA.64*": 32, "MUFU.EX2": 64, "MUFU.RCP": 64},

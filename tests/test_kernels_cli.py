@@ -14,7 +14,8 @@ from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.host import cache, gemm_selection, machine_code
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.lowering import compiler
-from lightning_fp8 import Linear, fp8_autocast, kernels
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.cli import kernels
 from lightning_fp8.doctor import probes
 from lightning_fp8.recipes import RECIPES, make_recipe
 from tests.emulated import needs_compilers
@@ -83,7 +84,7 @@ def test_what_a_layer_starts(recipe: str) -> None:
 def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products too: whichever tile is chosen, it is among those of the layer."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm"))
+    monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm.cuda"))
     layer = Linear(512, 256, bias=bias)  # float32 weights
     with kernels.noted() as found:
         for _ in range(3):

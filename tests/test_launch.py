@@ -23,7 +23,7 @@ import torch
 from cuda_kernels.casts.amax import amax_kernel
 from cuda_kernels.casts.quantize import quantize_tensor_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
-from cuda_kernels.device.tile import tensor_source
+from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import cache, launch, machine_code, tensor_maps
@@ -31,8 +31,9 @@ from cuda_kernels.host.launch import Launch, NoKernels
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, planning, reference
-from lightning_fp8.ops.schema import empty_operand
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.layout import empty_operand
+from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.emulated import executing, ptx_of
 from tests.kernel_cases import BF16, assert_same, sample
@@ -40,7 +41,7 @@ from tests.launch_everything import one_of_each
 from tests.ptx_on_cpu_samples import needs_gcc
 from tests.test_compiled_kernels import compiled
 
-KERNEL = amax_kernel(tensor_source("bfloat16", 4), False)
+KERNEL = amax_kernel(tensor_loader("bfloat16", 4), False)
 
 
 @pytest.fixture
@@ -122,8 +123,8 @@ def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pyt
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
     """Sizes and alignment by the parameters that the PTX declares."""
     size = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
-    source = tensor_source("float32", 1)
-    for kernel in (KERNEL, update_scales_kernel(False, True), quantize_tensor_kernel(source, "e4m3", *[True] * 4)):
+    loader = tensor_loader("float32", 1)
+    for kernel in (KERNEL, update_scales_kernel(False, True), quantize_tensor_kernel(loader, "e4m3", *[True] * 4)):
         declared = re.findall(r"\.param \.(\w+) (?:\.ptr )?(?:\.\w+ )*", ptx_of(kernel).split("{")[0])
         end = 0
         for kind in declared:
@@ -186,7 +187,7 @@ ADDRESS = 0x7F00_0000_1000
 
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel = Card(monkeypatch), amax_kernel(tensor_source("bfloat16", 4), True)
+    card, kernel = Card(monkeypatch), amax_kernel(tensor_loader("bfloat16", 4), True)
     start = Launch(kernel, 7, (140, 264), card.device).start
     for pitch in (264, 272):
         start(ADDRESS, pitch, 0, ADDRESS + 64)
@@ -290,7 +291,7 @@ def test_machine_code_that_cannot_be_loaded_is_found_when_a_call_is_planned(
     """The driver loads it as late as it may, and so would only say so at the first start."""
     card = Card(monkeypatch)
     monkeypatch.setattr(launch._driver(), "cuFuncLoad", lambda function: (209,))
-    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)  # one that is not loaded yet
+    kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)  # one that is not loaded yet
     with pytest.raises(KernelError, match="209"):
         Launch(kernel, 7, (140, 264), card.device)
 
@@ -300,13 +301,13 @@ def test_memory_that_is_short_is_no_reason_to_do_without_a_kernel(cold: Path, mo
     card, answers, emptied = Card(monkeypatch), [2, 0], []
     monkeypatch.setattr(launch._driver(), "cuFuncLoad", lambda function: (answers.pop(0),))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)  # one that is not loaded yet
+    kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)  # one that is not loaded yet
     Launch(kernel, 7, (140, 264), card.device)
     assert emptied == [True]
     assert not answers
 
     answers += [2, 2, 0]
-    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)
+    kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         Launch(kernel, 7, (140, 264), card.device)
     Launch(kernel, 7, (140, 264), card.device)
@@ -320,13 +321,13 @@ def test_what_is_missing_is_named_for_torchs_cuda(
     card = Card(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(machine_code, "cubin", lambda kernel, arch: import_module("compilers_that_nobody_has"))
-    kernel = amax_kernel.__wrapped__(tensor_source("bfloat16", 4), True)
+    kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)
     with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
         Launch(kernel, 7, (140, 264), card.device)
 
 
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_source("float16", 1), True)
+    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_loader("float16", 1), True)
     with pytest.raises(NoKernels, match=r"A Card has compute capability 8\.0; .* 8\.9"):
         Launch(kernel, 1, (1, 1), card.device)
 
@@ -360,20 +361,20 @@ def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.Monke
 
 
 def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @planning.planned(lambda x: -x)
+    @dispatch.planned(lambda x: -x)
     def plan(device: torch.device, size: int) -> Callable[[int], int]:
         if size == 2:
             raise KernelError("no registers are left")
         return lambda x: x * size
 
-    planning.forget()
+    dispatch.clear_plan_cache()
     cpu = torch.device("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [plan(cpu, False, size)(5) for size in (1, 2, 3, 2)] == [5, -5, 15, -5]
-    assert planning.runs_kernels(cpu)
+    assert dispatch.runs_kernels(cpu)
     assert ["no registers are left" in str(each.message) for each in caught] == [True]
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,13 +393,13 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
     x, config = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
-    planning.forget()
+    dispatch.clear_plan_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             actual = cuda.quantize(x, config)
-    assert not planning.runs_kernels(x.device)
-    planning.forget()
+    assert not dispatch.runs_kernels(x.device)
+    dispatch.clear_plan_cache()
     assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
@@ -421,7 +422,7 @@ def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "device", device)
 
-    @planning.planned(lambda x: pytest.fail("the reference serves"))
+    @dispatch.planned(lambda x: pytest.fail("the reference serves"))
     def plan(device: torch.device, size: int) -> Callable[[int], tuple[int, int]]:
         planned_on.append(current[0])
         return lambda x: (x * size, current[0])

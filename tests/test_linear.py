@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lightning_fp8.functions
+import lightning_fp8.functions.linear
 import lightning_fp8.modules.linear_layer
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
-from lightning_fp8.functions import quantize_role
-from lightning_fp8.history import update_living
+from lightning_fp8.delayed.updates import update_all_scales
+from lightning_fp8.functions.linear import quantize_role
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -76,7 +76,7 @@ def test_each_operand_is_scaled_by_its_own_delayed_scale() -> None:
         with fp8_autocast(fp8_recipe=recipe):
             y = linear(leaf)
         y.backward(dy)
-        update_living(recipe)  # the second pass casts by what the first one saw
+        update_all_scales(recipe)  # the second pass casts by what the first one saw
     x64, w64, dy64 = x.double(), linear.weight.detach().double(), dy.double()
     assert within(y, x64 @ w64.t(), gemm_error_bound(x64, w64.t(), "E4M3", "E4M3", x64 @ w64.t()))
     assert within(leaf.grad, dy64 @ w64, gemm_error_bound(dy64, w64, "E5M2", "E4M3", dy64 @ w64))
@@ -218,7 +218,7 @@ def test_weight_is_cast_once_for_all_micro_batches_until_it_changes(
         return quantize_role(x, role, *args, **kwargs)
 
     monkeypatch.setattr(lightning_fp8.modules.linear_layer, "quantize_role", counted)
-    monkeypatch.setattr(lightning_fp8.functions, "quantize_role", counted)
+    monkeypatch.setattr(lightning_fp8.functions.linear, "quantize_role", counted)
     linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     plain = copy.deepcopy(linear)
     optimizer = torch.optim.SGD(linear.parameters(), 0.003)
@@ -296,7 +296,7 @@ def test_without_gradients_nothing_is_cast_for_them(recipe: str, monkeypatch: py
         asked.append(columnwise)
         return quantize_role(*args, columnwise=columnwise, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.functions, "quantize_role", noted)
+    monkeypatch.setattr(lightning_fp8.functions.linear, "quantize_role", noted)
     layer, x = Linear(64, 32), torch.randn(8, 64)
     with fp8_autocast(fp8_recipe=recipe), torch.no_grad():
         layer(x)

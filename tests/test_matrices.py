@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import convert_module
-from lightning_fp8.convert import LayerDecision, Policy, plan_conversion
+from lightning_fp8.convert.conversion import LayerDecision, Policy, plan_conversion
 
 
 def decisions(model: nn.Module, **policy: object) -> dict[str, LayerDecision]:

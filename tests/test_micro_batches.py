@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_fp8.modules.linear_layer
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.functions import quantize_role
+from lightning_fp8.functions.linear import quantize_role
 
 
 @pytest.fixture

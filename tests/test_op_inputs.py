@@ -13,10 +13,18 @@ import torch
 from cuda_kernels.host import launch
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, fused, gemm, planning, reference
-from lightning_fp8.ops.fused import cuda as fused_cuda
-from lightning_fp8.ops.fused import reference as fused_reference
-from lightning_fp8.ops.given import Checked
+from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import reference as activation_reference
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.checks import CheckedAddresses
+from lightning_fp8.ops.gemm import cuda as gemm_cuda
+from lightning_fp8.ops.gemm import reference as gemm_reference
+from lightning_fp8.ops.norm import cuda as norm_cuda
+from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
+from lightning_fp8.ops.norm import reference as norm_reference
+from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.ops.scales import cuda as scales_cuda
+from lightning_fp8.ops.scales import reference as scales_reference
 from lightning_fp8.scaled import Cast, Layout
 from tests.emulated import executing
 
@@ -35,9 +43,11 @@ def find(op: str, modules: tuple[ModuleType, ...]) -> Op:
     return next(vars(module)[op] for module in modules if op in vars(module))
 
 
+REFERENCES = (reference, gemm_reference, norm_reference, activation_reference, scales_reference)
+CUDA_SIDES = (cuda, gemm_cuda, norm_cuda, norm_cuda_backward, activation_cuda, scales_cuda)
 SIDES: dict[str, Callable[[str], Op]] = {
-    "reference": lambda op: find(op, (reference, fused_reference)),
-    "kernels": lambda op: find(op, (cuda, gemm, fused_cuda)),
+    "reference": lambda op: find(op, REFERENCES),
+    "kernels": lambda op: find(op, CUDA_SIDES),
 }
 
 # Op, its arguments, the place of one, what is wrong there, and what is said of it.
@@ -76,12 +86,12 @@ OF_ROWS = {
     "shape": (ROWS[:2], ValueError, r"{} has shape \[2\]; it must have \[3\]"),
     "strides": (torch.ones(3, 2)[:, 0], ValueError, r"{} of strides \(2,\) must be contiguous"),
 }
-OF_WINDOW = {
-    "dtype": (torch.ones(4, 3).double(), TypeError, r"window is torch\.float64"),
-    "shape": (torch.ones(4, 2), ValueError, r"window has shape \[4, 2\]; it must have \[4, 3\]"),
-    "a row": (torch.ones(3), ValueError, r"window has shape \[3\]; it must have \[3, 3\]"),
-    "no row": (torch.ones(0, 3), ValueError, r"window has shape \[0, 3\]; it must have \[1, 3\]"),
-    "strides": (torch.ones(3, 4).t(), ValueError, r"window of strides \(1, 4\) must be contiguous"),
+OF_HISTORY = {
+    "dtype": (torch.ones(4, 3).double(), TypeError, r"amax_history is torch\.float64"),
+    "shape": (torch.ones(4, 2), ValueError, r"amax_history has shape \[4, 2\]; it must have \[4, 3\]"),
+    "a row": (torch.ones(3), ValueError, r"amax_history has shape \[3\]; it must have \[3, 3\]"),
+    "no row": (torch.ones(0, 3), ValueError, r"amax_history has shape \[0, 3\]; it must have \[1, 3\]"),
+    "strides": (torch.ones(3, 4).t(), ValueError, r"amax_history of strides \(1, 4\) must be contiguous"),
 }
 
 
@@ -102,7 +112,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
     "update": (
         "update_scales",
         (ROWS.clone(), torch.ones(4, 3), ROWS.clone(), ROWS, 0.0, "max", True),
-        {1: OF_WINDOW, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
+        {1: OF_HISTORY, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
     ),
     "norm": (
         "norm_quantize", (X, WEIGHT, WEIGHT, f"layer eps=1e-05, {CAST}", ONE, ONE.clone(), None),
@@ -133,10 +143,10 @@ CASES = [(op, at, what) for op, (_, _, places) in OPS.items() for at, wrong in p
 
 @pytest.fixture(autouse=True)
 def _kernels_are_only_noted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    planning.forget()
+    dispatch.clear_plan_cache()
     with executing(lambda *launched: None):
         yield
-    planning.forget()
+    dispatch.clear_plan_cache()
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -175,21 +185,21 @@ def test_tensors_of_any_shape_are_observed(shape: tuple[int, ...], dtype: torch.
 
 def test_an_address_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_cuda_device", lambda device: True)
-    checked = Checked(torch.device("cpu"))
+    checked = CheckedAddresses(torch.device("cpu"))
     checked.keep(5, 7)
     assert checked.known == {0, 5, 7}
     monkeypatch.setattr(launch, "is_cuda_device", lambda device: False)
-    checked = Checked(torch.device("cpu"))
+    checked = CheckedAddresses(torch.device("cpu"))
     checked.keep(X)
     assert checked.known == {0}
 
 
 PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scale": (lambda: ops.quantize(X, SCALED, scale=WIDE), TypeError, "scale is torch.float64"),
-    "x of a backward": (lambda: fused.norm_backward(X, X.double(), WEIGHT, STATISTICS), TypeError, "not torch.float64"),
+    "x of a backward": (lambda: ops.norm_backward(X, X.double(), WEIGHT, STATISTICS), TypeError, "not torch.float64"),
     "out_dtype": (lambda: ops.scaled_mm(codes(), codes(), out_dtype=WIDE.dtype), TypeError, "out_dtype=torch.float64"),
     "contractions": (lambda: ops.scaled_mm_accumulate(X, codes(), codes(K=8)), ValueError, "contractions differ"),
-    "a window of one row": (lambda: update(amax_history=ROWS), ValueError, r"window has shape \[3\]"),
+    "a history of one row": (lambda: update(amax_history=ROWS), ValueError, r"amax_history has shape \[3\]"),
     "an algorithm": (lambda: update(algorithm="mean"), ValueError, "algorithm='mean'.*'max' or 'most_recent'"),
     "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must lie from -126 to 126"),
     "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0; it must be a finite number"),
@@ -210,11 +220,11 @@ def update(amax_history: Any = None, algorithm: Any = "max", margin: float = 0.0
 
 
 def norm(eps: Any) -> Any:
-    return fused.norm_quantize(X, WEIGHT, None, SCALED, eps=eps)
+    return ops.norm_quantize(X, WEIGHT, None, SCALED, eps=eps)
 
 
 def activation(activation: str = "gelu", bias_dtype: torch.dtype | None = None) -> Any:
-    return fused.activation_backward_quantize(X, X, activation, SCALED, bias_dtype=bias_dtype)
+    return ops.activation_backward_quantize(X, X, activation, SCALED, bias_dtype=bias_dtype)
 
 
 def codes(K: int = K) -> Any:
@@ -240,4 +250,4 @@ def test_scales_that_are_not_the_operands_are_refused(layout: Layout) -> None:
     config = f"{layout.value} {layout.value} float32"
     for scales, error in ((a.scale_inv[:-1], ValueError), (a.scale_inv.view(torch.uint8), TypeError)):
         with pytest.raises(error, match="^scale_inv of b"):
-            reference.scaled_mm(a.data, a.scale_inv, a.data, scales, config)
+            gemm_reference.scaled_mm(a.data, a.scale_inv, a.data, scales, config)

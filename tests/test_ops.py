@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.config import parse_quantize_config, parse_scaled_mm_config, quantize_config, scaled_mm_config
+from lightning_fp8.ops.core.bf16_products import bf16_products
+from lightning_fp8.ops.gemm.config import parse_scaled_mm_config, scaled_mm_config
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.config import parse_quantize_config, quantize_config
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
@@ -294,12 +296,12 @@ def test_threads_that_multiply_leave_torchs_setting_as_it_was() -> None:
     before, first, second = setting(), threading.Event(), threading.Event()
 
     def multiply_longer() -> None:
-        with reference.bf16_products():
+        with bf16_products():
             first.set()
             assert second.wait(30)
 
     thread = threading.Thread(target=multiply_longer)
-    with reference.bf16_products():
+    with bf16_products():
         thread.start()
         assert first.wait(30)
     second.set()  # the one that began first has ended first

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_fp8 import DelayedScaling, Format, Linear, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.history import UNOBSERVED, AmaxHistory
+from lightning_fp8.delayed.history import UNOBSERVED, AmaxHistory
 from tests.small import mlp, step_in_backward
 
 WINDOW = 64

@@ -27,7 +27,7 @@ from lightning_fp8 import (
     fp8_autocast,
     make_recipe,
 )
-from lightning_fp8.convert import Policy
+from lightning_fp8.convert.conversion import Policy
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import Role
 
@@ -454,4 +454,4 @@ def test_values_that_mean_the_same_are_taken() -> None:
     assert type(plugin.policy.num_layers_at_start_in_bf16) is int
     assert FP8Precision(skip={"*.head": 1}.keys()).policy.skip == ("*.head",)
     assert Float8CurrentScaling(amax_epsilon=np.float32(0.5)).amax_epsilon == 0.5
-    assert fp8_autocast(enabled=np.bool_(False)).setting.enabled is False
+    assert fp8_autocast(enabled=np.bool_(False)).context.enabled is False

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_fp8 import DelayedScaling, Format, Linear
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 
@@ -184,21 +184,21 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     """After an update that a row took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
     first, second = history.slot(0), history.slot(1)
-    assert first.may_be_0()
+    assert not first.scale_is_nonzero()
     history.amax[0] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
-    assert (first.may_be_0(), second.may_be_0()) == (False, True)
+    assert (first.scale_is_nonzero(), second.scale_is_nonzero()) == (True, False)
     history.amax[1] = 2.0
     history.update(DelayedScaling(amax_history_len=4))
-    assert not second.may_be_0()
-    assert copy.deepcopy(history).slot(0).may_be_0()
+    assert second.scale_is_nonzero()
+    assert not copy.deepcopy(history).slot(0).scale_is_nonzero()
     state = history.state_dict()
     history.load_state_dict(state)
-    assert first.may_be_0()
+    assert not first.scale_is_nonzero()
     history.update(DelayedScaling(amax_history_len=4))
-    assert not first.may_be_0()
+    assert first.scale_is_nonzero()
     history.set_row(0, 0.0, torch.zeros(1))
-    assert first.may_be_0()
+    assert not first.scale_is_nonzero()
 
 
 def test_history_is_cut_or_padded_at_its_old_end() -> None:

@@ -20,7 +20,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.history import update_living
+from lightning_fp8.delayed.updates import update_all_scales
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -169,7 +169,7 @@ def test_a_gradient_penalty_trains_as_in_float64(recipe: str) -> None:
 
     for _ in range(2):  # by the tensors' own scales, then, with delayed scaling, by the last step's
         found = gradients(model, x)
-        update_living(make_recipe("delayed"))  # type: ignore[arg-type]
+        update_all_scales(make_recipe("delayed"))  # type: ignore[arg-type]
         for ours, exact in zip(found, gradients(twin, x.double())):
             assert distance(ours, exact) < 0.15
 

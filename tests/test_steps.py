@@ -21,7 +21,7 @@ from lightning_fp8 import (
     FP8Precision,
     fp8_autocast,
 )
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data, step_in_backward
 
 WINDOW = 64

@@ -24,7 +24,7 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.history import update_living
+from lightning_fp8.delayed.updates import update_all_scales
 from tests.te_models import blocks
 from tests.te_writer import VERSIONS
 
@@ -42,7 +42,7 @@ def trained(steps: int = 4) -> nn.Sequential:
         with fp8_autocast(fp8_recipe=RECIPE):
             y = model(torch.randn(8, 16))
         y.square().sum().backward()
-        update_living(RECIPE)
+        update_all_scales(RECIPE)
     return model
 
 

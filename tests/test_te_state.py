@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict, load_te_state_dict
 from lightning_fp8.checkpoint.remap import remap, rows_by_name
-from lightning_fp8.checkpoint.te_state import read_te_state
-from lightning_fp8.checkpoint.unpickle import CheckpointError
 from lightning_fp8.scaled import LINEAR_ROLES
+from lightning_fp8.te.te_state import read_te_state
+from lightning_fp8.te.unpickle import CheckpointError
 from tests.small import Regression, fp8_trainer, regression_data
 from tests.te_models import Block, blocks, expected_rows, lightning_checkpoints, random_columns, spec, te_files
 from tests.te_writer import VERSIONS

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fp8.checkpoint.torch_file import open_checkpoint, read_archive, read_pickle
-from lightning_fp8.checkpoint.unpickle import CheckpointError, Standin, unpickle
+from lightning_fp8.te.torch_file import open_checkpoint, read_archive, read_pickle
+from lightning_fp8.te.unpickle import CheckpointError, Standin, unpickle
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -151,7 +151,7 @@ def test_damaged_pickles(data: bytes, message: str | None) -> None:
 @pytest.mark.parametrize("stride", [b"K\x01\x85", b"K\x00\x85"])
 def test_a_tensor_that_claims_2_to_the_60_elements(stride: bytes) -> None:
     def lookup(name: str) -> Any:
-        from lightning_fp8.checkpoint import torch_file
+        from lightning_fp8.te import torch_file
 
         return torch_file._lookup(torch_file._Budget(1000))(name)
 

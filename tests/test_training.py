@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, FP8Callback, FP8FabricPrecision, FP8Precision, ops
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.recipes import RECIPES
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 WIDTH = 16
 Gemms: TypeAlias = "Counter[tuple[torch.dtype, torch.dtype]]"
 

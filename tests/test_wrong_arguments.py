@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,11 +26,11 @@ from lightning_fp8 import (
     export_te_state_dict,
     fp8_autocast,
     fp8_state_dict,
-    history,
     load_fp8_state_dict,
     load_te_state_dict,
     make_recipe,
 )
+from lightning_fp8.delayed import instances
 from lightning_fp8.formats import E4M3
 from tests.float8_reference import cast
 from tests.small import mlp
@@ -236,7 +237,7 @@ def test_a_model_that_stays_in_bf16_is_said_so() -> None:
 
 
 def test_a_region_without_fp8_layers_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_living", WeakSet())  # other tests' models may still be there
+    monkeypatch.setattr(instances, "_instances", WeakSet())  # other tests' models may still be there
     with pytest.warns(UserWarning, match=r"ran nothing in FP8.*convert_module\(model\)"), fp8_autocast():
         nn.Linear(4, 4)(X)
     with warnings.catch_warnings():
@@ -246,3 +247,16 @@ def test_a_region_without_fp8_layers_is_said_so(monkeypatch: pytest.MonkeyPatch)
         with fp8_autocast():
             layer = Linear(4, 4)
             layer(X)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_sizes_may_be_numpys(kind: type) -> None:
+    linear = Linear(kind(16), kind(32))
+    assert linear.weight.shape == (32, 16)
+    assert (type(linear.in_features), type(linear.out_features)) == (int, int)
+    assert LayerNorm(kind(16)).normalized_shape == RMSNorm((kind(16),)).normalized_shape == (16,)
+    for wrong in (kind(0), np.float32(16), np.bool_(True)):
+        with pytest.raises(ValueError, match="positive integer"):
+            Linear(wrong, 32)
+        with pytest.raises(ValueError, match="positive integer"):
+            LayerNorm(wrong)

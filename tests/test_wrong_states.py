@@ -17,11 +17,11 @@ from lightning_fp8 import (
     FP8FabricPrecision,
     Linear,
     convert_module,
-    fabric,
     fp8_autocast,
     fp8_state_dict,
     load_fp8_state_dict,
 )
+from lightning_fp8.plugin import fabric
 from tests.small import mlp
 from tests.test_hostile_values import HOSTILE
 

@@ -1,4 +1,4 @@
-"""Activations and their gradients as sources of tiles, computed in float32 from what they read.
+"""Activations and their gradients as tile loaders, computed in float32 from what they read.
 
 Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. With both rounded
 correctly, values of SiLU and GELU are within a relative 2e-7 max(1, |z|) of float64, mostly for the rounding of the
@@ -17,7 +17,7 @@ import numpy as np
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
-from cuda_kernels.device.tile import WARP_ROWS, Source
+from cuda_kernels.device.tile import WARP_ROWS, TileLoader
 
 _exp2 = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 _reciprocal = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
@@ -126,8 +126,8 @@ ACTIVATIONS = {
 """By Transformer Engine's names; ``gelu`` is the tanh form."""
 
 
-def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> Source:
-    """A source that computes its values when it is loaded, so that kernels that read them twice compute them once.
+def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
+    """A loader that computes a tile's values as it loads them, so that kernels that read them twice compute them once.
 
     Args:
         raw: registers of four elements of a row before the computation.
@@ -165,7 +165,7 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
         return decode_quad(registers, 4 * step)
 
     min_blocks_per_sm = 2 if raw <= 4 or (aligned and raw <= 6) else 1
-    return Source(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), min_blocks_per_sm)
+    return TileLoader(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 @device
@@ -174,7 +174,7 @@ def _unpack(quad, values):
 
 
 @cache
-def activation_source(name: str, dtype: str, aligned: bool) -> Source:
+def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
 
     Arguments: x's address, the stride of its rows in elements. ``aligned``: address, stride and F are multiples of four
@@ -242,7 +242,7 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 
 
 @cache
-def activation_backward_source(name: str, dtype: str, dy_dtype: str, aligned: bool) -> Source:
+def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bool) -> TileLoader:
     """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
 
     Arguments: x's address and stride, dy's address and stride. ``aligned``: addresses, strides and F are multiples of

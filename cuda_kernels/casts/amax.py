@@ -23,7 +23,7 @@ from cuda_kernels.device.tile import (
     TILE,
     WARP_ROWS,
     WARPS,
-    Source,
+    TileLoader,
     block_max,
     position,
     thread_origin,
@@ -34,14 +34,14 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
 @cache
-def amax_kernel(source: Source, accumulate: bool) -> Kernel:
+def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     """``max |x|`` of a tensor, by blocks that each take every n-th tile.
 
     ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
     happens where ``scale [1]`` (if it is given) is not 0.
     """
-    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
-    origin_of = thread_origin(source.vector)
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    origin_of = thread_origin(loader.vector)
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def amax(x, scale, amax, rows, columns):
@@ -69,19 +69,19 @@ def amax_kernel(source: Source, accumulate: bool) -> Kernel:
                 store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(largest))
 
     return Kernel(
-        f"amax({source.name}, {accumulate=})",
+        f"amax({loader.name}, {accumulate=})",
         amax,
-        (source.args_type, i64, i64, i32, i32),
+        (loader.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=32,
-        min_blocks_per_sm=source.min_blocks_per_sm,
+        min_blocks_per_sm=loader.min_blocks_per_sm,
     )
 
 
 @cache
-def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
+def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
@@ -116,10 +116,10 @@ def row_amax_kernel(source: Source, by_row: bool, by_column: bool) -> Kernel:
                 atomic_max(columns_amax + i64(first_column + thread) * 4, largest)
 
     return Kernel(
-        f"row_amax({source.name}, {by_row=}, {by_column=})",
+        f"row_amax({loader.name}, {by_row=}, {by_column=})",
         row_amax,
-        (source.args_type, i64, i64, i32, i32),
+        (loader.args_type, i64, i64, i32, i32),
         THREADS,
         shared_bytes=WARPS * TILE * 4,
-        min_blocks_per_sm=max(1, source.min_blocks_per_sm - 1),
+        min_blocks_per_sm=max(1, loader.min_blocks_per_sm - 1),
     )

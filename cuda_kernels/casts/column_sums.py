@@ -15,7 +15,7 @@ from cuda_kernels.device.codec import ITEM_BYTES
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
 from cuda_kernels.device.rows import element_storer
-from cuda_kernels.device.tile import WARP_ROWS, Source
+from cuda_kernels.device.tile import WARP_ROWS, TileLoader
 from cuda_kernels.kernel import Kernel
 
 COLUMNS = 32
@@ -27,13 +27,13 @@ _ZERO = np.float32(0)
 
 
 @cache
-def summed_source(source: Source) -> Source:
-    """``source``, which also stores the sums of its columns over every 16 rows when it is loaded.
+def summed_loader(loader: TileLoader) -> TileLoader:
+    """``loader``, which also stores the sums of a tile's columns over every 16 rows as it loads them.
 
-    Arguments: those of ``source``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, whose
+    Arguments: those of ``loader``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, whose
     stride is the number of columns rounded up to a multiple of four.
     """
-    load_values, decode, partials = source.load, source.decode, source.num_args
+    load_values, decode, partials = loader.load, loader.decode, loader.num_args
 
     @device
     def load(args, rows, columns, row, column, whole, registers):
@@ -47,7 +47,7 @@ def summed_source(source: Source) -> Source:
             address = args[partials] + ((i64(row) >> 4) * stride + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
-    return replace(source, name=f"{source.name}, summed", num_args=source.num_args + 1, load=load)
+    return replace(loader, name=f"{loader.name}, summed", num_args=loader.num_args + 1, load=load)
 
 
 @cache

@@ -28,7 +28,7 @@ from cuda_kernels.device.tile import (
     THREADS,
     TRANSPOSED_BYTES,
     WARP_ROWS,
-    Source,
+    TileLoader,
     block_max,
     position,
     row_of_quad,
@@ -43,16 +43,16 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 @cache
 def quantize_tensor_kernel(
-    source: Source, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
+    loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Kernel:
     """One scale for the tensor: ``scale [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
     ``observe`` raises ``amax_out [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of
     values flushed to zero to the int64 ``counts [2]``.
     """
-    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
-    origin_of = thread_origin(source.vector)
-    store_rows = row_storer(source.vector)
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    origin_of = thread_origin(loader.vector)
+    store_rows = row_storer(loader.vector)
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
     count_overflows = overflow_counter(fp8)
@@ -106,26 +106,26 @@ def quantize_tensor_kernel(
             store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
 
     return Kernel(
-        f"quantize_tensor({source.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
+        f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
         quantize_tensor,
-        (source.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
+        (loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + 64,
-        min_blocks_per_sm=min_blocks_per_sm(source, count),
+        min_blocks_per_sm=min_blocks_per_sm(loader, count),
     )
 
 
 @cache
-def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
+def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
-    load, decode, num_registers = source.load, source.decode, source.num_registers
-    origin_of = thread_origin(source.vector)
-    row_of = row_of_quad(source.vector)
-    store_rows = row_storer(source.vector)
+    load, decode, num_registers = loader.load, loader.decode, loader.num_registers
+    origin_of = thread_origin(loader.vector)
+    row_of = row_of_quad(loader.vector)
+    store_rows = row_storer(loader.vector)
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
     count_overflows = overflow_counter(fp8)
-    quads_of_row = source.vector // 4
+    quads_of_row = loader.vector // 4
 
     def quantize_rows(
         x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
@@ -174,10 +174,10 @@ def quantize_rows_kernel(source: Source, fp8: str, rowwise: bool, columnwise: bo
             add_overflow_counts(counts, overflows, lane)
 
     return Kernel(
-        f"quantize_rows({source.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
+        f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
         quantize_rows,
-        (source.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES),
+        (loader.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES,
-        min_blocks_per_sm=min_blocks_per_sm(source, count, rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(loader, count, rowwise + columnwise),
     )

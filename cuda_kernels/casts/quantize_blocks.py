@@ -32,7 +32,7 @@ from cuda_kernels.device.tile import (
     TRANSPOSED_BYTES,
     WARP_ROWS,
     WARPS,
-    Source,
+    TileLoader,
     block_max,
     position,
     row_of_quad,
@@ -88,7 +88,7 @@ def _reduce_scatter_max(lanes: int) -> Any:
 
 @cache
 def quantize_blocks_kernel(
-    source: Source, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
+    loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
     """One scale for each block of ``layout`` (``"1x128"``, ``"128x128"``, ``"1x32"``), from the block itself.
 
@@ -96,10 +96,10 @@ def quantize_blocks_kernel(
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
     """
-    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
-    origin_of = thread_origin(source.vector)
-    row_of = row_of_quad(source.vector)
-    store_rows = row_storer(source.vector)
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    origin_of = thread_origin(loader.vector)
+    row_of = row_of_quad(loader.vector)
+    store_rows = row_storer(loader.vector)
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
     pack = float8x4[fp8]
@@ -109,8 +109,8 @@ def quantize_blocks_kernel(
     block_2d = layout == "128x128"
     microscaled = layout == "1x32"
     row_scales_from_warp = rowwise and layout == "1x128"
-    quads_of_row = source.vector // 4
-    lanes_of_32 = 32 // source.vector
+    quads_of_row = loader.vector // 4
+    lanes_of_32 = 32 // loader.vector
     n_vectors = WARP_ROWS // quads_of_row
     reduce_scatter = _reduce_scatter_max(lanes_of_32)
     amax_smem = TRANSPOSED_BYTES
@@ -239,10 +239,10 @@ def quantize_blocks_kernel(
             add_overflow_counts(counts, overflows, lane)
 
     return Kernel(
-        f"quantize_blocks({source.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
+        f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
         quantize_blocks,
-        (source.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
+        (loader.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
         THREADS,
         shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        min_blocks_per_sm=min_blocks_per_sm(source, count, 1 if block_2d else rowwise + columnwise),
+        min_blocks_per_sm=min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise),
     )

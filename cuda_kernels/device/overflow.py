@@ -10,7 +10,7 @@ import numpy as np
 from cuda_kernels.device.codec import FP8_MAX
 from cuda_kernels.device.language import device, i64, u32
 from cuda_kernels.device.ptx import atomic_add, warp_sum
-from cuda_kernels.device.tile import Source
+from cuda_kernels.device.tile import TileLoader
 
 STRIDES = (i64, i64, i64, i64)
 """The types of a kernel's last parameters: the strides of codes and scales, of the rowwise and the transposed copy."""
@@ -19,9 +19,9 @@ _SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
 _ZERO = np.float32(0)
 
 
-def min_blocks_per_sm(source: Source, count: bool, casts: int = 1) -> int:
+def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:
     """Blocks of a multiprocessor that registers suffice for; a second cast keeps the float32 of the first."""
-    return max(1, source.min_blocks_per_sm - int(count) - (casts - 1))
+    return max(1, loader.min_blocks_per_sm - int(count) - (casts - 1))
 
 
 @cache

@@ -59,11 +59,11 @@ def position(tile, rows, columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """A loader of tiles: of a tensor as it is, or of values computed from tensors on the way (prologue fusion).
+class TileLoader:
+    """How a cast loads a tile: from a tensor, or computed from tensors on the way (prologue fusion).
 
     Attributes:
-        name: unique among all sources.
+        name: unique among all loaders.
         num_args: int64 parameters that a kernel takes for it: addresses, strides.
         num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
         load: device function ``(args, rows, columns, row, column, whole, registers)`` that fills them; the thread's
@@ -119,7 +119,7 @@ def row_of_quad(vector: int) -> Any:
 
 
 @cache
-def tensor_source(dtype: str, vector: int) -> Source:
+def tensor_loader(dtype: str, vector: int) -> TileLoader:
     """A tensor of ``dtype``: its address and the stride of its rows in elements.
 
     ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
@@ -159,7 +159,7 @@ def tensor_source(dtype: str, vector: int) -> Source:
 
     maxima = decoded_maxima() if dtype == "float32" else packed_maxima(dtype)
     blocks = (3 if quad == 2 else 2) - int(vector == 1)
-    return Source(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
+    return TileLoader(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
 
 
 @device

@@ -15,7 +15,7 @@ from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
 from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.norm.statistics import Norm, long_row_statistics, normalized_source, rstd_address
+from cuda_kernels.norm.statistics import Norm, long_row_statistics, normalized_loader, rstd_address
 
 BAND = WARP_ROWS
 _ONE = np.float32(1)
@@ -26,13 +26,13 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
     ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
-    multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_source``.
+    multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_loader``.
     """
-    source = normalized_source(norm, aligned)
+    loader = normalized_loader(norm, aligned)
     pack = float8x4[fp8]
-    load, decode, maxima, num_registers = source.load, source.decode, source.maxima, source.num_registers
+    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
     n_kept, clear, fold, largest_kept = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
-    store_rows = row_storer(source.vector)
+    store_rows = row_storer(loader.vector)
     statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
     rstd_pointer = rstd_address(norm.mean)
     has_mean = norm.mean
@@ -89,8 +89,8 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
-        (source.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        (loader.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
         THREADS,
         shared_bytes=32,
-        min_blocks_per_sm=source.min_blocks_per_sm,
+        min_blocks_per_sm=loader.min_blocks_per_sm,
     )

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: statistics of rows, and the normalized tensor as a source of tiles.
+"""LayerNorm and RMSNorm: statistics of rows, and the normalized tensor as a tile loader.
 
 ``y = (x - mean) * rstd * (weight + offset) + bias`` with ``rstd = 1 / sqrt(var + eps)``, in float32 (Ba et al.,
 arXiv:1607.06450); RMSNorm has no mean and no bias, and the mean of x² for the variance (Zhang and Sennrich,
@@ -27,7 +27,7 @@ from cuda_kernels.device.rows import (
     row_registers,
     row_sum,
 )
-from cuda_kernels.device.tile import WARP_ROWS, Source, tensor_source
+from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
 from cuda_kernels.kernel import Kernel
 
 _square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
@@ -68,14 +68,14 @@ def normalizer(norm: Norm) -> Any:
 
 
 @cache
-def normalized_source(norm: Norm, aligned: bool) -> Source:
+def normalized_loader(norm: Norm, aligned: bool) -> TileLoader:
     """The normalized tensor; elements outside it are zeros.
 
     Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.
     ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x = tensor_source(norm.dtype, 4 if aligned else 1)
+    x = tensor_loader(norm.dtype, 4 if aligned else 1)
     normalize = normalizer(norm)
     rstd_pointer = rstd_address(norm.mean)
     load_x, decode_x = x.load, x.decode
@@ -131,7 +131,7 @@ def normalized_source(norm: Norm, aligned: bool) -> Source:
         )
 
     min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
-    return Source(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
+    return TileLoader(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------

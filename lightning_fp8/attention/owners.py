@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fp8.autocast import OUTSIDE, Setting, current_setting, in_backward
+from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.record import LayerRecord
 
 _ATTRIBUTE = "_fp8_attention"
@@ -42,7 +42,7 @@ class Owner:
         self.why = ""
         self.watched = False
         self.training = True
-        self.last_setting: Setting | None = None
+        self.last_context: FP8Context | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as of an average of the weights, start anew: a setting may hold a process group."""
@@ -114,14 +114,14 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def asked(owner: Owner) -> bool:
-    """Whether a call of ``owner`` shall run in FP8, by the current setting, or by its forward's in a recomputation."""
-    setting = current_setting()
+    """Whether a call of ``owner`` shall run in FP8, by the current context, or by its forward's in a recomputation."""
+    setting = current_context()
     if not torch.compiler.is_compiling():
         if not in_backward():
-            if owner.last_setting is not setting:
-                owner.last_setting = setting
-        elif owner is not _nobody or setting is OUTSIDE:
-            setting = owner.last_setting or setting
+            if owner.last_context is not setting:
+                owner.last_context = setting
+        elif owner is not _nobody or setting is DISABLED:
+            setting = owner.last_context or setting
     return owner.fp8 and setting.attention
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8.attention.owners import asked, current_owner, note
-from lightning_fp8.attention_function import fp8_attention, why_not_fp8
+from lightning_fp8.functions.attention import fp8_attention, why_not_fp8
 from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
 from lightning_fp8.ops.attention import Band
 
@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function of this name, in FP8 where the current setting and the module that calls it say so."""
+    """torch's function of this name, in FP8 where the current context and the module that calls it say so."""
     owner = current_owner()
     wanted = asked(owner)
     reason = _why_not(query, key, value, attn_mask, dropout_p, enable_gqa) if wanted else ""

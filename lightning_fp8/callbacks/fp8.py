@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fp8.checkpoint.load import load_hook, planned_rows
 from lightning_fp8.checkpoint.report import LoadReport
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.convert import plan_conversion
-from lightning_fp8.first_step import FirstStep
-from lightning_fp8.history import PATIENCE
-from lightning_fp8.precision import FP8Precision
+from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.delayed.history import PATIENCE
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.plugin.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.state import fp8_modules
+from lightning_fp8.te.unpickle import CheckpointError
 
 
 class FP8Callback(Callback):
@@ -40,11 +40,11 @@ class FP8Callback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = _plugin(trainer)
-        plugin.updated_by_callback = True
+        plugin.attach_callback()
 
         def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
             if state is not None:
-                plugin.receive_state(pl_module, state)
+                plugin.set_model_state(pl_module, state)
             self.te_report = report
             rank_zero_info(str(report))
 
@@ -64,7 +64,7 @@ class FP8Callback(Callback):
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             for history in _plugin(trainer).histories.values():
-                history.unobserved = -1  # told here, with names
+                history.unobserved = -1  # the warning below names them
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
                 "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
@@ -73,7 +73,7 @@ class FP8Callback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for history in _plugin(trainer).histories.values():
-            if history.patience > 0:  # not told yet
+            if history.patience > 0:  # no warning yet
                 history.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -86,12 +86,12 @@ class FP8Callback(Callback):
     ) -> None:
         """Compare the table with what ran."""
         if self._first_step is not None and (summary := self._first_step.after_step()) is not None:
-            _plugin(trainer).take_what_ran(summary)
+            _plugin(trainer).report_first_step(summary)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An epoch has called whatever is called."""
         if self._first_step is not None and (summary := self._first_step.settle()) is not None:
-            _plugin(trainer).take_what_ran(summary)
+            _plugin(trainer).report_first_step(summary)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers that not every step calls may have run since."""

@@ -1,4 +1,4 @@
-"""The way back: a state dict in the layout that a given Transformer Engine version reads."""
+"""Writes a state dict in the layout that a given version of Transformer Engine reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
-from lightning_fp8.checkpoint.unpickle import Standin
-from lightning_fp8.history import Slot
+from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.modules import LayerNorm, RMSNorm
 from lightning_fp8.modules.conv1d import TransposedLinear
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, make_recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.state import clean_name, fp8_modules
+from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
+from lightning_fp8.te.unpickle import Standin
 
 _RECIPES = "transformer_engine.common.recipe"
 _FIRST_VERSION = (0, 12)

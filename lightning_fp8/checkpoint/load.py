@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
 from lightning_fp8.checkpoint.remap import FP8Rows, Remapped, has_te_state, remap
 from lightning_fp8.checkpoint.report import LoadReport
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.convert import ConversionSummary
+from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.scaled import LINEAR_ROLES
-from lightning_fp8.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.te.unpickle import CheckpointError
 
 
 def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadReport:
@@ -65,12 +65,16 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> None:
     Raises:
         CheckpointError: missing or unexpected keys (``strict``), or other shapes.
     """
-    own, given = model.state_dict(), remapped.state_dict
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    model_params = model.state_dict()
+    file_params = remapped.state_dict
+    missing = sorted(model_params.keys() - file_params.keys())
+    unexpected = sorted(file_params.keys() - model_params.keys())
     problems = [
-        f"{key} has shape {tuple(given[key].shape)} in the file and {tuple(value.shape)} in the model"
-        for key, value in own.items()
-        if isinstance(value, Tensor) and isinstance(given.get(key), Tensor) and given[key].shape != value.shape
+        f"{key} has shape {tuple(file_params[key].shape)} in the file and {tuple(value.shape)} in the model"
+        for key, value in model_params.items()
+        if isinstance(value, Tensor)
+        and isinstance(file_params.get(key), Tensor)
+        and file_params[key].shape != value.shape
     ]
     if strict:
         problems += [f"the file lacks {key}" for key in missing] + [f"the model lacks {key}" for key in unexpected]
@@ -87,7 +91,7 @@ def load_hook(
 
     Args:
         rows: the modules that run, or will run, in FP8.
-        receive: is given the FP8 state, or None, and the report.
+        receive: called with the FP8 state, or None, and the report.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:

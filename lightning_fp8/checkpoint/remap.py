@@ -14,12 +14,11 @@ from torch import nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.checkpoint.te_parameters import linears_of, prefix_of, rename_parameters
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
-from lightning_fp8.checkpoint.torch_file import TensorRecord
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.modules.base import row_name
+from lightning_fp8.names import clean_name, row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
-from lightning_fp8.state import clean_name
+from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
+from lightning_fp8.te.torch_file import TensorRecord
+from lightning_fp8.te.unpickle import CheckpointError
 
 FP8Rows = Mapping[str, tuple[Role, ...]]
 """The modules of a model that keep history rows, by name, and their roles."""
@@ -66,17 +65,17 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
     rename = _alignment([clean_name(key) for key in state_dict], set(model_keys), set(modules))
 
     parameters: dict[str, Any] = {}
-    foreign: list[tuple[str, str, Any]] = []
-    kept: dict[str, Any] = {}
+    te_values: list[tuple[str, str, Any]] = []
+    passthrough: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = rename(clean_name(key))
         if name.rpartition(".")[2] != EXTRA_STATE:
             parameters[name] = value
         elif _keeps_its_own_extra_state(modules.get(name.rpartition(".")[0])):
-            kept[key] = value
+            passthrough[key] = value
         else:
-            foreign.append((key, name, value))
-    states, entries = _read_states(foreign, modules)
+            te_values.append((key, name, value))
+    states, entries = _read_states(te_values, modules)
 
     renamed = dict(rename_parameters(parameters, modules, set(model_keys)))
     state_rows: dict[str, Row] = {}
@@ -88,9 +87,9 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
         state_rows |= found
         entries.append(Entry(key, outcome, reason, state.writer))
     missing = [name for name in rows if not any(row_name(name, role) in state_rows for role in rows[name])]
-    told = {owner for owner, (_, state) in states.items() if state.forward is None}
-    entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in told]
-    result = {model_keys.get(name, name): value for name, value in renamed.items()} | kept
+    reported = {owner for owner, (_, state) in states.items() if state.forward is None}
+    entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
+    result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
     return Remapped(result, _history_state(state_rows), LoadReport(tuple(entries)))
 
 
@@ -104,20 +103,20 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         CheckpointError: a state is damaged or foreign; the message names its key.
     """
     parameters = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] != EXTRA_STATE}
-    foreign = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
-    states, _ = _read_states(foreign, {})
+    te_values = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
+    states, _ = _read_states(te_values, {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
     rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
     return parameters, _history_state(rows), len(read)
 
 
 def _read_states(
-    foreign: Iterable[tuple[str, str, Any]], modules: Mapping[str, nn.Module]
+    te_values: Iterable[tuple[str, str, Any]], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, tuple[str, TEState]], list[Entry]]:
     """The states of ``(key, name, value)`` triples by the module they belong to; an older layout's is left out."""
     states: dict[str, tuple[str, TEState]] = {}
     entries: list[Entry] = []
-    for key, name, value in foreign:
+    for key, name, value in te_values:
         try:
             state = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
         except CheckpointError as error:
@@ -170,22 +169,24 @@ def _place(
 
 
 def _alignment(file_names: list[str], model_keys: set[str], modules: set[str]) -> Any:
-    """How to turn a name of the file into one of the model: a leading path dropped, another put before it.
+    """A function from a name of the file to one of the model: it strips a leading path and prepends another.
 
-    The pair that lets most names fit; where none does better, names stay as they are.
+    The pair is the one that lets most names fit; where none does better, names stay as they are.
     """
-    drops = ["", *_leading_paths(file_names)]
-    adds = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
+    strips = ["", *_leading_paths(file_names)]
+    prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
 
-    def fits(drop: str, add: str) -> int:
-        names = [add + name.removeprefix(drop) for name in file_names]
+    def fits(strip: str, prepend: str) -> int:
+        names = [prepend + name.removeprefix(strip) for name in file_names]
         return sum(name in model_keys or name.rpartition(".")[0] in named for name in names)
 
     named = modules - {""}
     if fits("", "") == len(file_names):
         return lambda name: name
-    drop, add = max(((drop, add) for drop in drops for add in adds), key=lambda pair: (fits(*pair), not any(pair)))
-    return lambda name: add + name.removeprefix(drop)
+    strip, prepend = max(
+        ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
+    )
+    return lambda name: prepend + name.removeprefix(strip)
 
 
 def _leading_paths(names: list[str]) -> list[str]:

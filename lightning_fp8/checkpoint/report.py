@@ -1,4 +1,4 @@
-"""What became of each FP8 state of a foreign checkpoint."""
+"""LoadReport says what became of each FP8 state of a foreign checkpoint."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 def prefix_of(owner: str) -> str:
-    """What precedes the names of ``owner``'s parameters."""
+    """The prefix of the names of ``owner``'s parameters: ``layers.0.``."""
     return f"{owner}." if owner else ""
 
 
 def linears_of(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The linear layers that stand for a module: itself, or those inside it."""
+    """The names of the linear layers that stand for a module: itself, or those inside it."""
     return [
         name
         for name, module in modules.items()
@@ -46,30 +46,30 @@ def rename_parameters(
     for name, value in parameters.items():
         owner, _, last = name.rpartition(".")
         by_owner.setdefault(owner, {})[last] = value
-    for owner, own in by_owner.items():
-        foreign = {last: value for last, value in own.items() if f"{prefix_of(owner)}{last}" not in model_keys}
-        for last in own.keys() - foreign.keys():
-            yield f"{prefix_of(owner)}{last}", own[last]
-        if foreign and owner in modules and all(_TE_PARAMETER.fullmatch(last) for last in foreign):
-            yield from _translate(owner, foreign, modules, model_keys).items()
+    for owner, params in by_owner.items():
+        te_params = {last: value for last, value in params.items() if f"{prefix_of(owner)}{last}" not in model_keys}
+        for last in params.keys() - te_params.keys():
+            yield f"{prefix_of(owner)}{last}", params[last]
+        if te_params and owner in modules and all(_TE_PARAMETER.fullmatch(last) for last in te_params):
+            yield from _translate(owner, te_params, modules, model_keys).items()
         else:
-            yield from ((f"{prefix_of(owner)}{last}", value) for last, value in foreign.items())
+            yield from ((f"{prefix_of(owner)}{last}", value) for last, value in te_params.items())
 
 
 def _translate(
-    owner: str, foreign: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
+    owner: str, te_params: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
 ) -> dict[str, Any]:
     prefix = prefix_of(owner)
-    unchanged = {f"{prefix}{last}": value for last, value in foreign.items()}
+    unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
-    for last in foreign:
+    for last in te_params:
         stem = last.removesuffix("weight").removesuffix("bias").rstrip("_")
         found = parts["norm" if stem == "layer_norm" else "gemm"]
         if stem not in found:
             found.append(stem)
     module = modules[owner]
     if isinstance(module, nn.Linear) and not parts["norm"]:
-        return _split_or_join(prefix, foreign, parts["gemm"], module) or unchanged
+        return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
     # One module of Transformer Engine, several of the model: its norm and its linear layers, in their order.
     targets = {"norm": _norms(owner, modules), "gemm": linears_of(owner, modules)}
     if any(parts[kind] and len(parts[kind]) != len(targets[kind]) for kind in parts):
@@ -78,27 +78,31 @@ def _translate(
     for kind, stems in parts.items():
         for stem, target in zip(stems, targets[kind]):
             for leaf in ("weight", "bias"):
-                if (last := f"{stem}_{leaf}" if stem else leaf) in foreign:
-                    translated[f"{target}.{leaf}"] = foreign[last]
+                if (last := f"{stem}_{leaf}" if stem else leaf) in te_params:
+                    translated[f"{target}.{leaf}"] = te_params[last]
     return translated if translated.keys() <= model_keys else unchanged
 
 
-def _split_or_join(prefix: str, foreign: dict[str, Any], stems: list[str], module: nn.Linear) -> dict[str, Any] | None:
+def _split_or_join(
+    prefix: str, te_params: dict[str, Any], stems: list[str], module: nn.Linear
+) -> dict[str, Any] | None:
     """``query_weight``, ``key_weight``, ... to ``weight``, or ``weight`` to them; their rows follow each other."""
     names = {leaf: [f"{stem}_{leaf}" for stem in stems] for leaf in ("weight", "bias")}
     if "weight" in module._parameters and all(stems):
         joined = {
-            f"{prefix}{leaf}": torch.cat([foreign[name] for name in names[leaf]])
+            f"{prefix}{leaf}": torch.cat([te_params[name] for name in names[leaf]])
             for leaf in names
-            if all(isinstance(foreign.get(name), Tensor) for name in names[leaf])
+            if all(isinstance(te_params.get(name), Tensor) for name in names[leaf])
         }
-        complete = len(joined) * len(stems) == len(foreign)
+        complete = len(joined) * len(stems) == len(te_params)
         return joined if complete and all(len(value) == module.out_features for value in joined.values()) else None
     split: dict[str, Any] = {}
-    for leaf, value in foreign.items():
-        own = [(name, p) for name, p in module._parameters.items() if name.endswith(f"_{leaf}") and p is not None]
-        sizes = [parameter.shape[0] for _, parameter in own]
-        if not own or not isinstance(value, Tensor) or value.shape[0] != sum(sizes):
+    for leaf, value in te_params.items():
+        model_params = [
+            (name, p) for name, p in module._parameters.items() if name.endswith(f"_{leaf}") and p is not None
+        ]
+        sizes = [parameter.shape[0] for _, parameter in model_params]
+        if not model_params or not isinstance(value, Tensor) or value.shape[0] != sum(sizes):
             return None
-        split |= {f"{prefix}{name}": part for (name, _), part in zip(own, value.split(sizes))}
+        split |= {f"{prefix}{name}": part for (name, _), part in zip(model_params, value.split(sizes))}
     return split

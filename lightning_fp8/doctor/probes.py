@@ -84,10 +84,10 @@ def product() -> str:
 def compiled() -> str:
     """One kernel, compiled for Hopper; the caller gives an empty cache."""
     from cuda_kernels.casts.amax import amax_kernel
-    from cuda_kernels.device.tile import tensor_source
+    from cuda_kernels.device.tile import tensor_loader
     from cuda_kernels.host import machine_code
 
-    kernel = amax_kernel(tensor_source("bfloat16", True), True)
+    kernel = amax_kernel(tensor_loader("bfloat16", True), True)
     return f"{kernel.name} for sm_90a: {len(machine_code.cubin(kernel, '90a')):,} bytes of machine code"
 
 

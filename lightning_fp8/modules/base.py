@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_fp8.checkpoint.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
-from lightning_fp8.checkpoint.unpickle import CheckpointError
-from lightning_fp8.functions import Slots
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.names import row_name
 from lightning_fp8.scaled import Role
+from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
+from lightning_fp8.te.unpickle import CheckpointError
 
 
 class FP8Module(nn.Module):
@@ -30,14 +31,14 @@ class FP8Module(nn.Module):
 
     @property
     def record(self) -> LayerRecord:
-        """What this module did since its record was last cleared."""
+        """The counts of this module's forwards since its record was last cleared."""
         if self._record is None:  # retyped in place, or never called
             self._record = LayerRecord()
         return self._record
 
     @property
     def slots(self) -> Slots | None:
-        """The rows of the amax history that this module reads and feeds."""
+        """By role the row of the amax history that this module reads its scale from and writes its amax to."""
         return self._slots
 
     @property
@@ -55,8 +56,8 @@ class FP8Module(nn.Module):
         history.owners.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles
-        """Without what the last forward left: a setting may hold a process group, which neither copies nor pickles."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_last_setting", "_weight_cache")}
+        """Without what the last forward left: a context may hold a process group, which neither copies nor pickles."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_last_context", "_weight_cache")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -105,8 +106,3 @@ class FP8Module(nn.Module):
             rows = {role: state.row(role) for role in self.roles}
             for role, row in rows.items():
                 self._slots[role].history.set_row(self._slots[role].row, row.scale, row.amax_history)
-
-
-def row_name(module: str, role: Role) -> str:
-    """The name of the row of ``role`` in the module called ``module``."""
-    return f"{module}.{role.value}" if module else role.value

@@ -6,10 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.retype import retype, unsharded_class
 
 
 class TransposedLinear(LinearLayer):
@@ -25,21 +24,9 @@ class TransposedLinear(LinearLayer):
         return y.view(*input.shape[:-1], -1)
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' own Conv1D, told without importing it."""
-    cls = unsharded_class(module)
-    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-
-
-def retype_conv1d(module: nn.Module) -> None:
-    """Turn transformers' Conv1D into its FP8 subclass, in place."""
-    weight: Any = module.weight
-    retype(module, _subclass(unsharded_class(module)))
-    module.in_features, module.out_features = weight.shape  # type: ignore[assignment]
-
-
 @lru_cache
-def _subclass(conv1d: type) -> type:
+def fp8_conv1d(conv1d: type) -> type:
+    """The FP8 subclass of ``conv1d``, transformers' Conv1D."""
     return type("Conv1D", (TransposedLinear, conv1d), {"__module__": __name__})
 
 
@@ -47,5 +34,5 @@ def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
     if name == "Conv1D":
         from transformers.pytorch_utils import Conv1D
 
-        return _subclass(Conv1D)
+        return fp8_conv1d(Conv1D)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

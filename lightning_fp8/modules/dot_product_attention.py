@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.attention_function import fp8_attention, why_not_fp8, why_not_heads
-from lightning_fp8.autocast import Setting
-from lightning_fp8.functions import ObserveGradFunction
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.linear import ObserveGradFunction
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import attention_arguments as arguments
 from lightning_fp8.modules import attention_masks as masks
 from lightning_fp8.modules.base import FP8Module
@@ -25,7 +25,7 @@ from lightning_fp8.modules.sequences import Sequences
 from lightning_fp8.ops.attention import FORMATS, Band
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.transforms import refuse_transforms
+from lightning_fp8.arguments import refuse_transforms
 
 
 class _Call(NamedTuple):
@@ -76,7 +76,7 @@ class DotProductAttention(FP8Module):
     """
 
     roles = ATTENTION_ROLES
-    _last_setting: Setting | None = None
+    _last_setting: FP8Context | None = None
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class DotProductAttention(FP8Module):
 
     def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
-        setting = autocast.current_setting()
+        setting = autocast.current_context()
         again = autocast.in_backward()
         if again:  # recomputation repeats what its forward did, outside every region
             setting = self._last_setting or setting

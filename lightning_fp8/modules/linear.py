@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, require_bool
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.arguments import one_dtype, plain, require_bool
+from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.split import rows_by_name
 
@@ -50,6 +50,7 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        in_features, out_features = plain(in_features), plain(out_features)
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")

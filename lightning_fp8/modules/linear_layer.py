@@ -10,21 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import require_bool
-from lightning_fp8.autocast import Setting
-from lightning_fp8.functions import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
-from lightning_fp8.history import AmaxHistory
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.steps import generation
+from lightning_fp8.functions.linear import LinearFunction, ObserveGradFunction, Slots, place_in_graph, quantize_role
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Role
-from lightning_fp8.steps import generation
-from lightning_fp8.transforms import refuse_transforms
 
 
 class LinearLayer(FP8Module):
-    """What a linear layer of ours does, whichever class made it; :class:`Linear` is the one to construct.
+    """The FP8 forward that linear layers share, whichever class made them; :class:`Linear` is the one to construct.
 
     Has ``in_features``, ``out_features``, ``weight`` and ``bias`` of the class that it stands in front of.
     """
@@ -39,7 +38,7 @@ class LinearLayer(FP8Module):
     fuse_wgrad_accumulation: bool = False
     weight_names: tuple[str, ...] = ("weight",)
     bias_names: tuple[str, ...] = ("bias",)
-    _last_setting: Setting | None = None
+    _last_context: FP8Context | None = None
     _weight_cache: tuple[Any, Quantized] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -70,30 +69,30 @@ class LinearLayer(FP8Module):
         weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
         self._check(input, weight)
         added_bias = None if self.return_bias else bias
-        setting = self._setting(input)
-        if setting.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, setting, is_first_microbatch)
-        elif setting.calibrating and not setting.enabled and self.fp8:
+        context = self._context(input)
+        if context.enabled and self.fp8:
+            output = self._fp8_forward(input, weight, added_bias, context, is_first_microbatch)
+        elif context.calibrating and not context.enabled and self.fp8:
             output = self._calibrating_forward(input, weight, added_bias)
         else:
             output = self._high_precision(input, weight, added_bias)
         return (output, bias) if self.return_bias else output
 
-    def _setting(self, input: Tensor) -> Setting:
-        """What this forward follows; the record takes it down."""
-        setting = autocast.current_setting()
+    def _context(self, input: Tensor) -> FP8Context:
+        """The context that this forward runs under; counted in the record."""
+        context = autocast.current_context()
         if torch.compiler.is_compiling():
-            if setting.enabled and self.fp8:
+            if context.enabled and self.fp8:
                 note_traced(self.in_features, self.out_features)
-            return setting
+            return context
         # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
         if autocast.in_backward():
-            return self._last_setting or setting
-        if self._last_setting is not setting:
-            self._last_setting = setting  # slow in a module, so only where it changes
+            return self._last_context or context
+        if self._last_context is not context:
+            self._last_context = context  # slow in a module, so only where it changes
         rows = input.numel() // self.in_features
-        (self._record or self.record).note(setting.enabled and self.fp8, rows, self.training)
-        return setting
+        (self._record or self.record).note(context.enabled and self.fp8, rows, self.training)
+        return context
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
@@ -102,24 +101,25 @@ class LinearLayer(FP8Module):
         return torch.cat(parts) if parts[0] is not None else None
 
     def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, is_first_microbatch: bool | None
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> Tensor:
         refuse_transforms("Linear", input, weight, bias)
+        refuse_sharded("Linear", input=input, weight=weight)
         if input.layout is not torch.strided:
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
-        recipe = setting.recipe
+        recipe = context.recipe
         dtype = _autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
         assert slots is not None
         x = input.to(dtype)
-        observe = torch.is_grad_enabled() and self.training and setting.observe
+        observe = torch.is_grad_enabled() and self.training and context.observe
         if isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
             history = slots[Role.INPUT].history
             if observe and history.recipe is not recipe:
                 history.follow(recipe)
-            elif not observe and setting.observe and torch.is_grad_enabled() and weight.requires_grad:
+            elif not observe and context.observe and torch.is_grad_enabled() and weight.requires_grad:
                 history.trained_in_eval = True
         cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None

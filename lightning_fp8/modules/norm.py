@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, require_bool, require_number
+from lightning_fp8.arguments import one_dtype, plain, require_bool, require_number
 from lightning_fp8.scaling import FLOAT32_MAX
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
@@ -30,6 +30,7 @@ def _normalized_shape(normalized_shape: int | Sequence[int] | None, hidden_size:
 
 def _sizes(shape: Any) -> list[int]:
     sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else [shape]
+    sizes = [plain(size) for size in sizes]
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(f"normalized_shape={sizes} must be a positive integer, or a sequence of positive integers")
     return sizes

@@ -1,4 +1,4 @@
-"""What a layer did, as plain counts: read by who wants to know whether a layer that should run in FP8 did."""
+"""LayerRecord counts a layer's forwards, which tell whether a layer that should run in FP8 did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _traced: set[tuple[int, int]] = set()
 
 
 class LayerRecord:
-    """What one layer did since the record was last cleared.
+    """The forwards of one layer since the record was last cleared.
 
     Compiled code counts nothing, and neither does a forward that activation checkpointing repeats.
 

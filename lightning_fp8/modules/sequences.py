@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention_function import check_cu_seqlens
+from lightning_fp8.functions.attention import check_cu_seqlens
 from lightning_fp8.modules.attention_masks import cu_seqlens_of
 from lightning_fp8.ops.attention import Lengths
 from lightning_fp8.ops.attention.layouts import from_heads, to_heads

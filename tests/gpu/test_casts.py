@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops import reference
+from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout
 from tests import fused_cases
 from tests.kernel_cases import (

@@ -14,7 +14,7 @@ from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.ops import planning
+from lightning_fp8.ops.core import dispatch
 from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 
@@ -38,7 +38,7 @@ def test_case(case: Case) -> None:
 @pytest.fixture(params=["numba", "cublaslt"])
 def wish(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, request.param)
-    planning.forget()
+    dispatch.clear_plan_cache()
     return str(request.param)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.reference import absolute_max, decode, saturating_cast
+from lightning_fp8.ops.quantize.reference import absolute_max, decode, saturating_cast
 
 BLOCK = 128
 """Rows that share a scale; the first block starts at a sequence's first row."""

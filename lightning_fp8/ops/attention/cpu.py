@@ -11,7 +11,7 @@ from lightning_fp8.ops.attention.masks import Lengths
 from lightning_fp8.ops.attention.packed import pack
 from lightning_fp8.ops.attention.reference import backward, forward
 from lightning_fp8.ops.attention.schema import parsed_attention
-from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.ops.core.registration import NAMESPACE
 
 
 def attention_forward(

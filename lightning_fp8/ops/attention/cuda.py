@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops.attention import cpu
-from lightning_fp8.ops.planning import Op, current_device, planned
-from lightning_fp8.ops.schema import NAMESPACE
+from lightning_fp8.ops.core.dispatch import Op, current_device, planned
+from lightning_fp8.ops.core.registration import NAMESPACE
 
 
 @planned(cpu.attention_forward)

@@ -27,7 +27,8 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import Codes, round_rows, round_rows_running
 from lightning_fp8.ops.attention.masks import Band, Lengths
 from lightning_fp8.ops.attention.tiles import Call
-from lightning_fp8.ops.reference import bf16_products, decode, saturating_cast
+from lightning_fp8.ops.core.bf16_products import bf16_products
+from lightning_fp8.ops.quantize.reference import decode, saturating_cast
 
 TOP = 8
 """log2 of the code of a tile's largest probability forward: 256 is the largest power of two in E4M3."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import BLOCK
 from lightning_fp8.ops.attention.masks import Band
-from lightning_fp8.ops.config import options_of
-from lightning_fp8.ops.schema import NAMESPACE, refuse_batches
+from lightning_fp8.ops.core.config import parse_options
+from lightning_fp8.ops.core.registration import NAMESPACE, refuse_vmap
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -41,7 +41,7 @@ torch.library.define(
     f"{NAMESPACE}::attention_backward",
     f"(Tensor do, Tensor o, {_KEPT}, {_HOW}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
-refuse_batches("attention_forward", "attention_backward")
+refuse_vmap("attention_forward", "attention_backward")
 
 
 class AttentionConfig(NamedTuple):
@@ -78,7 +78,7 @@ def parsed_attention(text: str) -> AttentionConfig:
     qkv_format, _, words = text.partition(" ")
     if qkv_format not in FORMATS:
         raise ValueError(f"config={text!r} names the format {qkv_format!r}; use one of {', '.join(FORMATS)}")
-    said = options_of(words, ("left", "right", "bottom_right", "centered"))
+    said = parse_options(words, ("left", "right", "bottom_right", "centered"))
     left, right = (int(said[side]) if side in said else None for side in ("left", "right"))
     return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said)
 

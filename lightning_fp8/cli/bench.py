@@ -1,0 +1,191 @@
+"""``lightning-fp8 bench``: which matrix product is fastest on this card, for the shapes of a model.
+
+    lightning-fp8 bench --linear 4096x14336 --tokens 8192
+    lightning-fp8 bench --tune --linear 4096x6144 --linear 4096x4096 --tokens 8192 --recipe blockwise
+
+Each linear layer has three products: forward, and the gradients of its input and of its weight. For each, every plan
+that is legal is timed, ours and cuBLASLt's. ``--tune`` keeps the winners, and training takes them from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
+from lightning_fp8.ops.gemm.schema import Operand
+from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
+from lightning_fp8.scaled import Role
+
+if TYPE_CHECKING:
+    from cuda_kernels.host.gemm_configs import Plan
+
+ROUNDS = 21
+"""Times that each plan is measured; the median counts."""
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds of one call."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of a layer's products: ``[m, k]`` in role ``a`` times ``[n, k]`` transposed in role ``b``."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    a: Role
+    b: Role
+    fast: bool
+
+
+def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
+    """The products of a linear layer."""
+    x, w, dy = Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT
+    return [
+        Gemm(f"{inputs}x{outputs} forward", tokens, outputs, inputs, x, w, True),
+        Gemm(f"{inputs}x{outputs} input gradient", tokens, inputs, outputs, dy, w, False),
+        Gemm(f"{inputs}x{outputs} weight gradient", outputs, inputs, tokens, dy, x, False),
+    ]
+
+
+def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
+    """The GEMM of operands as the recipe casts them."""
+    cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
+    a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
+    b = GemmOperand.canonical(cast_b.layout, cast_b.float8.dtype, gemm.n, gemm.k)
+    return bind_gemm(device, a, b, scaled_mm_config(a.layout, b.layout, torch.bfloat16, gemm.fast))
+
+
+def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[Plan, Callable[[], Tensor]]:
+    """The functions that compute the GEMM of random operands: every plan but the slow exact one."""
+    from cuda_kernels.host.gemm_configs import Library, plans
+
+    def operand(role: Role, rows: int) -> Operand:
+        cast = recipe.cast(role)
+        x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
+        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, quantize_config(cast))
+        return with_kernel_strides((data, scale_inv), cast.layout)
+
+    a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
+
+    def call_of(plan: Plan) -> Callable[[], Tensor]:
+        built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
+        return lambda: built()(a, b, bound.config, None, None, None)
+
+    return {plan: call_of(plan) for plan in plans(bound.problem) if plan is not Library.BF16}
+
+
+def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
+    """Median seconds of each that runs, fastest first; those that fail are left out, with a line that says so."""
+    running = {}
+    for plan, call in calls.items():
+        try:
+            call()
+            running[plan] = call
+        except (RuntimeError, ValueError) as error:
+            print(f"  {plan} does not run: {error}")
+    rounds = [{plan: clock(call) for plan, call in running.items()} for _ in range(ROUNDS)]
+    medians = {plan: statistics.median(each[plan] for each in rounds) for plan in running}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
+
+
+def card_clock(device: torch.device) -> Clock:
+    """The card's time of a call, its operands not in L2."""
+    cold = torch.empty(16 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        cold.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return seconds
+
+
+def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool) -> None:
+    """Time all, print the times, and keep the winners if asked.
+
+    Raises:
+        ValueError: the recipe's layouts have no kernels.
+    """
+    from cuda_kernels.host import launch
+    from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
+    from cuda_kernels.host.precompile import compile_ahead, missing
+
+    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
+        raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
+    card, measured = launch.name_of(device), []
+    planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
+    if launch.is_cuda_device(device):
+        architecture = launch.architecture_of(device)
+        builds = missing([build for bound in planned for build in builds_of(bound.problem)], architecture)
+        for _ in tqdm(compile_ahead(builds, architecture), "compiling", len(builds), unit="kernel"):
+            pass
+    for gemm, bound in zip(tqdm(gemms, desc=card, unit="product"), planned):
+        times = timed(candidates(gemm, recipe, bound), clock)
+        tqdm.write("\n".join(_lines(gemm, times)))
+        if times:
+            measured.append(Measured(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
+    if tune:
+        print(f"kept {len(measured)} choices in {keep(card, measured)}")
+
+
+def _lines(gemm: Gemm, times: dict[Plan, float]) -> Iterator[str]:
+    from cuda_kernels.host.gemm_configs import Library
+
+    yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
+    for plan, seconds in times.items():
+        name = plan.value if isinstance(plan, Library) else f"numba {plan}"
+        yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * gemm.m * gemm.n * gemm.k / seconds:7.0f} TFLOP/s  {name}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``lightning-fp8 bench``."""
+    args = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("lightning-fp8 bench times products on a CUDA card; torch sees none here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    gemms = [each for inputs, outputs in args.linear for each in gemms_of(inputs, outputs, args.tokens)]
+    bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
+
+
+def sizes(text: str) -> tuple[int, int]:
+    """``"4096x14336"``: a layer's in and out features."""
+    inputs, _, outputs = text.partition("x")
+    if not (inputs.isdigit() and outputs.isdigit() and int(inputs) and int(outputs)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not in x out features, as in 4096x14336")
+    return int(inputs), int(outputs)
+
+
+def count(text: str) -> int:
+    """``"8192"``: how many there are, at least one."""
+    if not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-fp8 bench", description="Time a model's FP8 products on this card."
+    )
+    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
+    parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
+    parser.add_argument("--tune", action="store_true", help="keep the winners for training on this card")
+    return parser

@@ -1,0 +1,214 @@
+"""``lightning-fp8 kernels build``: kernels compiled where no card is, to be carried to one.
+
+    lightning-fp8 kernels build --arch 90a --linear 4096x14336 --tokens 8192 --recipe delayed --out kernels
+    LIGHTNING_FP8_KERNELS=kernels python train.py
+
+A training step of each layer runs on the CPU, and what a card would start is noted and compiled. Built kernels need no
+compiler where they run: they are found by their source and architecture. ``built.json`` says what made them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cuda_kernels.host import cache, launch, machine_code
+from cuda_kernels.host.gemm_selection import builds_of
+from cuda_kernels.kernel import ARCHITECTURES, Kernel
+from lightning_fp8.autocast import fp8_autocast
+from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, sizes
+from lightning_fp8.doctor import probes
+from lightning_fp8.modules import Linear
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm.problem import SCALINGS
+from lightning_fp8.ops.quantize import operands
+from lightning_fp8.ops.quantize.schema import UNOBSERVED
+from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
+from lightning_fp8.scaled import Role
+
+MANIFEST = "built.json"
+"""In a folder of built kernels: of each its name, its architecture, and what made it."""
+
+_CUDA_SIDES = (
+    "lightning_fp8.ops.quantize.cuda",
+    "lightning_fp8.ops.scales.cuda",
+    "lightning_fp8.ops.norm.cuda",
+    "lightning_fp8.ops.norm.cuda_backward",
+    "lightning_fp8.ops.activation.cuda",
+)
+_STEPS = 3
+"""Of training: delayed scaling has no scale in the first, and the host does not know of it in the second."""
+
+
+class _OnCardToo(TorchDispatchMode):
+    """Each op that casts is also planned and started as on a card."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "lightning_fp8":
+            name = func._schema.name.split("::")[1].removesuffix(UNOBSERVED)
+            for module in map(import_module, _CUDA_SIDES):
+                if name in vars(module):
+                    getattr(module, name)(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, Kernel]]:
+    """The kernels, by name, that ops called with CPU tensors would start on a card; none runs."""
+    found: dict[str, Kernel] = {}
+
+    def note(kernel: Kernel, *launched: object) -> None:
+        found[kernel.name] = kernel
+
+    before = dict(launch.EXECUTORS), operands.gives_a_view
+    launch.EXECUTORS["cpu"] = note
+    operands.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    dispatch.clear_plan_cache()
+    try:
+        with _OnCardToo():
+            yield found
+    finally:
+        launch.EXECUTORS.clear()
+        launch.EXECUTORS.update(before[0])
+        operands.gives_a_view = before[1]
+        dispatch.clear_plan_cache()
+
+
+def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arch: str) -> list[Kernel]:
+    """All that training a linear layer in bfloat16 may start on a card of ``arch``: casts, every plan of its products.
+
+    With weights in bfloat16 or float32, with a bias and without, and with its weight's gradient added to a main_grad;
+    with an input that needs a gradient, and with one that needs none.
+    """
+    # Variants differ in how rows and columns end, not in how many there are.
+    rows, k, n = (128 + size % 128 for size in (tokens, inputs, outputs))
+    with noted() as found:
+        for weights, needs_gradient in product((torch.bfloat16, torch.float32), (True, False)):
+            layer = Linear(k, n, params_dtype=weights)
+            for _ in range(_STEPS):
+                x = torch.randn(rows, k, dtype=torch.bfloat16, requires_grad=needs_gradient)
+                with fp8_autocast(fp8_recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+                    y = layer(x)
+                y.backward(torch.randn_like(y))
+    kernels = [kernel for kernel in found.values() if arch in kernel.architectures]
+    if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:  # which multiplies in BF16
+        return kernels
+    forward, of_input, of_weight = (
+        bound_gemm(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)
+    )
+    gradient = replace(of_weight.spec, out="float32")
+    for problem, asked in (
+        (forward, forward.spec),
+        (forward, replace(forward.spec, bias="bfloat16")),
+        (forward, replace(forward.spec, bias="float32")),
+        (of_input, of_input.spec),
+        (of_weight, of_weight.spec),
+        (of_weight, gradient),
+        (of_weight, replace(gradient, accumulate=True)),
+    ):
+        # Two multiprocessors are enough to share what they load.
+        builds = builds_of(replace(problem, spec=asked, architecture=arch, multiprocessors=2))
+        kernels += [function(*arguments) for function, arguments in builds]
+    return kernels
+
+
+def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path) -> dict[str, str]:
+    """Compile the kernels that ``find(*arguments)`` gives for ``arch`` into ``folder``, on all processors.
+
+    ``find``: a function that a module has; each process calls it and compiles its share.
+
+    Returns:
+        What failed, by the kernel's name.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = [(find, arguments, arch, folder, index, processors) for index in range(processors)]
+    built: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    with ProcessPoolExecutor(processors, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for more, less in pool.map(_build_share, *zip(*shares)):
+            built |= more
+            failed |= less
+    _write_manifest(folder, arch, built)
+    return failed
+
+
+def _build_share(
+    find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path, first: int, step: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    kernels = {kernel.name: kernel for kernel in find(*arguments)}
+    built, failed = {}, {}
+    for name in sorted(kernels)[first::step]:
+        key = machine_code.source_key(kernels[name], "cubin", arch)
+        try:
+            cache.carry(folder, key, machine_code.built(kernels[name], arch))
+            built[key] = name
+        except Exception as error:  # what a compiler raises is no business of ours
+            failed[name] = str(error)
+    return built, failed
+
+
+def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
+    path, compilers = folder / MANIFEST, cache.compilers()
+    kernels = json.loads(path.read_text()) if path.exists() else {}
+    kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
+    cache.write_whole(path, json.dumps(kernels, indent=1).encode())
+
+
+def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
+    """Those of all layers under all recipes, and the doctor's."""
+    of_layers = [
+        kernel
+        for inputs, outputs in layers
+        for recipe in recipes
+        for kernel in kernels_of_layer(inputs, outputs, tokens, make_recipe(recipe), arch)
+    ]
+    return of_layers + doctors_kernels()
+
+
+def doctors_kernels() -> list[Kernel]:
+    """What ``lightning-fp8 doctor`` casts with; its product is cuBLASLt's wherever that is not forbidden."""
+    with noted() as found:
+        probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
+    return list(found.values())
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``lightning-fp8 kernels``."""
+    args = _parser().parse_args(arguments)
+    failed = build(
+        layers_kernels, (args.linear, args.tokens, args.recipe or ["delayed"], args.arch), args.arch, args.out
+    )
+    for name, error in failed.items():
+        print(f"not built: {name}: {error}")
+    held = json.loads((args.out / MANIFEST).read_text())
+    print(f"{args.out} holds {len(held)} kernels; {cache.CARRIED_VARIABLE}={args.out} takes them from there")
+    if failed:
+        raise SystemExit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-fp8 kernels", description="Compile kernels ahead of their first use."
+    )
+    command = parser.add_subparsers(required=True, metavar="build").add_parser(
+        "build", help="compile a model's kernels into a folder that can be carried to a card"
+    )
+    command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the card: sm_90a is Hopper's")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; what is there stays")
+    command.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
+    command.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
+    command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="one or several; delayed")
+    return parser

@@ -1,0 +1,227 @@
+"""Which layers run in FP8, and the conversion in place.
+
+``linear.__class__ = Linear``: parameters stay the same objects, so tied weights, optimizers, hooks and ``state_dict``
+keys survive.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.convert.calls import reads_weight_only
+from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.matrices import other_matrices
+from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
+from lightning_fp8.convert.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
+from lightning_fp8.convert.towers import Place, features_of, find_heads, find_places, is_linear
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.modules import Linear
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
+from lightning_fp8.names import clean_name
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which layers stay in BF16. Arguments and errors as for :func:`convert_module`."""
+
+    first_last_layers_bf16: bool = True
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    replace_layers: bool = True
+    skip: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
+        for field in ("first_last_layers_bf16", "replace_layers"):
+            require_bool(field, getattr(self, field))
+        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{field}={value!r} must be an integer of at least 0")
+        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
+        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
+            raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
+        object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
+
+
+def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
+    """The reason why ``module`` cannot run in FP8; an empty string where it can."""
+    if isinstance(module, LinearLayer):
+        return ""
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    cls = unsharded_class(module)
+    if cls is not nn.Linear and not is_conv1d(module):
+        has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
+        return f"{type(module).__name__} is a subclass of nn.Linear{' with a forward of its own' * has_forward}"
+    if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
+        return f"its weight is {module.weight.dtype}"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, by something that may not call ours"
+    return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
+
+
+def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
+    """Decide for every matrix of ``model`` that takes part in a product; changes nothing."""
+    heads = find_heads(model)
+    places = find_places(model)
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    names = _all_names(model)
+    decisions = []
+    for name, module in modules.items():
+        if is_linear(module):
+            parent, _, child = name.rpartition(".")
+            reason = (
+                reason_ineligible(module, policy.replace_layers)
+                or _read_by_parent(modules.get(parent), child)
+                or _skipped_by(names[id(module)], policy)
+                or _reason_for_bf16(name, module, heads, places.get(name), policy)
+            )
+            shape = features_of(module)
+            decisions.append(LayerDecision(name, shape, not reason, reason or "eligible", parameters=math.prod(shape)))
+        decisions += other_matrices(module, name)
+    return ConversionSummary(tuple(decisions))
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
+    """By ``id`` every name of a module: a shared one has several."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(clean_name(name))
+    return names
+
+
+def _skipped_by(names: Sequence[str], policy: Policy) -> str:
+    matching = (glob for glob in policy.skip if any(fnmatchcase(name, glob) for name in names))
+    return next((f"skip={glob!r}" for glob in matching), "")
+
+
+def _read_by_parent(parent: nn.Module | None, child: str) -> str:
+    if parent is None or not reads_weight_only(parent, child):
+        return ""
+    return f"{type(parent).__name__} reads its weight and never calls it"
+
+
+def convert_module(
+    model: nn.Module,
+    *,
+    first_last_layers_bf16: bool = True,
+    num_layers_at_start_in_bf16: int = 1,
+    num_layers_at_end_in_bf16: int = 1,
+    replace_layers: bool = True,
+    skip: Sequence[str] = (),
+) -> nn.Module:
+    """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
+
+    A *layer* is an element of a ``ModuleList`` or ``Sequential`` of same-class blocks, of which an encoder and a
+    decoder have one each; where there is none, it is a Linear in registration order. An output head (tied to an
+    embedding, named by the model's ``get_output_embeddings()``, or the last Linear after the blocks) stays in BF16
+    unless it is made as ``lightning_fp8.Linear``.
+
+    Args:
+        model: any module; its parameters stay the same objects and its ``state_dict`` keeps its keys.
+        first_last_layers_bf16: keep the first and last layers in BF16.
+        num_layers_at_start_in_bf16: how many first layers.
+        num_layers_at_end_in_bf16: how many last layers.
+        replace_layers: False only runs ``lightning_fp8.Linear`` modules in FP8.
+        skip: globs of module names that stay in BF16.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError, TypeError: a negative count, or ``skip`` that is no sequence of strings, or matches no module.
+    """
+    require_module("convert_module", model)
+    policy = Policy(
+        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip
+    )
+    summary = plan_conversion(model, policy)
+    for wrong in globs_without_layers(model, policy, summary):
+        raise ValueError(wrong)
+    apply_conversion(model, summary)
+    if not summary.num_fp8:
+        warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
+    return model
+
+
+def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
+    """A sentence that says that no layer runs in FP8, with the ways out that fit the reasons of ``summary``."""
+    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
+    ways = {
+        ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
+        "first_last_layers_bf16=False",
+        "skip=": "let skip= match fewer of them",
+        "replace_layers=False": "pass replace_layers=True, or make layers as lightning_fp8.Linear",
+        "output head": "make an output head as lightning_fp8.Linear",
+    }
+    fitting = [way for key, way in ways.items() if any(key in reason for reason in reasons)]
+    others = [reason for reason in reasons if not any(key in reason for key in ways)]
+    said = "; ".join([*fitting, *others[:3]]) if reasons else "it has no linear layer"
+    return f"no layer of the model runs in FP8 (the table says why); {said}"
+
+
+def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
+    """A sentence for each glob of ``policy.skip`` that matches no layer of ``summary``."""
+    known = {layer.name for layer in summary.layers}
+    aliases = list(_all_names(model).values())  # of each module
+    others = [name for names in aliases if known & {*names} for name in names if name not in known]
+    modules = [name for names in aliases for name in names if name]
+    return globs_of_nothing(policy.skip, [*(layer.name for layer in summary.layers), *others], modules)
+
+
+def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
+    """Swap the class of each layer that ``summary`` runs in FP8, and give all of them one amax history.
+
+    The history takes over the scales and amaxes that the layers had.
+    """
+    decisions = {layer.name: layer for layer in summary.layers}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            decision = decisions[clean_name(name)]
+            if decision.fp8 and not isinstance(module, LinearLayer):
+                swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
+            if isinstance(module, LinearLayer):
+                module.fp8 = decision.fp8
+    history = _share_history(model)
+    history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
+    return history
+
+
+def _share_history(model: nn.Module) -> AmaxHistory:
+    modules = [(name, module) for name, module in fp8_modules(model) if module.fp8]
+    rows = [row for name, module in modules for row in module.history_rows(name)]
+    histories = [module.history for _, module in modules]
+    shared = histories[0] if histories else None
+    if shared and shared.names == [name for name, _ in rows] and all(history is shared for history in histories):
+        return shared
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    history = AmaxHistory(rows, device)
+    history.load_state_dict(fp8_state_dict(model))
+    first_row = 0
+    for _, module in modules:
+        module.use_history(history, first_row)
+        first_row += len(module.roles)
+    return history
+
+
+def _reason_for_bf16(
+    name: str, module: nn.Module, heads: Mapping[str, str], place: Place | None, policy: Policy
+) -> str:
+    if name in heads and not isinstance(module, LinearLayer):
+        return f"output head: {heads[name]}"
+    if place is not None and policy.first_last_layers_bf16:
+        if place.index < policy.num_layers_at_start_in_bf16:
+            return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"
+        if place.index >= place.count - policy.num_layers_at_end_in_bf16:
+            return f"{place}, one of the last {policy.num_layers_at_end_in_bf16}"
+    return ""

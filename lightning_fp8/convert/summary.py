@@ -1,0 +1,99 @@
+"""ConversionSummary: the decision for each layer and its reason, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class LayerDecision:
+    """Where one layer, or one matrix that no linear layer holds, runs and why.
+
+    Attributes:
+        name: the module's name in its model; of a matrix that is no layer's ``weight``, the parameter's.
+        shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
+        fp8: True for FP8, False for high precision.
+        reason: why.
+        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"``, ``"recurrent"`` or ``"parameter"``.
+        parameters: elements of its weight.
+        ran: whether it multiplied in FP8 in the first training step; None where it is not known, as in compiled code.
+        flops: floating-point operations of its products in that step, forward and backward; None as for ``ran``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fp8: bool
+    reason: str
+    kind: str = LINEAR
+    parameters: int = 0
+    ran: bool | None = None
+    flops: int | None = None
+
+    @property
+    def precision(self) -> str:
+        return "FP8" if self.fp8 and self.ran is not False else "BF16"
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table."""
+
+    layers: tuple[LayerDecision, ...]
+
+    @property
+    def num_fp8(self) -> int:
+        """How many layers run in FP8; after the first training step, without those that did not."""
+        return sum(layer.precision == "FP8" for layer in self.layers)
+
+    @property
+    def share_of_parameters(self) -> float | None:
+        """Of all elements of the matrices, the part in matrices that run in FP8; None without matrices."""
+        return self._share(lambda layer: layer.parameters)
+
+    @property
+    def share_of_flops(self) -> float | None:
+        """Of the first training step's products with these matrices, the part in FP8; None while it is not known."""
+        return (
+            None if any(layer.flops is None for layer in self.layers) else self._share(lambda layer: layer.flops or 0)
+        )
+
+    def _share(self, size: Callable[[LayerDecision], int]) -> float | None:
+        total = sum(map(size, self.layers))
+        return sum(size(layer) for layer in self.layers if layer.precision == "FP8") / total if total else None
+
+    def is_of(self, plan: ConversionSummary) -> bool:
+        """Whether these are the decisions of ``plan``, whatever is known of what ran."""
+        return [(layer.name, layer.shape, layer.fp8) for layer in self.layers] == [
+            (layer.name, layer.shape, layer.fp8) for layer in plan.layers
+        ]
+
+    @property
+    def idle(self) -> tuple[LayerDecision, ...]:
+        """Layers that should run in FP8 and multiplied nothing in FP8 in the first training step."""
+        return tuple(layer for layer in self.layers if layer.fp8 and layer.ran is False)
+
+    def __str__(self) -> str:
+        rows = [("layer", "out × in", "runs in", "because")]
+        rows += [
+            (layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.layers
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict()])
+
+    def verdict(self) -> str:
+        """The counts in one line."""
+        linears = sum(layer.kind == LINEAR for layer in self.layers)
+        counts = f"{self.num_fp8} of {linears} linear layers run in FP8"
+        shares = [
+            f"{share:.3g} % of {what}"
+            for value, what in (
+                (self.share_of_parameters, "the parameters of all matrices"),
+                (self.share_of_flops, "a step's FLOPs with them"),
+            )
+            if value is not None and (share := 100 * value) is not None
+        ]
+        return ": ".join([counts, *([", ".join(shares)] if shares else [])])

@@ -1,0 +1,316 @@
+"""AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
+
+One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
+holds a :class:`Slot` for each of its roles. Within a step scales are constant and observing is
+``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second call of a shared layer and another
+rank fold in by the same operation, in any order.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.delayed import instances
+from lightning_fp8.delayed.nonzero_scales import NonzeroScales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
+
+PATIENCE = 1000
+"""Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
+
+UNOBSERVED = 100
+"""Updates after which a warning says that the model trains in eval mode."""
+
+_not_for_inference = torch.inference_mode(False)
+"""Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
+
+
+class AmaxHistory:
+    """Amaxes and scales of the named rows.
+
+    Attributes:
+        names: one name per row, ``layers.0.fc1.input``.
+        roles: one role per row; decides the row's format.
+        amax: float32 ``[n]``, the largest \\|x\\| since the last update.
+        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` of them,
+            the newest among them, and then clears the oldest: between updates the first row is 0.
+        scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
+        updates: how many updates there were.
+        counts: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
+        steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
+        stepped: whether an optimizer that owns the weights has ever stepped, in this process.
+        waited: training forwards since the last update, as far as somebody counts them.
+        trained_in_eval: whether since the last update weights had gradients taken in eval mode.
+        unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
+        owners: the modules whose parameters tell an optimizer that steps these amaxes.
+        recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
+            know.
+        span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
+        creation_index: orders the histories of a process alike on all ranks.
+        after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
+            training region.
+
+    ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
+    """
+
+    _largest: tuple[Any, Tensor] | None = None
+    after_step: Callable[[], None] | None = None
+    patience = PATIENCE
+    stepped = trained_in_eval = False
+    unobserved = 0
+    recipe: DelayedScaling | None = None
+    span: Span | None = None
+
+    @_not_for_inference
+    def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
+        self.names = [name for name, _ in rows]
+        self.roles = [role for _, role in rows]
+        self.amax = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
+        self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.counts = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        self.updates = 0
+        self.steps = -1
+        self.waited = 0
+        self.nonzero_scales = NonzeroScales()
+        self._register()
+
+    def _register(self) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.creation_index = instances.register(self)
+        self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
+        self._place_rows()
+
+    def _place_rows(self) -> None:
+        """Put the tensors of every row where ``scale`` and ``amax`` lie now.
+
+        They are no views: those share one version counter, and a graph that saves one row for its backward pass would
+        refuse to run once another graph has written to another row.
+        """
+        for index, row in enumerate(self._rows):
+            for tensor, whole in zip(row, (self.scale, self.amax)):
+                tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
+
+    def slot(self, row: int) -> Slot:
+        """The scale and amax of one row, as a module sees them."""
+        return Slot(self, row, *self._rows[row])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
+        """Rows of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
+        return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
+
+    def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
+        return {name: value for name, value in self.__dict__.items() if name not in ("owners", "after_step", "_rows")}
+
+    @_not_for_inference
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.steps = -1
+        self.stepped = False
+        self.trained_in_eval = False
+        self.unobserved = 0
+        self._register()
+
+    @_not_for_inference
+    def to(self, device: torch.device) -> AmaxHistory:
+        """Move to ``device`` in place."""
+        if self.scale.device != device:
+            self.amax = self.amax.to(device)
+            self.amax_history = self.amax_history.to(device)
+            self.scale = self.scale.to(device)
+            self._place_rows()
+            self.counts = self.counts.to(device)
+        return self
+
+    def follow(self, recipe: DelayedScaling) -> None:
+        """Note that amaxes are observed under ``recipe`` from now on; scales of unknown origin are taken for its."""
+        if self.span is None:
+            self.span = span_of(recipe)
+        self.recipe = recipe
+
+    def is_stepped_by(self, parameters: Collection[int]) -> bool:
+        """Whether a parameter of an owner is among these, compared by ``id``."""
+        return any(id(parameter) in parameters for owner in self.owners for parameter in owner.parameters())
+
+    def wait(self) -> None:
+        """Count a training forward since the last update, and warn once when there are too many."""
+        self.waited += 1
+        if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
+            return
+        if any(owner.training for owner in self.owners):
+            self.patience = -1  # warned
+            warnings.warn(
+                f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
+                "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
+                "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
+                stacklevel=2,
+            )
+
+    def _watch_mode(self) -> None:
+        """Warn once that updates find no amax because the model trains in eval mode."""
+        if self.unobserved < 0:
+            return
+        trained = self.trained_in_eval
+        self.trained_in_eval = False
+        # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
+        self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
+        if self.unobserved >= UNOBSERVED:
+            self.unobserved = -1  # warned
+            warnings.warn(
+                f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
+                f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
+                "recipe='tensorwise'",
+                stacklevel=2,
+            )
+
+    def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
+        """Reduce ``amax`` over ``group``, push it into the history and compute new scales; once per optimizer step.
+
+        Args:
+            recipe: the margin, interval, history length and algorithm.
+            group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+        """
+        update_scales([self], recipe, group)
+
+    @_not_for_inference
+    def resize(self, length: int) -> None:
+        """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
+        if self.amax_history.shape[0] != length:
+            amax_history = self.amax_history.new_zeros(length, len(self.names))
+            num_kept = min(length, self.amax_history.shape[0])
+            if num_kept:
+                amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
+            self.amax_history = amax_history
+
+    def _advance(self, recipe: DelayedScaling) -> None:
+        """One update of this history alone, with ``amax`` reduced over ranks already."""
+        self.resize(recipe.amax_history_len)
+        self.updates += 1
+        self.steps = min(self.steps, 0)
+        self.waited = 0
+        self._watch_mode()
+        self._make_for(span_of(recipe))
+        self.recipe = None
+        previous_scale: Tensor | None = None
+        if recipe.interval > 1:
+            previous_scale = self.scale.clone()
+            self.counts += self.amax != 0  # an update that did not see a row brings it no nearer to its next scale
+        ops.update_scales(
+            self.amax,
+            self.amax_history,
+            self.scale,
+            self._fp8_max(recipe),
+            recipe.margin,
+            recipe.amax_compute_algo,
+            recompute=True,
+        )
+        if previous_scale is not None:
+            self.scale.copy_(torch.where(self.counts % recipe.interval == 0, self.scale, previous_scale))
+        self.nonzero_scales.poll(self.scale)
+
+    def _make_for(self, span: Span) -> None:
+        """Rescale the scales that an update keeps to the format and margin of ``span``."""
+        ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
+        if any(ratio != 1 for ratio in ratios.values()):
+            self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
+            self.scale.clamp_(max=FLOAT32_MAX)
+        self.span = span
+
+    def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
+        """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
+        key = recipe.fp8_format, self.scale.device
+        if self._largest is None or self._largest[0] != key:
+            values = [recipe.cast(role).float8.max for role in self.roles]
+            self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
+        return self._largest[1]
+
+    def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
+        """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
+        self.resize(max(len(amax_history), len(self.amax_history)))
+        self.nonzero_scales = NonzeroScales()
+        self.scale[row] = scale
+        self.amax[row] = 0.0
+        self.counts[row] = 0.0
+        self.amax_history[:, row] = 0.0
+        self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
+        return {
+            "names": list(self.names),
+            "scale": self.scale.clone(),
+            "amax_history": self.amax_history.clone(),
+            "updates": self.updates,
+            "seen": self.amax.clone(),
+            "counts": self.counts.clone(),
+            "steps": self.steps,
+            **saved_span(self.span),
+        }
+
+    @_not_for_inference
+    def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
+        """Take the rows that both know by name; the others start empty.
+
+        Args:
+            state: what :meth:`state_dict` gave.
+            names: what ``state`` calls this history's rows; ``None`` is :attr:`names`.
+
+        Returns:
+            The names of this history's rows that ``state`` does not hold.
+
+        Raises:
+            ValueError: ``state`` is malformed; nothing was changed.
+        """
+        saved_names, scale, amax_history, updates = validated_state(state)
+        names = self.names if names is None else names
+        column = {name: index for index, name in enumerate(saved_names)}
+        known = [(row, column[name]) for row, name in enumerate(names) if name in column]
+        new_scale = torch.zeros_like(self.scale)
+        new_history = self.amax_history.new_zeros(amax_history.shape[0], len(self.names))
+        if known:
+            rows, columns = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
+            new_scale[rows] = scale.to(self.scale.device)[columns]
+            new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
+        self.scale.copy_(new_scale)
+        self.amax_history = new_history
+        self.updates = updates
+        self.span = span_in(state)
+        self.nonzero_scales = NonzeroScales()
+        self.amax.zero_()
+        self.counts.zero_()
+        if known:  # files of others hold neither
+            self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
+            self.counts[rows] = state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
+        self.steps = state.get("steps", -1)
+        self.waited = 0
+        return [name for name in names if name not in column]
+
+
+def update_scales(
+    histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
+) -> None:
+    """Update several histories with one collective: the element-wise maximum of all their amaxes."""
+    if not histories:
+        return
+    if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        amaxes = torch.cat([history.amax for history in histories])
+        # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
+        torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+        for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
+            history.amax.copy_(amax)
+    for history in histories:
+        history._advance(recipe)

@@ -1,0 +1,48 @@
+"""Every amax history of this process that is still in use."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lightning_fp8.delayed.history import AmaxHistory
+
+_instances: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
+_creation_indices = itertools.count()
+_newest = -1
+"""The creation index of the newest history that :func:`collect_unreachable` has met."""
+
+
+def register(history: AmaxHistory) -> int:
+    """Remember ``history`` for as long as somebody holds it; returns its creation index, unique in this process."""
+    _instances.add(history)
+    return next(_creation_indices)
+
+
+def any_history() -> bool:
+    """Whether a history exists; without one nothing runs in FP8."""
+    return len(_instances) > 0
+
+
+def all_histories() -> list[AmaxHistory]:
+    """Every history in creation order, which all ranks share."""
+    return sorted(_instances, key=lambda history: history.creation_index)
+
+
+def collect_unreachable(group: dist.ProcessGroup | None) -> None:
+    """Run the garbage collector once for each new model, where several ranks of ``group`` update together.
+
+    A model in a reference cycle, as a Trainer's is, keeps its history until the collector runs, which each rank does at
+    another time; ranks would then reduce unequal lists of histories. A new model is made on all ranks alike.
+    """
+    global _newest
+    newest = max((history.creation_index for history in _instances), default=-1)
+    if newest > _newest:
+        _newest = newest
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            gc.collect()

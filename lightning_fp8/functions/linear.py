@@ -1,0 +1,228 @@
+"""The gradients of an FP8 linear layer, and what it keeps for them."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.ops import Quantized
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Role, ScaledTensor
+
+Slots = dict[Role, Slot]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of x, of the weight and of the bias; None where it is not needed."""
+
+
+def quantize_role(
+    x: Tensor,
+    role: Role,
+    recipe: Recipe,
+    slots: Slots,
+    *,
+    observe: bool,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Quantized:
+    """Cast ``x [R, K]`` as ``recipe`` does for ``role``; delayed scaling reads and, if ``observe``, feeds its slot.
+
+    A weight that is a transposed view is cast as it lies in memory, and its two copies change places.
+    """
+    if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
+        lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
+        return Quantized(lying.columnwise, lying.rowwise)
+    slot = scale = None
+    if isinstance(recipe, DelayedScaling):
+        slot = slots[role]
+        scale = slot.scale_for(span_of(recipe))
+    return ops.quantize(
+        x,
+        recipe.cast(role),
+        scale=scale,
+        amax=slot.amax if slot and observe else None,
+        scale_is_nonzero=slot is not None and slot.scale_is_nonzero(),
+        rowwise=rowwise,
+        columnwise=columnwise,
+    )
+
+
+class LinearFunction(torch.autograd.Function):
+    """``y [R, N] = x [..., K] wᵀ + bias`` with its three GEMMs in FP8; leading dimensions of x become rows.
+
+    Keeps the FP8 copy of x that wgrad multiplies and the weight parameter, which dgrad casts again: a kept FP8 weight
+    would hold every gathered layer in memory under FSDP2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        slots: Slots,
+        observe: bool,
+        out_dtype: torch.dtype,
+        cached_weight: Quantized | None,
+        main_grad: Tensor | None,
+        place_of_x: tuple[Tensor] | None,
+    ) -> Tensor:
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        ctx.x_shape, ctx.place_of_x = x.shape, place_of_x
+        if x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
+        x8 = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=needs_wgrad)
+        w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
+        y = ops.scaled_mm(_present(x8.rowwise), _present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
+
+        saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
+        ctx.save_for_backward(*saved, weight if needs_dgrad else None)
+        ctx.recipe, ctx.slots, ctx.cached_weight, ctx.main_grad = recipe, slots, cached_weight, main_grad
+        ctx.observe = observe
+        ctx.x_layout = x8.columnwise.layout if x8.columnwise else None
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_data, x_scale_inv, weight = ctx.saved_tensors
+        x_t = None if x_data is None else ScaledTensor(x_data, x_scale_inv, ctx.x_layout)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
+            dx, dw, dbias = _differentiable_gradients(ctx, dy, x_t, weight)
+        else:
+            dx, dw, dbias = _linear_gradients(ctx, dy, x_t, weight)
+        if dx is not None and len(ctx.x_shape) != 2:
+            dx = dx.view(ctx.x_shape)
+        return dx, dw, dbias, *[None] * 7
+
+
+def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:
+    """``dy w``, ``dyᵀ x`` and ``dy`` summed over rows, as far as :class:`LinearFunction`'s ``ctx`` needs them."""
+    needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+    dx = dw = dbias = None
+    if needs_dgrad or needs_wgrad:
+        dy8 = quantize_role(
+            dy,
+            Role.GRAD_OUTPUT,
+            ctx.recipe,
+            ctx.slots,
+            observe=ctx.observe,
+            rowwise=needs_dgrad,
+            columnwise=needs_wgrad,
+        )
+    if weight is not None:
+        w8 = ctx.cached_weight or quantize_role(
+            weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True
+        )
+        dx = ops.scaled_mm(_present(dy8.rowwise), _present(w8.columnwise), out_dtype=ctx.x_dtype)
+    if x_t is not None:
+        if ctx.main_grad is not None:
+            ops.scaled_mm_accumulate(ctx.main_grad, _present(dy8.columnwise), x_t)
+        else:
+            dw = ops.scaled_mm(_present(dy8.columnwise), x_t, out_dtype=ctx.weight_dtype)
+    if needs_bias_grad:
+        dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return dx, dw, dbias
+
+
+def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
+    """A tensor of x's shape and without memory, whose gradient becomes x's; None where x has none.
+
+    Where a gradient is derived again x takes part in it, and what is left of x are its codes. In a tuple autograd does
+    not take it for an input.
+    """
+    # A compiled graph is derived once only.
+    return None if torch.compiler.is_compiling() or not x.requires_grad else (_Place.apply(x),)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty_strided(x.shape, (0,) * x.dim())
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+        return dx
+
+
+class _PutInPlace(torch.autograd.Function):
+    """``x`` in the graph where ``place`` is."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dx, None
+
+
+class _DifferentiableGradients(torch.autograd.Function):
+    """What :func:`_linear_gradients` gives, computed by it, with derivatives of its own.
+
+    They take casts for identities, as the first ones do, and multiply ``x [R, K]``, ``dy`` and the weight as they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dy: Tensor, x: Tensor | None, weight: Tensor | None, linear: Any, x_t: ScaledTensor | None
+    ) -> Gradients:
+        ctx.save_for_backward(dy, x, weight)
+        ctx.set_materialize_grads(False)
+        return _linear_gradients(linear, dy, x_t, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (dy, x, weight), (of_dx, of_dw, of_dbias) = ctx.saved_tensors, gradients
+        for_dy = [] if of_dbias is None else [of_dbias.expand_as(dy)]
+        for_x = for_weight = None
+        if of_dx is not None:
+            for_dy.append(_product(of_dx, weight.t()))
+            for_weight = _product(dy.t(), of_dx).to(weight.dtype)
+        if of_dw is not None:
+            for_dy.append(_product(x, of_dw.t()))
+            for_x = _product(dy, of_dw).to(x.dtype)
+        return reduce(torch.add, for_dy).to(dy.dtype) if for_dy else None, for_x, for_weight, None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _differentiable_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:
+    if ctx.main_grad is not None:
+        raise RuntimeError(
+            "create_graph=True cannot derive what fuse_wgrad_accumulation=True adds to weight.main_grad; construct "
+            "the Linear with fuse_wgrad_accumulation=False to take second derivatives"
+        )
+    x = None if x_t is None else x_t.dequantize(ctx.x_dtype).t()
+    if x is not None and ctx.place_of_x is not None:
+        x = _PutInPlace.apply(ctx.place_of_x[0].reshape(x.shape), x)
+    return _DifferentiableGradients.apply(dy, x, weight, ctx, x_t)
+
+
+def _present(operand: ScaledTensor | None) -> ScaledTensor:
+    assert operand is not None  # it was asked for
+    return operand
+
+
+class ObserveGradFunction(torch.autograd.Function):
+    """Identity that collects the amax of the gradient that passes it; calibration uses it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slot: Slot) -> Tensor:
+        ctx.slot = slot
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ops.observe(dy.detach(), ctx.slot.amax)
+        return dy, None

@@ -1,0 +1,135 @@
+"""The FP8 state of a whole model as one dictionary, for training without Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import require_module
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.names import clean_name, row_name
+from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX
+
+
+def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:
+    """The FP8 modules of ``model`` under their clean names, each once."""
+    return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FP8Module)]
+
+
+def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Scales and amax histories of the FP8 layers of ``model``.
+
+    Returns:
+        ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
+        ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
+        (float32 ``[n]``), ``updates`` and ``steps``, and as far as known ``fp8_format`` and ``margin``, for which the
+        scales were made. Loads with ``torch.load(weights_only=True)``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    require_module("fp8_state_dict", model)
+    names: list[str] = []
+    scales: list[Tensor] = []
+    histories: list[Tensor] = []
+    amaxes: list[Tensor] = []
+    counts: list[Tensor] = []
+    updates = 0
+    steps = -1
+    span: Span | None = None
+    for name, module in fp8_modules(model):
+        for role, slot in (module.slots or {}).items():
+            names.append(row_name(name, role))
+            span = span or slot.history.span
+            scales.append(slot.scale_for(span) if span else slot.scale)
+            histories.append(slot.history.amax_history[:, slot.row])
+            amaxes.append(slot.amax.detach().clone())
+            counts.append(slot.history.counts[slot.row])
+            updates = max(updates, slot.history.updates)
+            steps = max(steps, slot.history.steps)
+    length = max((len(history) for history in histories), default=0)
+    columns = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
+    return {
+        "names": names,
+        "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
+        "updates": updates,
+        "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "counts": torch.stack(counts) if counts else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "steps": steps,
+        **saved_span(span),
+    }
+
+
+def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Give the FP8 layers of ``model`` the scales and histories of ``state``; rows it does not hold start empty.
+
+    Args:
+        model: a model with FP8 layers (see ``convert_module``).
+        state: what :func:`fp8_state_dict` gave, or the ``"model"`` entry of the plugin's state in a checkpoint.
+
+    Returns:
+        The names of rows that ``state`` does not hold.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``state`` is malformed, ``model`` has no FP8 layer, or none by a name that ``state`` holds; nothing
+            was changed.
+    """
+    require_module("load_fp8_state_dict", model)
+    saved_names, *_ = validated_state(state)
+    names: dict[int, list[str]] = {}
+    histories: dict[int, AmaxHistory] = {}
+    for name, module in fp8_modules(model):
+        history = module.history
+        if history is None:
+            continue
+        histories[id(history)] = history
+        rows = names.setdefault(id(history), list(history.names))
+        for role, slot in (module.slots or {}).items():
+            rows[slot.row] = row_name(name, role)
+    if not histories:
+        raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
+    model_rows = [name for rows in names.values() for name in rows]
+    if saved_names and not set(saved_names) & set(model_rows):
+        raise ValueError(
+            f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "
+            f"{model_rows[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+        )
+    return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
+
+
+def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:
+    """``state`` with the scales that its amaxes would have under ``recipe``.
+
+    Args:
+        recipe: how training goes on.
+        state: what :func:`fp8_state_dict` gave.
+        saved_with: fields of the recipe that made the scales, for files that do not say; where they are not delayed
+            scaling's, nothing is known.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return state
+    before = span_in(state) or _span_of_fields(saved_with)
+    after = span_of(recipe)
+    if before is None:
+        return state
+    factor_of_role = {role.value: span_ratio(before, after, role) for role in Role}
+    factors = [factor_of_role.get(name.rpartition(".")[2], 1.0) for name in state["names"]]
+    scale = state["scale"] * torch.tensor(factors, dtype=torch.float32, device=state["scale"].device)
+    return {**state, "scale": scale.clamp(max=FLOAT32_MAX), **saved_span(after)}
+
+
+def _span_of_fields(saved_with: Any) -> Span | None:
+    try:
+        recipe = make_recipe(saved_with)
+    except (TypeError, ValueError):
+        return None
+    return span_of(recipe) if isinstance(recipe, DelayedScaling) else None

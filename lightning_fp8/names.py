@@ -1,0 +1,19 @@
+"""Names of modules and of the rows that an amax history keeps for them."""
+
+from __future__ import annotations
+
+from lightning_fp8.scaled import Role
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """A module's name without what torch.compile, activation checkpointing and FSDP wrap around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def row_name(module: str, role: Role) -> str:
+    """The name of the row of ``role`` in the module called ``module``: ``layers.0.fc1.input``."""
+    return f"{module}.{role.value}" if module else role.value

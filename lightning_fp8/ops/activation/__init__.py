@@ -1,0 +1,101 @@
+"""Activations, cast to FP8 in one go, and their gradients.
+
+The float32 values are cast, not rounded to x's dtype before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.activation import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
+from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
+from lightning_fp8.ops.activation.schema import activated_shape, activation_config, is_gated
+from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.scaled import Cast
+
+_ops = torch.ops.lightning_fp8
+
+ACTIVATIONS = tuple(_reference.ACTIVATIONS)
+"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those with ``glu`` are gated."""
+
+
+def activation_quantize(
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale_is_nonzero: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """``activation(x)``, cast to FP8; a gated one is ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        activation: one of :data:`ACTIVATIONS`.
+        cast: format and layout.
+        scale, amax, scale_is_nonzero, rowwise, columnwise, counts: as in
+            :func:`lightning_fp8.ops.quantize`, of the values.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
+            number of columns for a gated one.
+    """
+    check_cast("activation_quantize", x, cast, scale, amax)
+    _check_activation(activation, x)
+    operands, _ = run_cast(
+        _ops.activation_quantize.default, _ops.activation_quantize_unobserved.default, (x,), f"{activation}, ",
+        cast, (scale, amax, counts), rowwise, columnwise, scale_is_nonzero,
+    )  # fmt: skip
+    return operands
+
+
+def activation_backward_quantize(
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    *,
+    bias_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale_is_nonzero: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> tuple[Quantized, Tensor | None]:
+    """The gradient of x through :func:`activation_quantize`, cast to FP8, and its sum over rows.
+
+    Args:
+        dy: ``[R, F]``, one of the three dtypes.
+        x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation: what the activation was computed from.
+        bias_dtype: dtype of the sum over rows of the float32 gradient, the gradient of a bias that was added to x;
+            None for no sum.
+        others: as in :func:`activation_quantize`, of the gradient.
+
+    Returns:
+        The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
+    """
+    check_cast("activation_backward_quantize", x, cast, scale, amax)
+    _check_activation(activation, x)
+    if dy.shape != activated_shape(activation, x.shape):
+        raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
+    operands, (dbias,) = run_cast(
+        _ops.activation_backward_quantize.default, _ops.activation_backward_quantize_unobserved.default, (dy, x),
+        f"{activation_config(activation, bias_dtype)}, ", cast, (scale, amax, counts),
+        rowwise, columnwise, scale_is_nonzero,
+    )  # fmt: skip
+    return operands, dbias if bias_dtype else None
+
+
+def _check_activation(activation: str, x: Tensor) -> None:
+    """Check that an activation exists and fits the columns of ``x``."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    if is_gated(activation) and x.shape[1] % 2:
+        raise ValueError(f"{activation} splits x in two halves, which {x.shape[1]} columns do not have")

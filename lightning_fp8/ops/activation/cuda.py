@@ -1,0 +1,107 @@
+"""Activations on CUDA tensors, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.activation import activation_backward_loader, activation_loader
+from cuda_kernels.casts.column_sums import summed_loader
+from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.tile import WARP_ROWS
+from cuda_kernels.host import launch
+from lightning_fp8.ops.activation import reference
+from lightning_fp8.ops.activation.schema import (
+    ActivationConfig,
+    Results,
+    activated_shape,
+    activation_backward_op,
+    is_gated,
+    parse_activation_config,
+)
+from lightning_fp8.ops.core.allocation import allocator, empty_tensor
+from lightning_fp8.ops.core.checks import require
+from lightning_fp8.ops.core.column_sums import ColumnSums
+from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
+from lightning_fp8.ops.quantize.launches import CastVariant, build_cast, cast_variant, variant_key
+from lightning_fp8.ops.quantize.outputs import with_kernel_strides
+from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
+
+
+def activation_loaders(config: str, x: TensorKey) -> Loaders:
+    """The loaders of the activations of a tensor."""
+    name = parse_activation_config(config).name
+    _, columns = activated_shape(name, x.shape)
+    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None
+
+
+def _num_columns(config: str, columns: int) -> int:
+    return columns // 2 if is_gated(parse_activation_config(config).name) else columns
+
+
+activation_quantize = cast_op(planned_cast(reference.activate, activation_loaders, _num_columns))
+
+
+def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
+    op = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), *variant_key(config, io))
+    return op(dy, x, config, io)
+
+
+activation_backward_quantize = activation_backward_op(activate_backward)
+
+
+class ActivationBackwardLaunches:
+    """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
+
+    def __init__(self, x: TensorKey, dy: TensorKey, config: ActivationConfig, variant: CastVariant) -> None:
+        device = x.device
+        aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
+        loader = activation_backward_loader(config.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        store_loader = None
+        self._sums = None
+        if config.bias_dtype:
+            store_loader = summed_loader(loader)
+            num_partials = ceil_div(x.rows, WARP_ROWS)
+            self._sums = ColumnSums(device, num_partials, x.columns, config.bias_dtype, num_sets=1)
+        self._cast = build_cast(device, loader, x.rows, x.columns, variant, store_loader)
+        self._pointer = launch.address_on(device)
+        self._strides = x.stride, dy.stride
+        self._allocate = allocator(device)
+        self._dbias = (x.columns,), (1,), config.bias_dtype or torch.float32
+        self._no_bias = empty_tensor(device, torch.float32)
+
+    def run(self, dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
+        pointer = self._pointer
+        sums = self._sums
+        x_stride, dy_stride = self._strides
+        loader_args = pointer(x), x_stride, pointer(dy), dy_stride
+        if sums is None:
+            return *self._cast(loader_args, io), self._no_bias
+        dbias = self._allocate(*self._dbias)
+        partials = sums.partials()
+        outputs = self._cast(loader_args, io, (*loader_args, pointer(partials)))
+        sums.reduce(partials, dbias)
+        return *outputs, dbias
+
+
+@planned(fallback=with_kernel_strides(reference.activate_backward))
+def _backward_plan(
+    device: torch.device, x_key: Key, dy_key: Key, config: str, *variant_of: object
+) -> Callable[..., Results]:
+    x, dy = TensorKey(*x_key), TensorKey(*dy_key)
+    variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
+    options = parse_activation_config(config)
+    require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
+    check_not_empty(x.shape)
+    if not (x.has_contiguous_rows and dy.has_contiguous_rows):
+        return lambda dy, x, *args: activate_backward(dy.contiguous(), x.contiguous(), *args)
+    return ActivationBackwardLaunches(x, dy, options, variant).run
+
+
+implement_cast("activation_quantize", "cuda", activation_quantize)
+implement_cast("activation_backward_quantize", "cuda", activation_backward_quantize)

@@ -1,0 +1,100 @@
+"""The schemas of ``activation_quantize`` and ``activation_backward_quantize``, and their options' text form.
+
+They cast as ``quantize`` does, with the same last arguments. Their ``config`` says first what is cast:
+``"swiglu, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e5m2 tensor rowwise"``. The backward op takes ``dy`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.core.config import DTYPES, NAMES, parse_options
+from lightning_fp8.ops.core.registration import fake, refuse_vmap
+from lightning_fp8.ops.quantize.config import parse_quantize_config
+from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
+from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, CastIO, define_cast
+
+Results = tuple[Tensor, ...]
+"""The four results of a cast of the gradient, and its sum over rows."""
+
+define_cast("activation_quantize", "Tensor x", OPERANDS)
+define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS}, Tensor dbias")
+refuse_vmap("activation_quantize", "activation_backward_quantize")
+
+
+def activation_backward_op(backward: Callable[[Tensor, Tensor, str, CastIO], Results]) -> Callable[..., Results]:
+    """The op ``activation_backward_quantize`` of a function ``(dy, x, config, io)``."""
+
+    def op(
+        dy: Tensor,
+        x: Tensor,
+        config: str,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Results:
+        return backward(dy, x, config, CastIO(scale, amax, counts))
+
+    return op
+
+
+class ActivationConfig(NamedTuple):
+    """The options of an activation, ``"swiglu"``; of a gradient ``"gelu bias=bfloat16"``.
+
+    Attributes:
+        name: the activation's name.
+        bias_dtype: the dtype of the gradient's sum over rows, if it is asked for.
+    """
+
+    name: str
+    bias_dtype: torch.dtype | None
+
+
+def is_gated(activation: str) -> bool:
+    """Whether the second half of x multiplies the activation of its first."""
+    return activation.endswith("glu")
+
+
+def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The shape ``[R, F]`` of the activation of x ``[R, F or 2 F]``."""
+    rows, columns = shape
+    return rows, columns // 2 if is_gated(activation) else columns
+
+
+def activation_config(name: str, bias_dtype: torch.dtype | None = None) -> str:
+    """The text form of an activation's options."""
+    if bias_dtype is not None and bias_dtype not in NAMES:
+        raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, NAMES))}")
+    return name if bias_dtype is None else f"{name} bias={NAMES[bias_dtype]}"
+
+
+@lru_cache
+def parse_activation_config(text: str) -> ActivationConfig:
+    """Parse what :func:`activation_config` gives; a comma and what follows it are left alone.
+
+    Raises:
+        ValueError: ``text`` has another form.
+    """
+    name, _, words = text.partition(", ")[0].partition(" ")
+    bias = parse_options(words, ("bias",)).get("bias")
+    if not (bias is None or bias in DTYPES):
+        raise ValueError(f"{text!r} gives bias={bias}; use one of {', '.join(DTYPES)}")
+    return ActivationConfig(name, None if bias is None else DTYPES[bias])
+
+
+@fake("activation_quantize", "activation_quantize" + UNOBSERVED)
+def _activation_quantize(x: Tensor, config: str, *io: Tensor | None) -> Outputs:
+    shape = activated_shape(parse_activation_config(config).name, x.shape)
+    return fake_outputs(x, parse_quantize_config(config), *shape)
+
+
+@fake("activation_backward_quantize", "activation_backward_quantize" + UNOBSERVED)
+def _activation_backward_quantize(dy: Tensor, x: Tensor, config: str, *io: Tensor | None) -> Results:
+    bias_dtype = parse_activation_config(config).bias_dtype
+    dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
+    return (*fake_outputs(x, parse_quantize_config(config), x.shape[0], x.shape[1]), dbias)

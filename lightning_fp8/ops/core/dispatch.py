@@ -1,0 +1,117 @@
+"""The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
+
+A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
+tensors that only allocates results and starts kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+
+from cuda_kernels.host.launch import NoKernels
+from cuda_kernels.kernel import KernelError
+
+Op = Callable[..., Any]
+
+MAX_PLANS = 4096
+"""Plans that are kept of each op: one for every key of a model's tensors."""
+
+_without_kernels: set[torch.device] = set()
+_warned: set[tuple[torch.device, str]] = set()
+_plan_caches: list[Any] = []
+
+
+class EmptyTensor(Exception):
+    """The tensor has no elements; the fallback gives the results."""
+
+
+def check_not_empty(shape: Sequence[int]) -> None:
+    """Leave a planner that has nothing to plan.
+
+    Raises:
+        EmptyTensor: ``shape`` holds no element.
+    """
+    if 0 in shape:
+        raise EmptyTensor
+
+
+def current_device() -> int:
+    """The index of the current CUDA device, faster than ``torch.cuda.current_device``; CUDA is initialized."""
+    return torch._C._cuda_getDevice()
+
+
+def planned(
+    fallback: Op, without_kernels: Callable[..., Op] | None = None
+) -> Callable[[Callable[..., Op]], Callable[..., Op]]:
+    """Decorate a planner: memoise ``plan(device, *key) -> op``, which becomes ``(device, current, *key) -> op``.
+
+    ``key`` says what the plan depends on of the tensors. ``current`` is the index of the current CUDA device, or False
+    for tensors that are not on one. ``op`` takes the arguments of ``fallback``, which is the op itself where the device
+    runs no kernels, a kernel cannot be made, or the tensors are empty.
+
+    Args:
+        without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
+    """
+
+    def decorate(plan: Callable[..., Op]) -> Callable[..., Op]:
+        @lru_cache(MAX_PLANS)
+        @wraps(plan)
+        def op_for(device: torch.device, current: int | bool, *key: Hashable) -> Op:
+            if current is not False and current != device.index:
+                return _on_device(op_for, device, key)
+            planners = (plan, without_kernels) if runs_kernels(device) else (without_kernels,)
+            for planner in filter(None, planners):
+                try:
+                    return planner(device, *key)
+                except EmptyTensor:
+                    return fallback
+                except KernelError as error:
+                    _warn_of_fallback(device, error)
+            return fallback
+
+        _plan_caches.append(op_for)
+        return op_for
+
+    return decorate
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the device runs kernels; True until it was found not to."""
+    return device not in _without_kernels
+
+
+def clear_plan_cache() -> None:
+    """Plan everything anew from now on, also where kernels did not run."""
+    _without_kernels.clear()
+    _warned.clear()
+    for cache in _plan_caches:
+        cache.cache_clear()
+
+
+def _warn_of_fallback(device: torch.device, error: KernelError) -> None:
+    """Warn once that an op runs without its kernel; where no kernel runs, plan none there from now on."""
+    if isinstance(error, NoKernels):
+        _without_kernels.add(device)
+    if (device, str(error)) not in _warned:
+        _warned.add((device, str(error)))
+        what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
+        warnings.warn(
+            f"{what} not run on {device}: {error}. What needs it runs as plain torch operations, slower.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _on_device(op_for: Callable[..., Op], device: torch.device, key: Sequence[Hashable]) -> Op:
+    """An op that makes ``device`` the current one while it runs."""
+
+    def op(*args: Any) -> Any:
+        with torch.cuda.device(device):
+            return op_for(device, device.index, *key)(*args)
+
+    return op

@@ -1,0 +1,99 @@
+"""FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
+
+What no kernel computes, ``torch._scaled_mm`` does, and what that refuses, the reference: exact, and slower.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import Library
+from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import Key, TensorKey, key, memoryless_key
+from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.launches import build_gemm, reference_gemm
+from lightning_fp8.ops.gemm.problem import (
+    SCALINGS,
+    GemmOperand,
+    bind_gemm,
+    with_kernel_strides,
+)
+from lightning_fp8.ops.gemm.schema import Gemm, Operand, check_epilogue, gemm_ops
+
+
+def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None) -> Tensor:
+    """Multiply, see :func:`lightning_fp8.ops.scaled_mm`; raise ``amax``; add to ``out``."""
+    if out is not None and not (out.dtype == torch.float32 and out.stride(1) == 1):
+        out += gemm(a, b, config, bias, amax, None)
+        return out
+    bias = None if bias is None else bias.contiguous()
+    (data_a, scale_a), (data_b, scale_b) = a, b
+    run = _plan(
+        data_a.device, data_a.is_cuda and current_device(),
+        key(data_a), key(scale_a), key(data_b), key(scale_b), config,
+        None if bias is None else key(bias), None if out is None else key(out),
+        None if amax is None else memoryless_key(amax),
+    )  # fmt: skip
+    return run(a, b, config, bias, amax, out)
+
+
+def _plan_gemm(
+    device: torch.device,
+    data_a: Key,
+    scale_a: Key,
+    data_b: Key,
+    scale_b: Key,
+    config: str,
+    bias_key: Key | None,
+    out_key: Key | None,
+    amax_key: Key | None,
+    kernels: bool = True,
+) -> Gemm:
+    """Choose what multiplies: our kernels, if ``kernels``, or a library.
+
+    Raises:
+        TypeError, ValueError: ``bias``, ``out`` or ``amax`` do not fit.
+    """
+    options = parse_scaled_mm_config(config)
+    a = GemmOperand(options.layout_a, TensorKey(*data_a), TensorKey(*scale_a))
+    b = GemmOperand(options.layout_b, TensorKey(*data_b), TensorKey(*scale_b))
+    bias = None if bias_key is None else TensorKey(*bias_key)
+    out = None if out_key is None else TensorKey(*out_key)
+    amax = None if amax_key is None else TensorKey(*amax_key)
+    check_epilogue((a.rows, b.rows), device, bias, out, amax)
+    check_not_empty((a.rows, b.rows, a.k))
+    if (options.layout_a, options.layout_b) not in SCALINGS:
+        return reference_gemm
+    if not (a.is_tma_aligned and b.is_tma_aligned):
+        return _align_first
+    bound = bind_gemm(device, a, b, config, bias, out, amax is not None)
+    backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
+    measured = gemm_selection.measured_on(launch.name_of(device))
+    plan = gemm_selection.plan_for(bound.problem, measured, backend)
+    return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference_gemm
+
+
+_plan = planned(fallback=reference_gemm, without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+
+
+def _align_first(
+    a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """Multiply copies of the operands that kernels can read."""
+    options = parse_scaled_mm_config(config)
+    a = with_kernel_strides(a, options.layout_a)
+    b = with_kernel_strides(b, options.layout_b)
+    return gemm(a, b, config, bias, amax, out)
+
+
+scaled_mm, scaled_mm_observed, scaled_mm_accumulate = gemm_ops(gemm)
+
+implement("scaled_mm", "cuda", scaled_mm)
+implement("scaled_mm_observed", "cuda", scaled_mm_observed)
+implement("scaled_mm_accumulate", "cuda", scaled_mm_accumulate)

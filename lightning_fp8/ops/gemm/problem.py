@@ -1,0 +1,132 @@
+"""A GEMM as kernels see it: where its operands lie, where they have to, and the problem to choose a plan for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cuda_kernels.gemm.spec import GemmSpec, Scaling
+from cuda_kernels.host import launch
+from cuda_kernels.host.gemm_configs import Problem
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.layout import ALIGNMENT, TensorKey, copy_bits, empty_operand, key, operand_allocations
+from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.schema import Operand
+from lightning_fp8.scaled import Layout
+
+SCALINGS = {
+    (Layout.TENSOR, Layout.TENSOR): Scaling.TENSOR,
+    (Layout.ROW, Layout.ROW): Scaling.ROW,
+    (Layout.BLOCK_1X128, Layout.BLOCK_128X128): Scaling.BLOCK,
+    (Layout.BLOCK_1X128, Layout.BLOCK_1X128): Scaling.BLOCKS,
+}
+"""Pairs of layouts that kernels multiply."""
+
+
+class GemmOperand(NamedTuple):
+    """Where a K-major operand ``[rows, k]`` and its scales lie."""
+
+    layout: Layout
+    data: TensorKey
+    scale: TensorKey
+
+    @classmethod
+    def canonical(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> GemmOperand:
+        """An operand as the ops that cast lay it out."""
+        data, scale = operand_allocations(layout, dtype, rows, k)
+        device = torch.device("meta")
+        return cls(
+            layout,
+            TensorKey(dtype, (rows, k), data.strides, 0, device),
+            TensorKey(scale.dtype, scale.shape, scale.strides, 0, device),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.data.rows
+
+    @property
+    def k(self) -> int:
+        return self.data.columns
+
+    @property
+    def is_tma_aligned(self) -> bool:
+        """Whether each row of codes, and each line of scales, starts where a kernel's copies can start."""
+        stride = self.data.stride
+        if not self.data.has_contiguous_rows or stride <= 0 or stride % ALIGNMENT or self.data.address:
+            return False
+        strides = self.scale.strides
+        if self.layout.scale_major == "mn":
+            bytes_per_line = strides[1] * self.layout.scale_dtype.itemsize
+            return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not self.scale.address
+        if self.layout.scales_along_k:
+            return strides[1] == 1
+        return self.layout.has_one_scale or strides[0] == 1 or self.rows == 1
+
+    @property
+    def scale_stride(self) -> int:
+        """Elements from one line of scales to the next, where scales change along K; else 0."""
+        if not self.layout.scales_along_k:
+            return 0
+        return self.scale.strides[1 if self.layout.scale_major == "mn" else 0]
+
+
+def with_kernel_strides(operand: Operand, layout: Layout) -> Operand:
+    """The operand where kernels can read it: itself, or a copy."""
+    data, scale = operand
+    if GemmOperand(layout, TensorKey(*key(data)), TensorKey(*key(scale))).is_tma_aligned:
+        return operand
+    copies = empty_operand(data.device, layout, data.dtype, *data.shape)
+    copy_bits(data, copies[0])
+    copy_bits(scale, copies[1])
+    return copies
+
+
+class BoundGemm(NamedTuple):
+    """A GEMM of aligned operands on a device.
+
+    Attributes:
+        problem: what a plan is chosen for.
+        config: its options, as the op takes them.
+        stride: of the result's rows, in elements.
+    """
+
+    device: torch.device
+    problem: Problem
+    a: GemmOperand
+    b: GemmOperand
+    config: str
+    stride: int
+
+
+def bind_gemm(
+    device: torch.device,
+    a: GemmOperand,
+    b: GemmOperand,
+    config: str,
+    bias: TensorKey | None = None,
+    out: TensorKey | None = None,
+    has_amax: bool = False,
+) -> BoundGemm:
+    """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor."""
+    options = parse_scaled_mm_config(config)
+    spec = GemmSpec(
+        float8_of(a.data.dtype).name.lower(),
+        float8_of(b.data.dtype).name.lower(),
+        SCALINGS[a.layout, b.layout],
+        NAMES[options.out_dtype],
+        bias=None if bias is None else NAMES[bias.dtype],
+        accumulate=out is not None,
+        promote=not options.fast_accum,
+        amax=has_amax,
+    )
+    stride, address = (b.rows, 0) if out is None else (out.stride, out.address)
+    item = options.out_dtype.itemsize
+    aligned = stride * item % ALIGNMENT == 0 and address == 0
+    even = stride % 2 == b.rows % 2 == 0 and address % (2 * item) == 0
+    even = even and (bias is None or bias.address % 8 == 0) and b.scale.address % 8 == 0
+    architecture = launch.architecture_of(device)
+    problem = Problem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
+    return BoundGemm(device, problem, a, b, config, stride)

@@ -1,0 +1,123 @@
+"""LayerNorm and RMSNorm, cast to FP8 in one go, and their gradients.
+
+The float32 values are cast, not rounded to x's dtype before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.norm import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.norm import cuda_backward as _cuda_backward  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.norm import reference as _reference  # noqa: F401  (registers the implementation)
+from lightning_fp8.ops.norm import schema as _schema  # noqa: F401  (defines the ops)
+from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.scaled import Cast
+
+_ops = torch.ops.lightning_fp8
+
+
+class Normalized(NamedTuple):
+    """A norm's result.
+
+    Attributes:
+        operands: ``y`` as GEMM operands.
+        statistics: float32 ``[2, R]``, (mean, rstd), or for RMSNorm ``[1, R]``, (rstd,); the gradient needs them.
+    """
+
+    operands: Quantized
+    statistics: Tensor
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cast: Cast,
+    *,
+    eps: float,
+    rms: bool = False,
+    zero_centered: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale_is_nonzero: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> Normalized:
+    """LayerNorm or RMSNorm of the rows of ``x [R, K]``, cast to FP8.
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` (Ba et al., arXiv:1607.06450), for
+    RMSNorm ``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x²) + eps)`` (Zhang and Sennrich, arXiv:1910.07467).
+
+    Args:
+        x: bfloat16, float16 or float32.
+        weight: ``[K]``, one of the three dtypes.
+        bias: ``[K]`` in weight's dtype; RMSNorm has none.
+        cast: format and layout.
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm.
+        zero_centered: ``weight`` holds the factor minus 1.
+        scale, amax, scale_is_nonzero, rowwise, columnwise, counts: as in
+            :func:`lightning_fp8.ops.quantize`, of y.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
+    """
+    check_cast("norm_quantize", x, cast, scale, amax)
+    _check_parameter("weight", weight, x)
+    if bias is not None:
+        if rms:
+            raise ValueError("RMSNorm has no bias; pass bias=None, or rms=False for LayerNorm")
+        _check_parameter("bias", bias, x)
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
+    operands, (statistics,) = run_cast(
+        _ops.norm_quantize.default, _ops.norm_quantize_unobserved.default, (x, weight, bias),
+        f"{norm_config(rms, eps, zero_centered)}, ", cast, (scale, amax, counts), rowwise, columnwise, scale_is_nonzero,
+    )  # fmt: skip
+    return Normalized(operands, statistics)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool = False,
+    zero_centered: bool = False,
+    bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of :func:`norm_quantize`: of x ``[R, K]``, weight ``[K]`` and, if there is one, bias ``[K]``.
+
+    With ``x^ = (x - mean) rstd`` and ``g = dy * weight``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``, RMSNorm's
+    without ``mean(g)``; sums over rows are float32 and come in the same order every time.
+
+    Args:
+        dy: ``[R, K]``, one of the three dtypes.
+        x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
+        statistics: what it gave.
+        bias: whether to give its gradient.
+
+    Raises:
+        TypeError, ValueError: x, dy, weight or statistics do not fit together.
+    """
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
+    norm = norm_config(rms, 0.0, zero_centered, bias)
+    dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
+    return dx, dweight, dbias if bias else None
+
+
+def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    """Check that a parameter fits the columns of ``x``."""
+    if parameter.shape != x.shape[1:] or parameter.dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs [{x.shape[1]}]"
+        )

@@ -1,0 +1,104 @@
+"""``norm_backward`` on CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.host import launch
+from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
+from cuda_kernels.norm.statistics import Norm
+from lightning_fp8.ops.core.allocation import allocator, empty_tensor
+from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
+from lightning_fp8.ops.core.column_sums import ColumnSums
+from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
+from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.norm import reference
+from lightning_fp8.ops.norm.schema import NormConfig, check_parameters, parse_norm_config
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""``dx [R, K]``, ``dweight [K]`` and ``dbias [K]``; an empty one if it was not asked for."""
+
+
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
+    op = _plan(
+        x.device, x.is_cuda and current_device(), key(x), key(dy), weight.dtype, weight.data_ptr() % ALIGNMENT, norm
+    )  # fmt: skip
+    return op(dy, x, weight, statistics, norm)
+
+
+class NormBackwardLaunches:
+    """The launches that compute dx and partial sums over rows, and add those up."""
+
+    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, config: NormConfig) -> None:
+        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not config.rms, config.bias)
+        device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
+        row_layout = None
+        if all(each.is_vectorizable(8, 16) for each in inputs):
+            row_layout = backward_row_layout((spec.dtype, dy_dtype), x.columns)
+        if row_layout:
+            kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
+        else:
+            kernel = long_norm_backward_kernel(spec, dy_dtype, all(each.is_vectorizable(4) for each in inputs))
+        blocks = min(x.rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
+        self._pointer = launch.address_on(device)
+        self._allocate = allocator(device)
+        self._checked = CheckedAddresses(device)
+        self._device = device
+        self._statistics_shape = config.num_statistics, x.rows
+        self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
+        self._dweight = (x.columns,), (1,), weight.dtype
+        self._strides = x.stride, dy.stride
+        self._no_bias = None if config.bias else empty_tensor(device, weight.dtype)
+        scalars = x.rows, x.columns, float(config.zero_centered)
+        self._start = launch.Launch(kernel, blocks, scalars, device).start
+        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + config.bias)
+
+    def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+        pointer = self._pointer
+        allocate = self._allocate
+        sums = self._sums
+        x_stride, dy_stride = self._strides
+        weight_ptr, statistics_ptr = pointers = pointer(weight), pointer(statistics)
+        if pointers not in self._checked.known:
+            check_parameters(x.shape[1:], self._device, weight)
+            require_contiguous("statistics", statistics)
+            require("statistics", statistics, torch.float32, self._statistics_shape, self._device)
+            self._checked.keep(pointers)
+        dx = allocate(*self._dx)
+        dweight = allocate(*self._dweight)
+        dbias = self._no_bias
+        if dbias is None:
+            dbias = allocate(*self._dweight)
+        partials = sums.partials()
+        self._start(
+            pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), pointer(partials),
+            sums.stride,
+        )  # fmt: skip
+        sums.reduce(partials, dweight, dbias)
+        return dx, dweight, dbias
+
+
+@planned(fallback=reference.norm_backward)
+def _plan(
+    device: torch.device, x_key: Key, dy_key: Key, weight_dtype: torch.dtype, weight_address: int, norm: str
+) -> Callable[..., Gradients]:
+    x, dy = TensorKey(*x_key), TensorKey(*dy_key)
+    address = x.address | dy.address | weight_address
+    x, dy = x._replace(address=address), dy._replace(address=address)
+    weight = TensorKey(weight_dtype, x.shape[1:], (1,), address, device)
+    check_parameters(x.shape[1:], device, weight)
+    require("dy", dy, HIGH_PRECISION, x.shape, device)
+    check_not_empty(x.shape)
+    if not (x.has_contiguous_rows and dy.has_contiguous_rows):
+        return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
+    return NormBackwardLaunches(x, dy, weight, parse_norm_config(norm)).run
+
+
+implement("norm_backward", "cuda", norm_backward)

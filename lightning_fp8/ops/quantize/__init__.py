@@ -1,0 +1,60 @@
+"""Casts to FP8: ``quantize`` and ``observe``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.quantize import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.quantize import reference as _reference  # noqa: F401  (registers the implementation)
+from lightning_fp8.ops.quantize import schema as _schema  # noqa: F401  (defines the ops)
+from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.scaled import Cast
+
+__all__ = ["Quantized", "observe", "quantize"]
+
+_ops = torch.ops.lightning_fp8
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale_is_nonzero: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
+        cast: format and layout.
+        scale: float32 ``[]``, layout ``tensor`` only; ``None`` or a value of 0 takes the scale from x's own amax.
+        scale_is_nonzero: ``scale`` is known not to be 0, so that no amax has to be found in its place.
+        amax: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
+        rowwise: whether to give the operand of x.
+        columnwise: whether to give the operand of xᵀ, scaled along R.
+        counts: int64 ``[2]``, grows by the numbers of values that were saturated and that were flushed to zero.
+
+    Raises:
+        TypeError: x is not a 2-D tensor in one of the three dtypes, or ``scale``, ``amax`` or ``counts`` not in theirs.
+        ValueError: ``scale`` with a layout that is not ``tensor``, or ``amax`` without ``scale``; other shapes.
+    """
+    check_cast("quantize", x, cast, scale, amax)
+    operands, _ = run_cast(
+        _ops.quantize.default, _ops.quantize_unobserved.default, (x,), "", cast, (scale, amax, counts),
+        rowwise, columnwise, scale_is_nonzero,
+    )  # fmt: skip
+    return operands
+
+
+def observe(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` (float32 ``[]``) to ``max |x|`` without casting; x is floating point, of any shape and strides.
+
+    Raises:
+        TypeError, ValueError: x is no such tensor, or ``amax`` of another dtype or shape, or elsewhere.
+    """
+    _ops.observe.default(x, amax)

@@ -1,0 +1,116 @@
+"""``quantize`` and ``observe`` on CUDA tensors: planned once for tensors of one key, then allocated and started.
+
+Nothing here waits for the device: kernels ask whether a given scale is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.amax import amax_kernel
+from cuda_kernels.device.tile import TileLoader, tensor_loader
+from cuda_kernels.host import launch
+from lightning_fp8.ops.core.checks import CheckedAddresses
+from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.launches import build_cast, cast_variant, num_blocks, variant_key
+from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
+from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
+
+Loaders = tuple[TileLoader, TileLoader | None]
+"""The tile loader of some values, and that of the same in vectors of 16 bytes if they are vectorizable so."""
+
+
+def planned_cast(
+    reference_op: Op,
+    loaders: Callable[[str, TensorKey], Loaders],
+    num_columns: Callable[[str, int], int] = lambda config, columns: columns,
+) -> Callable[[Tensor, str, CastIO], Outputs]:
+    """A function ``(x, config, io)`` that casts the values ``[rows, num_columns(config, columns)]`` computed from x.
+
+    A tensor whose rows have gaps between their elements is made contiguous first.
+
+    Args:
+        reference_op: computes the same without kernels.
+        loaders: ``(config, x)`` to the tile loaders that compute the values.
+    """
+
+    @planned(fallback=with_kernel_strides(reference_op))
+    def plan(device: torch.device, x_key: Key, config: str, *variant_of: object) -> Op:
+        x = TensorKey(*x_key)
+        variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
+        check_not_empty(x.shape)
+        if not x.has_contiguous_rows:
+            return lambda x, config, io: cast(x.contiguous(), config, io)
+        loader, wide = loaders(config, x)
+        config_of = variant.config
+        # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
+        narrow = config_of.columnwise or config_of.layout.block == (1, 128)
+        amax_loader = wide or loader if config_of.layout.has_one_scale else loader
+        store_loader = loader if narrow else wide or loader
+        launches = build_cast(device, amax_loader, x.rows, num_columns(config, x.columns), variant, store_loader)
+        pointer = launch.address_on(device)
+        stride = x.stride
+        return lambda x, config, io: launches((pointer(x), stride), io)
+
+    def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
+        op = plan(x.device, x.is_cuda and current_device(), key(x), *variant_key(config, io))
+        return op(x, config, io)
+
+    return cast
+
+
+def tensor_loaders(config: str, x: TensorKey) -> Loaders:
+    """The loaders of a tensor's own values."""
+    item = x.dtype.itemsize
+    vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
+    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and item == 2 else None
+    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide
+
+
+quantize = cast_op(planned_cast(reference.cast, tensor_loaders))
+
+
+def observe(x: Tensor, amax: Tensor) -> None:
+    _observe_plan(x.device, x.is_cuda and current_device(), key(x))(x, amax)
+
+
+@planned(fallback=reference.observe)
+def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor], None]:
+    key_of_x = TensorKey(*x_key)
+    shape = key_of_x.shape
+    check_not_empty(shape)
+    if len(shape) != 2:
+        return lambda x, amax: observe(x.reshape(-1, shape[-1] if shape else 1), amax)
+    if key_of_x.dtype == torch.float64:
+        return lambda x, amax: observe(x.float(), amax)
+    if key_of_x.dtype not in NAMES:
+        raise TypeError(f"cannot observe {key_of_x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
+    if not key_of_x.has_contiguous_rows:
+        return lambda x, amax: observe(x.contiguous(), amax)
+    loader, wide = tensor_loaders("", key_of_x)
+    kernel = amax_kernel(wide or loader, True)
+    start = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).start
+    pointer = launch.address_on(device)
+    stride = key_of_x.stride
+    checked = CheckedAddresses(device)
+    known = checked.known
+
+    def op(x: Tensor, amax: Tensor) -> None:
+        amax_ptr = pointer(amax)
+        if amax_ptr not in known:
+            check_cast_io(device, CastIO(amax=amax))
+            checked.keep(amax_ptr)
+        start(pointer(x), stride, 0, amax_ptr)
+
+    return op
+
+
+implement_cast("quantize", "cuda", quantize)
+implement("observe", "cuda", observe)

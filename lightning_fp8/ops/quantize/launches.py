@@ -1,0 +1,229 @@
+"""The launches of a cast, planned once for tensors of one key: a class for each way in which elements share scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
+from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
+from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+from cuda_kernels.device import tile
+from cuda_kernels.device.tile import TileLoader
+from cuda_kernels.host import launch
+from cuda_kernels.host.launch import Argument
+from cuda_kernels.kernel import Kernel
+from lightning_fp8.ops.core.allocation import allocator
+from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
+from lightning_fp8.ops.core.layout import Key, TensorKey, memoryless_key
+from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
+from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
+
+LoaderArgs = Sequence[Argument]
+"""What a kernel takes for its tile loader: addresses and strides."""
+Cast = Callable[..., Outputs]
+"""``(loader_args, io, store_args=None) -> outputs``; see :meth:`CastLaunches.cast`."""
+
+
+class CastVariant(NamedTuple):
+    """What a cast's kernels depend on beside tensors: its options, and which of :class:`CastIO` is given."""
+
+    config: QuantizeConfig
+    has_scale: bool
+    has_amax: bool
+    has_counts: bool
+
+    @property
+    def current_scaling(self) -> tuple[int, float]:
+        """``power_2`` and ``epsilon`` of a scale that a kernel computes from an amax.
+
+        A given scale of 0 means that none is known yet: the tensor's own then replaces it as delayed scaling would
+        compute it, without a recipe's options.
+        """
+        return (0, 0.0) if self.has_scale else (int(self.config.power_2), self.config.epsilon)
+
+    @property
+    def scale_is_known(self) -> bool:
+        """Whether no amax has to be found before the cast."""
+        return self.has_scale and self.config.scale_is_nonzero
+
+
+def variant_key(config: str, io: CastIO) -> tuple[str, bool, bool, Key | None]:
+    """What a plan depends on of a cast, as a plain tuple; planners make a :class:`CastVariant` of it.
+
+    Raises:
+        ValueError: ``counts`` are not contiguous.
+    """
+    scale, amax, counts = io
+    if counts is None:
+        return config, scale is not None, amax is not None, None
+    require_contiguous("counts", counts)
+    return config, scale is not None, amax is not None, memoryless_key(counts)
+
+
+def cast_variant(device: torch.device, config: str, has_scale: bool, has_amax: bool, counts: Key | None) -> CastVariant:
+    """The variant of a cast on ``device`` that :func:`variant_key` describes.
+
+    Raises:
+        TypeError, ValueError: ``counts`` have another dtype, shape or device; ``config`` has another form.
+    """
+    check_counts(device, None if counts is None else TensorKey(*counts))
+    return CastVariant(parse_quantize_config(config), has_scale, has_amax, counts is not None)
+
+
+def num_blocks(device: torch.device, rows: int, columns: int) -> int:
+    """Blocks that run side by side, each taking every n-th tile of ``[rows, columns]``."""
+    return min(tile.tiles(rows, columns), 4 * launch.multiprocessors(device))
+
+
+class CastLaunches:
+    """The launches that cast the values ``[rows, columns]`` that a tile loader gives.
+
+    Args:
+        loader: gives the values.
+        store_loader: gives them to the kernel that stores codes, if not ``loader``; it may store something, too.
+
+    Attributes:
+        pointer: gives a launch's argument for a tensor.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        loader: TileLoader,
+        rows: int,
+        columns: int,
+        variant: CastVariant,
+        store_loader: TileLoader | None = None,
+    ) -> None:
+        if variant.has_scale:
+            variant.config.refuse_scale()
+        self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
+        self.device = device
+        self.rows = rows
+        self.columns = columns
+        self.outputs = CastOutputs(device, variant.config, rows, columns)
+        self._allocate = allocator(device)
+        kernel, *scalars = self._plan(loader, store_loader or loader, variant)
+        self._store = launch.Launch(kernel, tile.tiles(rows, columns), scalars, device).start
+
+    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+        """Plan the launches before the one that stores codes; return that one's kernel and scalars."""
+        raise NotImplementedError
+
+    def _launch(self, kernel: Kernel, blocks: int) -> Callable[..., None]:
+        """A launch that takes the shape as its scalars."""
+        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).start
+
+    def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
+        """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
+        raise NotImplementedError
+
+
+class TensorCast(CastLaunches):
+    """One scale for all; the tensor's own amax is found first where it may be needed."""
+
+    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+        config = variant.config
+        self._checked = CheckedAddresses(self.device)
+        blocks = num_blocks(self.device, self.rows, self.columns)
+        self._block_amaxes = (blocks,), (1,), torch.float32
+        self._find_amax = None if variant.scale_is_known else self._launch(amax_kernel(loader, False), blocks)
+        kernel = quantize_tensor_kernel(
+            store_loader, config.float8.name.lower(), config.rowwise, config.columnwise, variant.has_amax,
+            variant.has_counts,
+        )  # fmt: skip
+        stride, _, stride_t, _ = self.outputs.strides
+        return kernel, self.rows, self.columns, blocks, *variant.current_scaling, stride, stride_t
+
+    def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
+        pointer = self.pointer
+        known = self._checked.known
+        find_amax = self._find_amax
+        scale, amax, counts = io
+        scale_ptr = 0 if scale is None else pointer(scale)
+        amax_ptr = 0 if amax is None else pointer(amax)
+        if scale_ptr not in known or amax_ptr not in known:
+            check_cast_io(self.device, CastIO(scale, amax))
+            self._checked.keep(scale_ptr, amax_ptr)
+        outputs = data, scale_inv, data_t, _ = self.outputs.allocate()
+        block_amax_ptr: Argument = 0
+        if find_amax is not None:
+            block_amaxes = self._allocate(*self._block_amaxes)
+            block_amax_ptr = pointer(block_amaxes)
+            find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
+        self._store(
+            *(store_args or loader_args), scale_ptr, block_amax_ptr, amax_ptr, 0 if counts is None else pointer(counts),
+            pointer(data), pointer(scale_inv), pointer(data_t),
+        )  # fmt: skip
+        return outputs
+
+
+class RowCast(CastLaunches):
+    """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
+
+    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+        config = variant.config
+        usage = config.rowwise, config.columnwise
+        num_amaxes = self.rows + self.columns
+        self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), tile.tiles(self.rows, self.columns))
+        self._amaxes = (num_amaxes,), (1,), torch.float32
+        self._column_offset = 4 * self.rows
+        self._zero = launch.zeroing(self.device, num_amaxes)
+        kernel = quantize_rows_kernel(store_loader, config.float8.name.lower(), *usage, variant.has_counts)
+        return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
+
+    def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
+        pointer = self.pointer
+        counts = io.counts
+        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
+        amaxes = self._allocate(*self._amaxes)
+        row_amax_ptr = pointer(amaxes)
+        col_amax_ptr = amaxes.data_ptr() + self._column_offset
+        self._zero(row_amax_ptr)
+        self._find_amaxes(*loader_args, row_amax_ptr, col_amax_ptr)
+        self._store(
+            *(store_args or loader_args), row_amax_ptr, col_amax_ptr, 0 if counts is None else pointer(counts),
+            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
+        )  # fmt: skip
+        return outputs
+
+
+class BlockCast(CastLaunches):
+    """One scale for each block, from the block itself."""
+
+    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+        config = variant.config
+        kernel = quantize_blocks_kernel(
+            store_loader, config.float8.name.lower(), config.layout.value, config.rowwise, config.columnwise,
+            variant.has_counts,
+        )  # fmt: skip
+        return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
+
+    def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
+        pointer = self.pointer
+        counts = io.counts
+        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
+        self._store(
+            *(store_args or loader_args), 0 if counts is None else pointer(counts),
+            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
+        )  # fmt: skip
+        return outputs
+
+
+def build_cast(
+    device: torch.device,
+    loader: TileLoader,
+    rows: int,
+    columns: int,
+    variant: CastVariant,
+    store_loader: TileLoader | None = None,
+) -> Cast:
+    """Plan a cast as its layout asks; see :class:`CastLaunches`, whose ``cast`` this gives."""
+    layout = variant.config.layout
+    kind = TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast
+    return kind(device, loader, rows, columns, variant, store_loader).cast

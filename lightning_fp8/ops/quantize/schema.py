@@ -1,0 +1,108 @@
+"""The schemas of ``quantize`` and ``observe``, and of what all ops that cast have in common.
+
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``config`` asks for them, the operand of x
+(``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). An operand that was not asked for
+comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
+
+A given ``scale``, float32 ``[]``, that is not 0 is used in place of the tensor's own. ``amax``, float32 ``[]``, becomes
+``max(amax, max |x|)``. ``counts``, int64 ``[2]``, grows by the numbers of values that overflowed, and were saturated,
+and that underflowed to zero; in the operand of x if that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.core.checks import Described, require, require_contiguous
+from lightning_fp8.ops.core.registration import define, fake, implement, refuse_vmap
+from lightning_fp8.ops.quantize.config import parse_quantize_config
+from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
+
+CAST = "str config, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? counts=None"
+"""The last arguments of every op that casts."""
+
+UNOBSERVED = "_unobserved"
+"""Ends the name of an op that casts and takes neither ``amax`` nor ``counts``."""
+
+OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
+
+
+class CastIO(NamedTuple):
+    """The tensors that a cast takes beside its input.
+
+    Attributes:
+        scale: float32 ``[]``, read; None or a value of 0 takes the input's own.
+        amax: float32 ``[]``, raised to the input's amax.
+        counts: int64 ``[2]``, grows by the numbers of overflows and underflows.
+    """
+
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def check_cast_io(device: torch.device, io: CastIO) -> None:
+    """Check what a cast on ``device`` takes beside its input.
+
+    Raises:
+        TypeError, ValueError: as :func:`require`; ``counts`` are not contiguous.
+    """
+    require_contiguous("counts", io.counts)
+    require("scale", io.scale, torch.float32, (), device)
+    require("amax", io.amax, torch.float32, (), device)
+    check_counts(device, io.counts)
+
+
+def check_counts(device: torch.device, counts: Described | None) -> None:
+    """Check the dtype, shape and device of ``counts``.
+
+    Raises:
+        TypeError, ValueError: as :func:`require`.
+    """
+    require("counts", counts, torch.int64, (2,), device)
+
+
+def define_cast(name: str, inputs: str, outputs: str) -> None:
+    """Define an op that casts, and the same without what it may write to.
+
+    Inductor leaves operations on E8M0 alone, also the one that stands for what an op may write to, and then fails: what
+    gives MXFP8's scales has to be an op that writes nothing.
+    """
+    define(name, f"({inputs}, {CAST}) -> ({outputs})")
+    define(name + UNOBSERVED, f"({inputs}, {CAST.partition(', Tensor(')[0]}) -> ({outputs})")
+
+
+def implement_cast(name: str, device_type: str, function: Callable[..., Any]) -> None:
+    """Register what computes both forms of an op that casts."""
+    implement(name, device_type, function)
+    implement(name + UNOBSERVED, device_type, function)
+
+
+def cast_op(cast: Callable[[Tensor, str, CastIO], Outputs]) -> Callable[..., Outputs]:
+    """The op ``(x, config, scale, amax, counts)`` of a function ``(x, config, io)``."""
+
+    def op(
+        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
+    ) -> Outputs:
+        return cast(x, config, CastIO(scale, amax, counts))
+
+    return op
+
+
+define_cast("quantize", "Tensor x", OPERANDS)
+define("observe", "(Tensor x, Tensor(a!) amax) -> ()")
+refuse_vmap("quantize", "observe")
+
+
+@fake("quantize", "quantize" + UNOBSERVED)
+def _quantize(x: Tensor, config: str, *io: Tensor | None) -> Outputs:
+    return fake_outputs(x, parse_quantize_config(config), x.shape[0], x.shape[1])
+
+
+@fake("observe")
+def _observe(x: Tensor, amax: Tensor) -> None:
+    return None

@@ -1,0 +1,39 @@
+"""The schema of ``update_scales``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.core.checks import require, require_contiguous
+from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
+
+define(
+    "update_scales",
+    "(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, float margin, str algorithm,"
+    " bool recompute) -> ()",
+)
+refuse_vmap("update_scales")
+
+
+@fake("update_scales")
+def _update_scales(*args: object) -> None:
+    return None
+
+
+def check_update(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
+    """Check what an update takes: float32 ``[n]``, and a history ``[len, n]`` with at least one row, on one device.
+
+    Raises:
+        TypeError, ValueError: as :func:`require`; a tensor is not contiguous.
+    """
+    num_rows = amax.numel()
+    length = amax_history.shape[0] if amax_history.dim() else 1
+    for name, tensor, shape in (
+        ("amax", amax, (num_rows,)),
+        ("amax_history", amax_history, (max(length, 1), num_rows)),
+        ("scale", scale, (num_rows,)),
+        ("fp8_max", fp8_max, (num_rows,)),
+    ):
+        require_contiguous(name, tensor)
+        require(name, tensor, torch.float32, shape, amax.device)

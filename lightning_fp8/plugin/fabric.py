@@ -1,0 +1,325 @@
+"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.plugin.precision`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_fp8 import ops
+from lightning_fp8.arguments import dtype_named, require_module
+from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
+from lightning_fp8.convert.conversion import (
+    ConversionSummary,
+    Policy,
+    apply_conversion,
+    globs_without_layers,
+    nothing_runs_in_fp8,
+    plan_conversion,
+)
+from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.delayed.history import AmaxHistory, update_scales
+from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
+from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
+from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
+
+
+class FP8FabricPrecision(FabricPrecision):
+    """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
+
+    Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
+    parameters and ``state_dict`` keys. The delayed scales of a model are the plugin's state.
+
+    Args:
+        recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
+        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"``.
+        first_last_layers_bf16: keep the first and last layers in BF16.
+        num_layers_at_start_in_bf16: how many first layers.
+        num_layers_at_end_in_bf16: how many last layers.
+        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only ``lightning_fp8.Linear`` in FP8.
+        skip: globs of module names that stay in BF16.
+        compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
+            everything else runs under ``torch.autocast``.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message lists what would.
+
+    ``summary`` is the table of the model that was converted or judged last; with several models that is one of them.
+    """
+
+    def __init__(
+        self,
+        recipe: RecipeName | Recipe = "delayed",
+        weights_dtype: torch.dtype | str = torch.bfloat16,
+        first_last_layers_bf16: bool = True,
+        num_layers_at_start_in_bf16: int = 1,
+        num_layers_at_end_in_bf16: int = 1,
+        replace_layers: bool = True,
+        skip: Sequence[str] = (),
+        compute_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        weights: torch.dtype = dtype_named(weights_dtype)
+        compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+        for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
+            if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
+                raise ValueError(
+                    f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+                )
+        if weights != torch.float32 and compute != weights:
+            raise ValueError(
+                f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
+                "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
+            )
+        if weights != compute == torch.float16:
+            rank_zero_warn(
+                "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
+                "bfloat16, or scale the loss yourself"
+            )
+        self.recipe = make_recipe(recipe)
+        self.weights_dtype = weights
+        self.compute_dtype = compute
+        self.policy = Policy(
+            first_last_layers_bf16,
+            num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16,
+            replace_layers,
+            skip,
+        )
+        self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
+        self.histories: dict[str, AmaxHistory] = {}
+        self._stepping = False
+        self._observes = True
+        self.summary: ConversionSummary | None = None
+        self._pending_state: dict[str, Any] | None = None
+        self.plan: ConversionSummary | None = None
+        self._first_steps: dict[AmaxHistory, FirstStep] = {}
+        self._reported: set[tuple[str, str]] = set()
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
+        require_module("convert_module", module)
+        if any(
+            t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
+        ):
+            module.to(dtype=self.weights_dtype)
+        self.plan = plan_conversion(module, self.policy)
+        for wrong in globs_without_layers(module, self.policy, self.plan):
+            self._report_glob(wrong)
+        history = apply_conversion(module, self.plan)
+        history.after_step = self._after_step
+        if self.summary is None or not self.summary.is_of(self.plan):
+            self.summary = self.plan
+        if self._register_history(history):
+            self._reported = set()
+            if (first_step := self._first_step_of(module, self.plan)) is not None:
+                self._first_steps[history] = first_step
+            rank_zero_info(f"{self.recipe}\n{self.summary}")
+            if not self.summary.num_fp8:
+                rank_zero_warn(nothing_runs_in_fp8(self.summary))
+        if self._pending_state is not None:
+            self.load_state_dict(self._pending_state)
+        return module
+
+    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
+        return FirstStep(module, summary, count_rows=False)
+
+    def report_first_step(self, summary: ConversionSummary) -> None:
+        """Keep the table that the first training step gave; warn of layers that should run in FP8 and did not."""
+        if summary == self.summary:
+            return  # another callback has reported it
+        before = self.summary
+        self.summary = summary
+        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._reported]
+        self._reported |= {(layer.name, layer.reason) for layer in idle}
+        if reasons := list(idle_layers(idle)):
+            rank_zero_warn(
+                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
+                f"plugin.summary holds the reasons: {'; '.join(reasons)}"
+            )
+        if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
+            rank_zero_info(f"first step: {summary.verdict()}")
+
+    def _report_glob(self, wrong: str) -> None:
+        """Warn of a glob that matches no layer; of several models that share the plugin another may have the module."""
+        rank_zero_warn(wrong)
+
+    def _register_history(self, history: AmaxHistory) -> bool:
+        """Remember another model's history; False if it is known."""
+        if any(history is known for known in self.histories.values()):
+            return False
+        self._drop_unused()
+        self.histories = by_name([*self.histories.values(), history])
+        return True
+
+    def _drop_unused(self) -> None:
+        """Drop histories whose models are gone; never at an update, where all ranks must drop the same ones."""
+        if dist.is_available() and dist.is_initialized():
+            gc.collect()
+        self.histories = of_living_models(self.histories)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """New floating-point tensors are ``weights_dtype``."""
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.weights_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(previous)
+
+    @override
+    def module_init_context(self) -> Any:
+        return self.tensor_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
+        with ExitStack() as stack:
+            stack.enter_context(self.tensor_init_context())
+            if self.compute_dtype != self.weights_dtype:
+                for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+                    stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
+            stack.enter_context(fp8_context(FP8Context(self.recipe, observe=self._observes)))
+            if isinstance(self.recipe, DelayedScaling):
+                for history in self.histories.values():
+                    history.span = history.span or span_of(self.recipe)  # before it is compiled in
+            if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
+                if any(history.steps > 0 for history in self.histories.values()):
+                    self.update_scales()  # of steps inside the backward pass
+                for history in self.histories.values():
+                    history.wait()
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return apply_to_collection(
+            data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype()
+        )
+
+    def update_scales(self) -> None:
+        """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
+        self._report_first_steps()
+        due: dict[DelayedScaling, list[AmaxHistory]] = {}
+        for history in self.histories.values():
+            # Under another recipe than delayed scaling a region inside may have it, and knows how.
+            recipe = self.recipe if isinstance(self.recipe, DelayedScaling) else history.recipe
+            if recipe is not None:
+                due.setdefault(recipe, []).append(history)
+        for recipe, histories in due.items():
+            update_scales(histories, recipe)
+
+    def _report_first_steps(self) -> None:
+        """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
+        one_stepped = any(history.steps > 0 for history in self.histories.values())
+        for history, first_step in list(self._first_steps.items()):
+            if not history.owners:  # its model is gone
+                del self._first_steps[history]
+            elif history.steps > 0 or not one_stepped:
+                if (summary := first_step.after_step()) is not None:
+                    self.report_first_step(summary)
+                if first_step.settled:
+                    del self._first_steps[history]
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        with self._one_update():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def _after_step(self) -> None:
+        """An optimizer that holds parameters of a model has stepped."""
+        # Scales stand until the end of a backward pass whose hooks step an optimizer for each parameter.
+        if not self._stepping and not in_backward():
+            self.update_scales()
+
+    @contextmanager
+    def _one_update(self) -> Iterator[None]:
+        """One update after a step by Lightning: it may hold many closures, an inner step, or none of torch's."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+        self.update_scales()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The recipe and every living model's scales and amax histories, as tensors, numbers and names."""
+        return {
+            "recipe": self._recipe_fields(),
+            **{name: history.state_dict() for name, history in of_living_models(self.histories).items()},
+        }
+
+    def _recipe_fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
+
+    def set_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
+
+        Raises:
+            ValueError: the state is malformed; nothing was changed.
+        """
+        validated_state(state)
+        if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
+            load_fp8_state_dict(model, state)
+        else:
+            self._pending_state = {"model": state}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
+
+        Raises:
+            ValueError: the state is malformed; nothing was changed.
+        """
+        states = validated_states(state_dict)
+        self._drop_unused()
+        if not self.histories:
+            self._pending_state = state_dict
+            return
+        saved = state_dict.get("recipe")
+        if isinstance(saved, dict) and saved != self._recipe_fields():
+            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
+        if alike := with_equal_rows(states):
+            rank_zero_warn(
+                f"FP8 state: {' and '.join(alike)} hold rows of the same names; models take them in the order in which "
+                "they were set up, so set them up in the order of the run that saved them"
+            )
+        later = {name: state for name, state in states.items() if name not in self.histories}
+        self._pending_state = {"recipe": saved, **later} if later else None
+        for name, history in self.histories.items():
+            if name in states:
+                new_rows = history.load_state_dict(state_for(self.recipe, states[name], saved))
+                if new_rows and isinstance(self.recipe, DelayedScaling):
+                    foreign = states[name]["names"] and len(new_rows) == len(history.names)
+                    (rank_zero_warn if foreign else rank_zero_info)(
+                        f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
+                    )
+
+
+def _precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
+    """Lightning's name for what the rest of the model runs in; its summaries and monitors know these."""
+    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
+    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
+
+
+def _cast_floating_point(tensor: Tensor, dtype_to: torch.dtype) -> Tensor:
+    return tensor.to(dtype_to) if tensor.is_floating_point() else tensor

@@ -1,0 +1,40 @@
+"""The FP8 states that a plugin keeps, one for each model, and the names that it saves them under."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_fp8.arguments import require_mapping
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.saved import validated_state
+
+
+def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The models' states in the state of a plugin, by name.
+
+    Raises:
+        TypeError: ``state_dict`` is no mapping of names.
+        ValueError: a state is malformed; the message names its key.
+    """
+    require_mapping("load_state_dict", state_dict)
+    states = {name: state for name, state in state_dict.items() if name != "recipe"}
+    for state in states.values():
+        validated_state(state)
+    return states
+
+
+def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
+    """The histories under ``model``, ``model_1``, ..., in the order in which their models were set up."""
+    return {f"model_{index}" if index else "model": history for index, history in enumerate(histories)}
+
+
+def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
+    """The histories whose models are still in use, named anew: another's name would be taken for its own."""
+    return by_name([history for history in histories.values() if history.owners or not history.names])
+
+
+def with_equal_rows(states: dict[str, Any]) -> list[str]:
+    """The names of states that hold rows of the same names as another, for which one could be taken."""
+    rows = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
+    return [name for name, names in rows.items() if list(rows.values()).count(names) > 1]

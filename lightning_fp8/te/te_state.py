@@ -1,0 +1,249 @@
+"""Transformer Engine's FP8 state of one module: the value of ``_extra_state``, in every form it took.
+
+| written by | container | value |
+|---|---|---|
+| 0.1 to 0.2 | list | scale, amax history forward; the same backward; ... |
+| 0.3 to 0.5 | dict | ``scale_fwd``, ``amax_history_fwd``, ... |
+| 0.6 to 0.11 | uint8 tensor, a pickle | dict |
+| 0.12 to 1.13 | ``io.BytesIO``, a ``torch.save`` | dict with ``scale_inv_*``; up to 1.5 with ``global_fp8_*`` |
+| 2.0 and later | uint8 tensor, a pickle; empty without FP8 | dict with ``recipe``; of ``te.ops`` one per direction |
+
+A window ``[len, n]`` is ordered as ours, oldest amax first.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
+from lightning_fp8.te.torch_file import TensorRecord, read_archive, read_pickle
+from lightning_fp8.te.unpickle import CheckpointError, Standin
+
+# Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
+torch.serialization.add_safe_globals([io.BytesIO])
+
+EXTRA_STATE = "_extra_state"
+FUSED_ATTENTION = "fused_attention"
+"""Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
+
+MAX_STATE_BYTES = 1 << 30
+MAX_WINDOW, MAX_SLOTS = 1 << 20, 1 << 16
+
+# Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
+FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
+_LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
+# Attention counts as three GEMMs: qkv and s are outputs of the first and third, o is the second's input, and so on.
+_ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
+ATTENTION_GEMMS = 3
+
+
+def num_gemms_of(roles: tuple[Role, ...]) -> int:
+    """How many GEMMs Transformer Engine counts for a module of these roles."""
+    return ATTENTION_GEMMS if Role.QKV in roles else 1
+
+
+def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
+    """Direction (``"fwd"`` or ``"bwd"``) and column of a tensor."""
+    if role in _ATTENTION_COLUMNS:
+        return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
+    if role.is_gradient:
+        return "bwd", gemm * BACKWARD_SLOTS + _LINEAR_COLUMNS[role]
+    return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
+
+
+def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
+    """A module's state as Transformer Engine starts it: scale 1, amax 0."""
+    columns = {}
+    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
+        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
+    return columns
+
+
+def place_row(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor) -> None:
+    """Write one tensor's state into ``columns``; a scale of 0, never updated, stays at its default."""
+    direction, index = column_of(role)
+    if scale:
+        columns[f"scale_{direction}"][index] = scale
+    if len(amax_history):
+        columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One direction of a module: ``scale`` float32 ``[n]`` and ``amax_history`` float32 ``[len, n]``."""
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor's state; ``scale`` is 0 where Transformer Engine's is its default, never updated."""
+
+    scale: float
+    amax_history: Tensor
+
+
+@dataclass(frozen=True)
+class TEState:
+    """The FP8 state of one module.
+
+    Attributes:
+        writer: the versions of Transformer Engine that write this form.
+        forward: ``None`` where the module had no FP8 state.
+        backward: likewise.
+        recipe: the recipe's class name, where the form holds one.
+        dropped: how many infinite or NaN amaxes were read as 0.
+    """
+
+    writer: str
+    forward: Columns | None = None
+    backward: Columns | None = None
+    recipe: str | None = None
+    dropped: int = 0
+
+    @property
+    def num_gemms(self) -> int:
+        """1 for a linear layer, 2 for LayerNormMLP, 3 for attention; 0 without state."""
+        return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
+
+    def row(self, role: Role, gemm: int = 0) -> Row:
+        """The state of one tensor of GEMM ``gemm``.
+
+        Raises:
+            CheckpointError: the state has no such column.
+        """
+        direction, index = column_of(role, gemm)
+        columns = self.forward if direction == "fwd" else self.backward
+        if columns is None or index >= len(columns.scale):
+            raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
+        scale, amax_history = columns.scale[index].item(), columns.amax_history[:, index]
+        return Row(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
+
+    def named_rows(self, module: str) -> dict[str, Row]:
+        """The tensors that are cast, under the names that the module called ``module`` gives its history's rows.
+
+        Two GEMMs are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more GEMMs there are none.
+        """
+        owners = {0: [], 1: [module], 2: [f"{module}.fc1", f"{module}.fc2"], ATTENTION_GEMMS: [module]}
+        roles = ATTENTION_ROLES if self.num_gemms == ATTENTION_GEMMS else LINEAR_ROLES
+        return {
+            f"{owner}.{role.value}".lstrip("."): self.row(role, gemm)
+            for gemm, owner in enumerate(owners.get(self.num_gemms, []))
+            for role in roles
+        }
+
+
+def read_te_state(value: Any) -> TEState:
+    """The FP8 state that the value of an ``_extra_state`` key holds. Nothing of it is executed.
+
+    Args:
+        value: ``None``, ``io.BytesIO``, uint8 tensor ``[n]``, bytes, dict or list.
+
+    Raises:
+        CheckpointError: the value is damaged, asks for a foreign class, or is no Transformer Engine state.
+    """
+    if value is None:
+        return TEState("any version, without FP8")
+    if isinstance(value, Tensor):
+        if value.dtype != torch.uint8 or value.dim() > 1:
+            raise CheckpointError(f"it is a {value.dtype} tensor of shape {tuple(value.shape)}, not bytes")
+        _check_size(value.numel())
+        if not value.numel():
+            return TEState("2.4 or later, without FP8")
+        return _from_pickle(value.detach().cpu().numpy().tobytes())
+    if isinstance(value, (bytes, bytearray)):
+        _check_size(len(value))
+        return _from_pickle(bytes(value))
+    if isinstance(value, io.BytesIO):
+        _check_size(len(value.getbuffer()))
+        state = read_archive(value.getvalue())
+        return TEState("0.12 to 1.13, without FP8") if state is None else _from_dict(state, _version_1(state))
+    if isinstance(value, list):
+        names = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+        return _from_dict(dict(zip(names, value)), "0.1 to 0.2")
+    return _from_dict(value, "0.3 to 0.5")
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_STATE_BYTES:
+        raise CheckpointError(f"it has {size} bytes; at most {MAX_STATE_BYTES} are read")
+
+
+def _from_pickle(data: bytes) -> TEState:
+    state = read_pickle(data)
+    if state is None:
+        return TEState("0.6 to 0.11 or 2.0 to 2.3, without FP8")
+    if isinstance(state, dict) and ("forward" in state or "backward" in state):
+        merged: dict[Any, Any] = {}
+        for direction in (state.get("forward"), state.get("backward")):
+            if isinstance(direction, dict):
+                merged |= {key: item for key, item in direction.items() if key != "extra_fp8_variables"}
+        return _from_dict(merged, "2.0 or later (te.ops)")
+    return _from_dict(state, "2.0 or later" if isinstance(state, dict) and "recipe" in state else "0.6 to 0.11")
+
+
+def _version_1(state: Any) -> str:
+    extra = state.get("extra_fp8_variables") if isinstance(state, dict) else None
+    if isinstance(state, dict) and "global_fp8_buffer" in state:
+        return "0.12 to 1.5"
+    if isinstance(extra, dict) and "buffer_index_and_autocast_key" in extra:
+        return "1.6 to 1.7"
+    return "1.6 to 1.13"
+
+
+def _from_dict(state: Any, writer: str) -> TEState:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it holds a {type(state).__name__}, not Transformer Engine's FP8 state")
+    recipe = state.get("recipe")
+    name = recipe.name.rpartition(".")[2] if isinstance(recipe, Standin) else None
+    if "scale_fwd" not in state:
+        if name is None:
+            raise CheckpointError(
+                "it holds neither 'scale_fwd' nor a recipe: this is not Transformer Engine's FP8 state"
+            )
+        return TEState(writer, recipe=name)  # a recipe without state
+    forward, dropped_forward = _columns(state, "fwd")
+    backward, dropped_backward = _columns(state, "bwd") if "scale_bwd" in state else (None, 0)
+    return TEState(writer, forward, backward, name, dropped_forward + dropped_backward)
+
+
+def _columns(state: Mapping[Any, Any], direction: str) -> tuple[Columns, int]:
+    scale = _float32(state, f"scale_{direction}", 1)
+    amax_history = _float32(state, f"amax_history_{direction}", 2)
+    if amax_history.shape[1] != len(scale):
+        raise CheckpointError(
+            f"amax_history_{direction} has shape {tuple(amax_history.shape)} for {len(scale)} values of "
+            f"scale_{direction}"
+        )
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise CheckpointError(f"scale_{direction} holds zero, negative, infinite or NaN values")
+    if bool((amax_history < 0).any()):
+        raise CheckpointError(f"amax_history_{direction} holds negative values")
+    usable = torch.isfinite(
+        amax_history
+    )  # an overflow of the run that wrote it would freeze the scale for a whole window
+    return Columns(scale, torch.where(usable, amax_history, 0.0)), int((~usable).sum())
+
+
+def _float32(state: Mapping[Any, Any], key: str, dim: int) -> Tensor:
+    value = state.get(key)
+    if not isinstance(value, (Tensor, TensorRecord)) or value.dtype != torch.float32:
+        raise CheckpointError(f"{key} is {getattr(value, 'dtype', type(value).__name__)}, not a float32 tensor")
+    shape = tuple(value.shape)
+    limits = (MAX_SLOTS,) if dim == 1 else (MAX_WINDOW, MAX_SLOTS)
+    if len(shape) != dim or any(size > limit for size, limit in zip(shape, limits)):
+        raise CheckpointError(f"{key} has shape {shape}; it must have {dim} dimensions of at most {limits}")
+    if isinstance(value, TensorRecord):
+        if value.numel > value.storage.numel:
+            raise CheckpointError(f"{key} has shape {shape} and {value.storage.numel} stored values")
+        value = value.load()
+    return value.detach().cpu().clone()
