@@ -45,7 +45,7 @@ class Owner:
         self.last_context: FP8Context | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, as of an average of the weights, start anew: a setting may hold a process group."""
+        """Copies and pickles, as of an average of the weights, start anew: a context may hold a process group."""
         return Owner, (self.name, self.cls, self.fp8)
 
 
@@ -72,6 +72,11 @@ def owner_of(module: nn.Module | None) -> Owner | None:
 def current_owner() -> Owner:
     """The innermost of this thread, or one that stands for none."""
     return _thread.owners[-1] if _thread.owners else _nobody
+
+
+def unknown_owner() -> Owner:
+    """What stands for a module that nobody found."""
+    return _nobody
 
 
 @contextmanager
@@ -115,14 +120,14 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 def asked(owner: Owner) -> bool:
     """Whether a call of ``owner`` shall run in FP8, by the current context, or by its forward's in a recomputation."""
-    setting = current_context()
+    context = current_context()
     if not torch.compiler.is_compiling():
         if not in_backward():
-            if owner.last_context is not setting:
-                owner.last_context = setting
-        elif owner is not _nobody or setting is DISABLED:
-            setting = owner.last_context or setting
-    return owner.fp8 and setting.attention
+            if owner.last_context is not context:
+                owner.last_context = context
+        elif owner is not _nobody or context is DISABLED:
+            context = owner.last_context or context
+    return owner.fp8 and context.attention
 
 
 def note(owner: Owner, wanted: bool, reason: str, rows: int) -> None:

@@ -41,11 +41,15 @@ def scaled_dot_product_attention(
     note(owner, wanted, reason, query.shape[:-1].numel())
     if not wanted or reason:
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    dtype = autocast_dtype(query.device.type) or query.dtype
     # [..., heads, rows, channels] to [batch, rows, heads, channels]
-    q, k, v = (_with_batch(x).transpose(1, 2).to(dtype) for x in (query, key, value))
+    q, k, v = (in_autocast_dtype(_with_batch(x)).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale)
     return o.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """``x`` in the dtype that torch.autocast computes in, if it is on."""
+    return x.to(autocast_dtype(x.device.type) or x.dtype)
 
 
 def _with_batch(x: Tensor) -> Tensor:
@@ -63,6 +67,11 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
         )
     if dropout > 0:
         return f"scaled_dot_product_attention got dropout_p={dropout:g}; set the model's attention dropout to 0"
+    return why_not_tensors(q, k, v, enable_gqa)
+
+
+def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
+    """Why attention of ``[..., H, L, D]`` tensors does not run in FP8, or an empty string where it does."""
     if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
         return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain ones"
     if any(x.is_nested or x.layout is not torch.strided for x in (q, k, v)):

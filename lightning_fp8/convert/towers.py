@@ -77,6 +77,16 @@ def find_places(model: nn.Module) -> dict[str, Place]:
     }
 
 
+def find_blocks(model: nn.Module) -> dict[str, Place]:
+    """The place of each block of the towers that :func:`find_places` speaks of; empty where there are none."""
+    towers = [tower for tower in _towers(model) if not tower.bare]
+    return {
+        block: Place(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
+        for tower in towers
+        for index, block in enumerate(tower.blocks)
+    }
+
+
 def find_heads(model: nn.Module) -> dict[str, str]:
     """The linear layers that produce the classes of a loss, and what tells: a tie, the model itself, or their place.
 
