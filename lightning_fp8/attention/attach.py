@@ -64,8 +64,8 @@ def attach(model: nn.Module) -> None:
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
             owner = Owner(place.name, type(module).__qualname__, place.fp8)
-            handles = owners.own(module, owner, hooks=place.config is None)
-            undo += [handle.remove for handle in handles] + [_disowning(module, owner)]
+            owners.own(module, owner, entered=place.config is None)
+            undo.append(_disowning(module, owner))
         configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
         undo += [_switched(config) for config in configs.values()]
         _attached[model] = undo

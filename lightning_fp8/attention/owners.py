@@ -1,7 +1,7 @@
 """The modules that compute attention, which of them run it in FP8, and what they did.
 
-While the forward of one runs, it is the innermost of its thread's owners; hooks see to that, under torch.compile and in
-the recomputation of activation checkpointing too.
+While the forward of one runs, it is the innermost of its thread's owners, under torch.compile and in the recomputation of
+activation checkpointing too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.convert.swap import swap_class, unsharded_class
 
 _ATTRIBUTE = "_fp8_attention"
+_FORMER = "_class_without_fp8_attention"
 
 
 class Owner:
@@ -30,7 +32,7 @@ class Owner:
         cls: its class's name, by which compiled code is remembered.
         fp8: False keeps its attention in high precision.
         record: what its attention did.
-        calls: forwards of the module, if hooks count them; they may come to no attention at all.
+        calls: forwards of the module; they may come to no attention at all. Of transformers' modules 0.
         why: why the last call that should have run in FP8 did not.
         watched: somebody will say so; until then a warning does at once.
     """
@@ -89,33 +91,63 @@ def in_high_precision() -> Iterator[None]:
         _thread.owners.pop()
 
 
-def own(module: nn.Module, owner: Owner, hooks: bool) -> list[RemovableHandle]:
-    """Make ``owner`` that of ``module``; with ``hooks``, of all that is called while its forward runs."""
+def own(module: nn.Module, owner: Owner, entered: bool) -> None:
+    """Make ``owner`` that of ``module``; with ``entered``, of all that is called while its forward runs, too."""
     setattr(module, _ATTRIBUTE, owner)
-    if not hooks:
-        return []
-    return [
-        module.register_forward_pre_hook(_enter),
-        module.register_forward_hook(_leave, always_call=True),  # checkpoints stop recomputing by an exception
-    ]
+    if entered:
+        swap_class(module, entering(unsharded_class(module)))
 
 
 def disown(module: nn.Module, owner: Owner) -> None:
     """Forget ``owner``, if it still is that of ``module``."""
-    if owner_of(module) is owner:
-        delattr(module, _ATTRIBUTE)
+    if owner_of(module) is not owner:
+        return
+    delattr(module, _ATTRIBUTE)
+    if (former := former_class(unsharded_class(module))) is not None:
+        swap_class(module, former)
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    owner = owner_of(module) or _nobody  # a copy keeps hooks
-    if not torch.compiler.is_compiling():
-        owner.calls += not in_backward()
-        owner.training = module.training
-    _thread.owners.append(owner)
+@cache
+def entering(former: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose forward makes the module's owner the current one.
+
+    Hooks would not do: compiled code is compiled again for each module that has one which exceptions do not skip, and
+    activation checkpointing stops a recomputation by an exception.
+    """
+    if former_class(former) is not None:
+        return former
+
+    class Entering(former):  # type: ignore[valid-type, misc]
+        @wraps(former.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            owner = owner_of(self) or _nobody  # of a copy
+            if not torch.compiler.is_compiling():
+                owner.calls += not in_backward()
+                owner.training = self.training
+            _thread.owners.append(owner)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                _thread.owners.pop()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; the class has no name to be found by
+            made, made_of, *state = super().__reduce_ex__(protocol)
+            return (_copy_of, (former,), *state) if made_of == (type(self),) else (made, made_of, *state)
+
+    Entering.__name__, Entering.__qualname__ = former.__name__, former.__qualname__
+    Entering.__module__, Entering.__doc__ = former.__module__, former.__doc__
+    setattr(Entering, _FORMER, former)
+    return Entering
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    _thread.owners.pop()
+def former_class(cls: type) -> type[nn.Module] | None:
+    """What :func:`entering` made ``cls`` of; None if it did not."""
+    return vars(cls).get(_FORMER)
+
+
+def _copy_of(former: type[nn.Module]) -> nn.Module:
+    cls = entering(former)
+    return cls.__new__(cls)  # type: ignore[no-any-return]
 
 
 def asked(owner: Owner) -> bool:
@@ -171,6 +203,13 @@ def was_traced(owner: Owner) -> bool:
 def any_traced() -> bool:
     """Whether FP8 attention was ever compiled in this process."""
     return bool(_traced)
+
+
+def watch(owner: Owner, watched: bool) -> None:
+    """Keep why ``owner`` runs in high precision for somebody who will say it, or who has."""
+    owner.watched = watched
+    if not watched and owner.why:
+        _said.add(owner.why)
 
 
 def forget_what_was_said() -> None:

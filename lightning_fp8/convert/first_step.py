@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.attention.owners import owner_of
+from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
 from lightning_fp8.convert.attention_ran import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
@@ -83,7 +83,7 @@ class FirstStep:
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
-            owner.watched = True
+            watch(owner, True)
         self._calls: dict[str, _Calls] = {}
         # A hook that comes or goes would have a compiled model compiled again.
         self._counting = count_rows and not _is_compiled(model)
@@ -208,7 +208,7 @@ class FirstStep:
     def stop(self) -> None:
         """Take the hooks away."""
         for owner in self._attentions.values():
-            owner.watched = False
+            watch(owner, False)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
