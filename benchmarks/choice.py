@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import write
-from cuda_kernels.host.gemm_selection import Measured, from_json, shipped_file
+from cuda_kernels.host.gemm_selection import Measurement, from_json, shipped_file
 from cuda_kernels.host.gemm_selection import document as measurements
 
 
-def winners(document: dict[str, Any]) -> list[Measured]:
+def winners(document: dict[str, Any]) -> list[Measurement]:
     """Of those that were right, the plan of least median time for each product and size; in the run's order."""
-    fastest: dict[tuple[str, tuple[int, int, int]], tuple[float, Measured]] = {}
+    fastest: dict[tuple[str, tuple[int, int, int]], tuple[float, Measurement]] = {}
     for result in document["suites"].get("products", ()):
         if result.get("choice") and result["correct"] and result["milliseconds"]:
             measured, time = from_json(result["choice"]), result["milliseconds"]["median"]
-            problem = measured.product, measured.sizes
+            problem = measured.gemm, measured.sizes
             if problem not in fastest or time < fastest[problem][0]:
                 fastest[problem] = time, measured
     return [measured for _, measured in fastest.values()]

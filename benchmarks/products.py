@@ -29,7 +29,7 @@ from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 if TYPE_CHECKING:
-    from cuda_kernels.host.gemm_configs import Problem
+    from cuda_kernels.host.gemm_configs import GemmProblem
 
 SECONDS, TRIAL_SECONDS = 0.2, 0.02
 """Of measuring, for each contender; and for each candidate of cuBLASLt, of which the fastest is one."""
@@ -125,7 +125,7 @@ def run(plan: Plan) -> Iterator[Result]:
         yield from _timed(plan, list(layers(layer, plan)), (BF16,))
 
 
-def _compile(problems: Sequence[Problem], plan: Plan) -> None:
+def _compile(problems: Sequence[GemmProblem], plan: Plan) -> None:
     """All plans of all problems, on all processors: one after the other they would take longer than what is timed."""
     from cuda_kernels.host.gemm_selection import builds_of
     from cuda_kernels.host.launch import architecture_of
@@ -189,7 +189,7 @@ def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exa
 def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """BF16; torch and cuBLASLt itself, with fast accumulation and without: where scales vary along k, only without."""
     from cuda_kernels.host.gemm_configs import Library, cublaslt_takes
-    from cuda_kernels.host.gemm_selection import Measured, to_json
+    from cuda_kernels.host.gemm_selection import Measurement, to_json
 
     shape, out = (work.m, work.n, work.k), exam.out
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
@@ -201,7 +201,7 @@ def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, 
         sums = "fast" if fast else "full"
         result = Result(work.name, torch_with(sums), shape, "float8_e4m3fn", flops=work.flops)
         if fast == work.fast and cublaslt_takes(problem):  # what training would call
-            result = replace(result, choice=to_json(Measured(str(problem.spec), shape, Library.CUBLASLT)))
+            result = replace(result, choice=to_json(Measurement(str(problem.spec), shape, Library.CUBLASLT)))
         yield _checked(result, partial(libraries.scaled_mm, left, right, work.out, fast, out), exam)
         result = replace(result, choice=None)
         try:
@@ -239,20 +239,20 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
 
 def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """Every legal tile of ours."""
-    from cuda_kernels.host.gemm_configs import Library, estimated, plans
-    from cuda_kernels.host.gemm_selection import Measured, to_json
+    from cuda_kernels.host.gemm_configs import Library, choose_by_estimate, legal_choices
+    from cuda_kernels.host.gemm_selection import Measurement, to_json
     from cuda_kernels.host.launch import EXECUTORS
 
     bound, shape = _bound_gemm(work, plan), (work.m, work.n, work.k)
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
-    best = estimated(bound.problem)
+    best = choose_by_estimate(bound.problem)
     a, b = (left.data, left.scale_inv), (right.data, right.scale_inv)
     operands = a, b, bound.config, None, None, exam.out
-    for each in sorted(plans(bound.problem), key=lambda each: each != best):
+    for each in sorted(legal_choices(bound.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
-            choice = to_json(Measured(str(bound.problem.spec), shape, each))
+            choice = to_json(Measurement(str(bound.problem.spec), shape, each))
             target = work.target if by == OURS else {}
             result = Result(work.name, by, shape, "float8_e4m3fn", flops=work.flops, target=target, choice=choice)
             yield _checked(result, lambda each=each: partial(build_gemm(bound, each), *operands), exam)  # type: ignore[misc]

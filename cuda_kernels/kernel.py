@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from cuda_kernels.device.language import UniTuple
@@ -56,6 +57,11 @@ class Kernel:
         GPUs with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
         """
         return self.min_blocks_per_sm if arch.startswith(("9", "10")) else max(1, self.min_blocks_per_sm - 1)
+
+    @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The name of each parameter; a tuple has one."""
+        return tuple(signature(self.function).parameters)
 
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:

@@ -115,7 +115,8 @@ class fp8_autocast(ContextDecorator):
         fp8_recipe: Any = None,
         fp8_group: dist.ProcessGroup | None = None,
     ) -> None:
-        enabled, calibrating = plain(enabled), plain(calibrating)
+        enabled = plain(enabled)
+        calibrating = plain(calibrating)
         _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)

@@ -1,4 +1,7 @@
-"""The FP8 number formats: dtype and largest value. The only place that says 448.
+"""The FP8 number formats: dtype and largest value.
+
+The only place in lightning_fp8 that says 448; kernels, which import no torch, have ``FP8_MAX`` in
+:mod:`cuda_kernels.device.codec`, and a test compares the two.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433) for E4M3 and E5M2; OCP
 Microscaling Formats v1.0 for E8M0.
@@ -66,11 +69,13 @@ class FormatPair:
         return self.backward.max
 
 
-_E4M3_ONLY, _E5M2_ONLY, _HYBRID = FormatPair(E4M3, E4M3), FormatPair(E5M2, E5M2), FormatPair(E4M3, E5M2)
+_E4M3_ONLY = FormatPair(E4M3, E4M3)
+_E5M2_ONLY = FormatPair(E5M2, E5M2)
+_HYBRID = FormatPair(E4M3, E5M2)
 
 
 class Format(Enum):
-    """Which FP8 format the operands of a GEMM take.
+    """The FP8 formats that the operands of a GEMM take.
 
     ``HYBRID`` casts inputs and weights to E4M3 (more precision) and gradients to E5M2 (more range). Pure E5M2 is
     known so that a recipe can refuse it by name.

@@ -54,11 +54,6 @@ def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = No
         raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
-def _require_attention(recipe: Any) -> None:
-    for field in ("fp8_dpa", "fp8_mha"):
-        require_bool(field, getattr(recipe, field))
-
-
 def _keep_casts(recipe: Any) -> None:
     """Make the cast of every role once: made under torch.compile, a recipe's numbers may pass for ones that vary."""
     object.__setattr__(recipe, "_casts", {role: recipe._cast(role) for role in Role})
@@ -69,8 +64,25 @@ def _kept_cast(recipe: Any, role: Role) -> Cast:
     return recipe._casts[role]  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields:
+    """What every recipe says of attention.
+
+    Attributes:
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
+        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
+    """
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def _require_attention(self) -> None:
+        for field in ("fp8_dpa", "fp8_mha"):
+            require_bool(field, getattr(self, field))
+
+
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(AttentionFields):
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
 
     Attributes:
@@ -80,8 +92,6 @@ class DelayedScaling:
         amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
         amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
         reduce_amax: take the maximum over the data-parallel group, so that all ranks share their scales.
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     margin: int = 0
@@ -90,8 +100,6 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     name: Literal["delayed"] = "delayed"
 
     def __post_init__(self) -> None:
@@ -107,7 +115,7 @@ class DelayedScaling:
         algorithm = self.amax_compute_algo
         if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
-        _require_attention(self)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -117,22 +125,18 @@ class DelayedScaling:
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(AttentionFields):
     """One scale per tensor, from its own amax. Two passes over the data, no state.
 
     Attributes:
         fp8_format: ``HYBRID`` or ``E4M3``.
         power_2_scale: round scales down to powers of two.
         amax_epsilon: lower bound of an amax.
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     name: Literal["tensorwise"] = "tensorwise"
 
     def __post_init__(self) -> None:
@@ -142,7 +146,7 @@ class Float8CurrentScaling:
         require_bool("power_2_scale", self.power_2_scale)
         require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
-        _require_attention(self)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -152,25 +156,21 @@ class Float8CurrentScaling:
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling:
+class Float8RowwiseScaling(AttentionFields):
     """One scale per row of each GEMM operand along its contraction, a power of two.
 
     Attributes:
         fp8_format: ``E4M3`` (torchao's choice) or ``HYBRID``.
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     name: Literal["rowwise"] = "rowwise"
 
     def __post_init__(self) -> None:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
-        _require_attention(self)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -180,20 +180,16 @@ class Float8RowwiseScaling:
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling:
+class Float8BlockScaling(AttentionFields):
     """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
 
     Attributes:
         fp8_format: ``E4M3``.
         power_2_scale: round scales down to powers of two.
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
     power_2_scale: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     name: Literal["blockwise"] = "blockwise"
 
     def __post_init__(self) -> None:
@@ -201,7 +197,7 @@ class Float8BlockScaling:
         _require_name(self)
         _require_format(self, Format.E4M3)
         require_bool("power_2_scale", self.power_2_scale)
-        _require_attention(self)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast
@@ -212,25 +208,21 @@ class Float8BlockScaling:
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling:
+class MXFP8BlockScaling(AttentionFields):
     """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
 
     Attributes:
         fp8_format: ``E4M3`` or ``HYBRID``.
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
     """
 
     fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     name: Literal["mxfp8"] = "mxfp8"
 
     def __post_init__(self) -> None:
         _take_plain(self)
         _require_name(self)
         _require_format(self, Format.E4M3, Format.HYBRID)
-        _require_attention(self)
+        self._require_attention()
         _keep_casts(self)
 
     cast = _kept_cast

@@ -37,17 +37,17 @@ LINEAR_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT)
 ATTENTION_ROLES = (Role.QKV, Role.S, Role.O, Role.DQKV, Role.DO, Role.DP)
 
 
-_BLOCKS: dict[str, tuple[int | None, int | None]] = {
-    "tensor": (None, None),
-    "row": (1, None),
-    "1x128": (1, 128),
-    "128x128": (128, 128),
-    "1x32": (1, 32),
+_BLOCKS_AND_DTYPES: dict[str, tuple[tuple[int | None, int | None], torch.dtype]] = {
+    "tensor": ((None, None), torch.float32),
+    "row": ((1, None), torch.float32),
+    "1x128": ((1, 128), torch.float32),
+    "128x128": ((128, 128), torch.float32),
+    "1x32": ((1, 32), E8M0_DTYPE),
 }
 
 
 class Layout(Enum):
-    """Which elements of a K-major GEMM operand ``[R, K]`` share one scale.
+    """The elements of a K-major GEMM operand ``[R, K]`` that share one scale.
 
     Attributes:
         block: rows and columns that share a scale; None stands for all of them.
@@ -66,8 +66,7 @@ class Layout(Enum):
     """E8M0 scales of shape ``[R, ceil(K / 32)]``."""
 
     def __init__(self, value: str) -> None:
-        self.block = _BLOCKS[value]
-        self.scale_dtype = E8M0_DTYPE if value == "1x32" else torch.float32
+        self.block, self.scale_dtype = _BLOCKS_AND_DTYPES[value]
 
     @property
     def has_one_scale(self) -> bool:
@@ -104,7 +103,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How a recipe casts one role: format, layout, and how an amax becomes a scale."""
+    """The cast of one role under a recipe: format, layout, and how an amax becomes a scale."""
 
     float8: Float8
     layout: Layout

@@ -93,3 +93,8 @@ def e8m0_decode(code: Tensor) -> Tensor:
     bits = code.int() << 23
     bits = torch.where(code == 0, 0x00400000, bits)  # 2**-127 is subnormal in float32
     return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def e8m0_scale(code: Tensor) -> Tensor:
+    """``2**(127 - code)``, the scale that multiplies, as float32 from uint8 codes; 255 is NaN."""
+    return e8m0_decode(254 - code)  # 255 becomes itself; torch.ldexp's powers may be of the default dtype

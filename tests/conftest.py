@@ -1,13 +1,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, one core each
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from tests.emulated import Emulator
+
 
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def emulator() -> Iterator[Emulator]:
+    """The emulator that runs kernels with CPU tensors, as PTX on the CPU."""
+    from tests.emulated import Emulator, executing
+
+    emulator = Emulator()
+    with executing(emulator):
+        yield emulator

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import gemm_selection, launch
-from cuda_kernels.host.gemm_configs import Plan, Problem, plans
+from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.core.config import NAMES
@@ -112,8 +112,8 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
     """Products run in tiles that are made of these numbers, or the case fails: warpgroups, times 64 rows, columns,
     cluster and whether they alternate on Hopper, else rows and columns."""
 
-    def chosen(problem: Problem, *rest: object) -> Plan:
-        for plan in plans(problem):
+    def chosen(problem: GemmProblem, *rest: object) -> GemmChoice:
+        for plan in legal_choices(problem):
             if isinstance(plan, GemmConfig):
                 made_of = plan.mma_warpgroups, plan.waves, plan.tile_n, plan.cluster, int(plan.pingpong)
                 if made_of == (*numbers, 0)[:5]:
@@ -124,7 +124,7 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
 
     dispatch.clear_plan_cache()
     with (
-        patch.object(gemm_selection, "plan_for", chosen),
+        patch.object(gemm_selection, "choose_gemm", chosen),
         patch.object(launch, "architecture_of", lambda device: architecture),
     ):
         yield

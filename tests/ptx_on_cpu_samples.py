@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.cgutils import get_or_insert_named_metadata, pack_array, unpack_tuple
-from numba.cuda.extending import core_models, intrinsic, register_model
+from numba.cuda.extending import core_models, register_model
 from numba.cuda.typing import signature
 
+from cuda_kernels.lowering.compiler import intrinsic_of
 from tests.ptx_on_cpu.build import unavailable
 
 needs_gcc = pytest.mark.skipif(bool(unavailable()) and not os.environ.get("CI"), reason=str(unavailable()))
@@ -95,13 +95,6 @@ def compiled(kernel: Any, arguments: Any, threads: int, target: str, lineinfo: b
     return bytes(code).decode().rstrip("\0")
 
 
-def _intrinsic(name: str, arity: int, typing: Any) -> Any:
-    operands = [Parameter(f"x{k}", Parameter.POSITIONAL_OR_KEYWORD) for k in range(arity)]
-    typing.__signature__ = Signature([Parameter("context", Parameter.POSITIONAL_OR_KEYWORD), *operands])
-    typing.__name__ = name
-    return intrinsic(typing)
-
-
 _LETTERS = {"i16": "h", "i32": "r", "i64": "l", "float": "f"}
 
 
@@ -127,7 +120,7 @@ def asm(template: str, result: Any = void, *operands: Any) -> Any:
             return pack_array(builder, [builder.extract_value(value, k) for k in range(len(results))])
         return value if results else context.get_dummy_value()
 
-    return _intrinsic(template.split()[0], len(operands), lambda context, *_: (signature(result, *operands), lower))
+    return intrinsic_of(template.split()[0], len(operands), lambda context, *_: (signature(result, *operands), lower))
 
 
 def registers(count: int, kind: Any = f32) -> Any:
@@ -183,7 +176,7 @@ def _zeros(count: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
-    return _intrinsic("zeros", 0, lambda context: (signature(registers(count)), lower))
+    return intrinsic_of("zeros", 0, lambda context: (signature(registers(count)), lower))
 
 
 def _sum(count: int) -> Any:
@@ -191,7 +184,7 @@ def _sum(count: int) -> Any:
         xs, ys = (unpack_tuple(builder, value) for value in values)
         return pack_array(builder, [builder.fadd(x, y) for x, y in zip(xs, ys)])
 
-    return _intrinsic("sum", 2, lambda context, x, y: (signature(*(registers(count),) * 3), lower))
+    return intrinsic_of("sum", 2, lambda context, x, y: (signature(*(registers(count),) * 3), lower))
 
 
 def _packed_bf16(count: int, into: Any) -> Any:
@@ -206,12 +199,14 @@ def _packed_bf16(count: int, into: Any) -> Any:
             builder.store(builder.call(code, xs[k : k + 2]), builder.gep(data, [ir.IntType(32)(k // 2)]))
         return context.get_dummy_value()
 
-    return _intrinsic("packed_bf16", 3, lambda context, x, s, a: (signature(void, registers(count), f32, into), lower))
+    return intrinsic_of(
+        "packed_bf16", 3, lambda context, x, s, a: (signature(void, registers(count), f32, into), lower)
+    )
 
 
-by_value = _intrinsic("by_value", 0, _by_value)
-shared_address = _intrinsic("shared_address", 0, _shared_address)
-address_of_map = _intrinsic("address_of_map", 1, _address_of_map)
+by_value = intrinsic_of("by_value", 0, _by_value)
+shared_address = intrinsic_of("shared_address", 0, _shared_address)
+address_of_map = intrinsic_of("address_of_map", 1, _address_of_map)
 quotient = asm("div.s32 $0, $1, $2;", i32, i32, i32)
 elect = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
 broadcast = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
 from lightning_fp8 import FP8Callback, FP8Precision
+
+
+def assert_raises(action: Callable[[], object], error: type[Exception], message: str) -> None:
+    """``action`` raises ``error``, whose text has a match of the pattern ``message``."""
+    with pytest.raises(error, match=message):
+        action()
 
 
 def mlp(linear: type[nn.Linear] = nn.Linear, width: int = 32, depth: int = 4) -> nn.Sequential:

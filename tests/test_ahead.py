@@ -13,7 +13,7 @@ from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import cache as disk
 from cuda_kernels.host import machine_code
-from cuda_kernels.host.gemm_configs import Problem, plans
+from cuda_kernels.host.gemm_configs import GemmProblem, legal_choices
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import Build, compile_ahead, missing
 from cuda_kernels.kernel import Kernel
@@ -48,8 +48,8 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("architecture", ["90a", "89", "100"])
 def test_builds_of_all_plans(architecture: str) -> None:
-    problem = Problem(*(256, 256, 256), LLAMA.spec, architecture, 132, True, True)
-    tiles = [plan for plan in plans(problem) if isinstance(plan, (GemmConfig, MmaConfig))]
+    problem = GemmProblem(*(256, 256, 256), LLAMA.spec, architecture, 132, True, True)
+    tiles = [plan for plan in legal_choices(problem) if isinstance(plan, (GemmConfig, MmaConfig))]
     builder = wgmma.gemm_kernel if architecture == "90a" else mma.mma_gemm_kernel
     assert builds_of(problem) == [(builder, (problem.spec, tile)) for tile in tiles]
     assert bool(tiles) == (architecture != "100")

@@ -162,8 +162,8 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
 MOST_MODULES = 10
 MOST_LINES = 350
 
-CROWDED = {"lightning_fp8/ops", "cuda_kernels/device"}
-"""Folders that have more modules than one can see at a glance."""
+CROWDED = {"cuda_kernels/device"}
+"""Folders with more modules: the words of kernels, one module for each part of the hardware or of a kernel."""
 
 
 def test_a_room_is_seen_at_a_glance() -> None:
@@ -173,6 +173,49 @@ def test_a_room_is_seen_at_a_glance() -> None:
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
     crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_MODULES}
     assert set(crowded) <= CROWDED, crowded
+
+
+def _op_folder(module: str) -> str:
+    """``"norm"`` of ``lightning_fp8.ops.norm.schema``; ``""`` of what lies in no folder."""
+    return module.removeprefix("lightning_fp8.ops").removeprefix(".").partition(".")[0]
+
+
+OP_MODULES = [name for name in FILES if _in_room(name, "lightning_fp8.ops")]
+OP_FOLDERS = sorted({_op_folder(module) for module in OP_MODULES} - {""})
+
+
+def test_every_module_of_ops_is_in_a_folder() -> None:
+    assert [module for module in OP_MODULES if not _op_folder(module)] == ["lightning_fp8.ops"]
+    assert {"core", "quantize", "gemm", "norm", "activation", "scales"} <= set(OP_FOLDERS)
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS)
+def test_an_operation_knows_no_other_one(folder: str) -> None:
+    """All know the core and may cast; the core knows none. So no two folders import each other."""
+    allowed = {"core"} if folder == "core" else {"core", "quantize", folder}
+    for module in _room(f"ops.{folder}"):
+        imported = {name for name in IMPORTS[module] & set(FILES) if _in_room(name, "lightning_fp8.ops")}
+        assert {_op_folder(name) for name in imported} <= allowed, module
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS)
+def test_a_folder_of_ops_can_be_read(folder: str) -> None:
+    modules = _room(f"ops.{folder}")
+    assert len(modules) <= 10
+    lengths = {module: len(FILES[module].read_text().splitlines()) for module in modules}
+    assert max(lengths.values()) <= 350, lengths
+
+
+def test_no_folder_of_ops_hides_a_public_function() -> None:
+    """The folder ``quantize`` and the function share a name, which is the function's whatever is imported when."""
+    code = """
+import lightning_fp8.ops.quantize.cuda
+from lightning_fp8.ops.quantize import cuda
+from lightning_fp8 import ops
+assert callable(ops.quantize) and cuda.quantize is not ops.quantize
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_know_neither_the_package_nor_torch_nn() -> None:

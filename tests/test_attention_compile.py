@@ -75,9 +75,13 @@ def test_packed_and_padded_sequences(dynamic: bool) -> None:
     packed = Model(qkv_format="thd", attn_mask_type="padding_causal", window_size=(16, 0))
     compare(packed, [(40,), (40,) if not dynamic else (55,)], "rowwise", "aot_eager", dynamic,
             cu_seqlens_q=lambda shape: cu_seqlens([7, 0, shape[0] - 7]))  # fmt: skip
+
+    def mask(shape: tuple[int, ...]) -> Tensor:
+        return torch.arange(shape[0]) >= torch.tensor([30, 9])[:, None, None, None]
+
     padded = Model(qkv_format="sbhd", attn_mask_type="padding")
     compare(padded, [(40, 2), (40, 2) if not dynamic else (55, 2)], "rowwise", "aot_eager", dynamic,
-            attention_mask=lambda shape: torch.arange(shape[0]) >= torch.tensor([30, 9])[:, None, None, None])  # fmt: skip
+            attention_mask=mask)  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

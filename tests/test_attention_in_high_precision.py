@@ -265,9 +265,17 @@ X = torch.randn(2, 3, 4, 16)
             r"cu_seqlens_q is torch.float32 \[3\]; it must be int32 or int64",
         ),
         (
+            {
+                **{"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 3, 6])},
+                **{"key_layer": X[:, :2], "value_layer": X[:, :2]},
+            },
+            ValueError,
+            "3 rows of queries and 2 of keys with only one of cu_seqlens_q and cu_seqlens_kv; pass both",
+        ),
+        (
             {"cu_seqlens_q_padded": torch.tensor([0, 3, 6])},
             ValueError,
-            "of qkv_format='thd', not 'bshd'; pass cu_seqlens_q",
+            "of qkv_format='thd', not 'bshd'; pass cu",
         ),
     ],
 )

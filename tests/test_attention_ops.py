@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import FORMATS, Band, attention_backward, attention_config, attention_forward
+from lightning_fp8.ops.attention import FORMATS, Band, attention_backward, attention_config, attention_forward, cuda
+from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.attention_cases import CAUSAL, NAMES, drawn, fp8, visible_keys
 from tests.attention_modules import EVEN, RAGGED, cu_seqlens, drawn_batch, laid_out
 
@@ -158,6 +159,20 @@ def test_only_gradients_that_are_asked_for_are_given() -> None:
     o.backward(do)
     assert q.grad is not None
     assert k.grad is None
+
+
+def test_without_a_kernel_a_card_runs_the_specification_and_says_so() -> None:
+    (q, k, v, do), _ = given("bshd", False)
+    config, found = attention_config("bshd", CAUSAL), []
+    clear_plan_cache()
+    with pytest.warns(RuntimeWarning, match="FP8 attention has no CUDA kernel yet.*plain torch operations, slower"):
+        found.append(cuda.attention_forward(q, k, v, config))
+    found.append(cuda.attention_backward(do, *found[0], config))
+    o, kept = attention_forward(q, k, v, config)
+    expected = [(o, *kept), attention_backward(do, o, kept, config)]
+    for ours, right in zip(found, expected):
+        assert all(torch.equal(*pair) for pair in zip(ours, right))
+    clear_plan_cache()
 
 
 def test_second_derivatives_are_refused_with_the_way_out() -> None:

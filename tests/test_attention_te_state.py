@@ -22,6 +22,7 @@ from lightning_fp8 import (
     load_te_state_dict,
 )
 from lightning_fp8.delayed.updates import update_all_scales
+from lightning_fp8.te.torch_file import read_pickle
 from tests.small import fp8_trainer
 from tests.te_models import expected_rows, spec, te_files
 from tests.te_writer import VERSIONS
@@ -110,6 +111,17 @@ def test_what_is_exported_loads_again(version: str, files: Any) -> None:
     for name, (scale, window) in rows_of(model).items():
         assert rows_of(other)[name][0] == scale
         assert torch.equal(rows_of(other)[name][1], window)
+
+
+def test_the_exported_recipe_says_whether_attention_ran_in_fp8() -> None:
+    for recipe in (RECIPE, DelayedScaling(amax_history_len=8), DelayedScaling(amax_history_len=8, fp8_mha=True)):
+        model = nn.Sequential(Block())
+        with fp8_autocast(fp8_recipe=recipe):
+            model(torch.randn(2, 20, 16)).sum().backward()
+        update_all_scales(recipe)
+        exported = export_te_state_dict(model, "2.4.0", recipe)
+        fields = read_pickle(bytes(exported[f"{ATTENTION}._extra_state"].tolist()))["recipe"].state
+        assert (fields["fp8_dpa"], fields["fp8_mha"]) == (recipe.fp8_dpa, recipe.fp8_mha)
 
 
 def test_a_state_that_is_no_attentions_is_refused(files: Any) -> None:

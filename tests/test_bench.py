@@ -61,13 +61,13 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         of, recipe = bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise")
         job = bench.bound_gemm(of, recipe, CPU)
         calls = bench.candidates(of, recipe, job)
-    assert set(calls) == {plan for plan in gemm_configs.plans(job.problem) if plan is not Library.BF16}
+    assert set(calls) == {plan for plan in gemm_configs.legal_choices(job.problem) if plan is not Library.BF16}
     assert sum(ours) == 3 * 3  # products, rounds
     kept = gemm_selection.measured_on("cpu")
     assert [each.sizes for each in kept] == [(16, 48, 32), (16, 32, 48), (48, 32, 16)]
-    assert all(isinstance(each.plan, GemmConfig) for each in kept)
-    assert gemm_selection.plan_for(job.problem, kept) == kept[0].plan
-    assert gemm_selection.plan_for(job.problem) is Library.CUBLASLT
+    assert all(isinstance(each.choice, GemmConfig) for each in kept)
+    assert gemm_selection.choose_gemm(job.problem, kept) == kept[0].choice
+    assert gemm_selection.choose_gemm(job.problem) is Library.CUBLASLT
 
 
 def test_a_plan_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -577,12 +577,12 @@ def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch:
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of right ones; the package takes them on cards of that name, after what the user measured."""
     product, sizes = str(LLAMA.spec), (LLAMA.m, LLAMA.n, LLAMA.k)
-    slow, fast, wrong, *_ = (plan for plan in gemm_configs.plans(LLAMA) if isinstance(plan, GemmConfig))
+    slow, fast, wrong, *_ = (plan for plan in gemm_configs.legal_choices(LLAMA) if isinstance(plan, GemmConfig))
 
     def timed(
-        plan: gemm_configs.Plan, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
+        plan: gemm_configs.GemmChoice, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
     ) -> Any:
-        entry = gemm_selection.to_json(gemm_selection.Measured(product, sizes, plan))
+        entry = gemm_selection.to_json(gemm_selection.Measurement(product, sizes, plan))
         times = Times(*[1e-3 * milliseconds] * 3, 3)
         return Result("fprop", OURS, sizes, "e4m3", correct=correct, times=times, choice=entry).as_json()
 
@@ -594,13 +594,13 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gemm_selection, "shipped_file", lambda card: tmp_path / "a-card.json")
     monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path / "cache")
     gemm_selection.measured_on.cache_clear()
-    assert [(each.sizes, each.plan) for each in gemm_selection.measured_on("A Card")] == [
+    assert [(each.sizes, each.choice) for each in gemm_selection.measured_on("A Card")] == [
         (sizes, fast),
         ((64, 64, 64), slow),
     ]
-    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == fast
-    kept = gemm_selection.keep("A Card", [gemm_selection.Measured(product, sizes, wrong)])
-    assert gemm_selection.plan_for(LLAMA, gemm_selection.measured_on("A Card")) == wrong
+    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == fast
+    kept = gemm_selection.keep("A Card", [gemm_selection.Measurement(product, sizes, wrong)])
+    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
     gemm_selection.measured_on.cache_clear()
     files.write({**machine, "machine": {"card": None}}, measured)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
-from tests.emulated import Emulator, executing, needs_compilers
+from tests.emulated import Emulator, needs_compilers
 from tests.kernel_cases import (
     BF16,
     CASES,
@@ -24,14 +23,7 @@ from tests.kernel_cases import (
     sample,
 )
 
-pytestmark = needs_compilers
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -20,6 +20,7 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_fp8_state_dict,
 )
+from tests.small import assert_raises
 
 
 def run(linear: nn.Module, x: torch.Tensor) -> None:
@@ -68,9 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(case: str) -> None:
-    action, error, message = CASES[case]
-    with pytest.raises(error, match=message):
-        action()
+    assert_raises(*CASES[case])
 
 
 def test_meta_modules_take_meta_input() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cuda_kernels.device.codec import FP8_MAX
 from lightning_fp8 import Format, ops
 from lightning_fp8.formats import E4M3, E5M2, Float8, float8_of
 from lightning_fp8.ops.quantize.reference import decode
@@ -35,6 +36,12 @@ def assert_same_codes(codes: Tensor, expected: np.ndarray, name: str) -> None:
     is_nan = np.array([math.isnan(value_of_code(name, int(code))) for code in expected.tolist()])
     assert np.array_equal(nan, is_nan)
     assert np.array_equal(codes.flatten().numpy()[~nan], expected[~nan])
+
+
+def test_kernels_have_the_same_largest_values() -> None:
+    largest = {name: max(filter(math.isfinite, (value_of_code(name, code) for code in range(256)))) for name in MAX}
+    assert {name.upper(): float(value) for name, value in FP8_MAX.items()} == largest
+    assert {float8.name: float8.max for float8 in (E4M3, E5M2)} == largest
 
 
 @FORMATS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from lightning_fp8.ops.norm import reference as norm_reference
 from lightning_fp8.ops.quantize.config import parse_quantize_config, quantize_config
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
-from tests.emulated import Emulator, executing, needs_compilers
+from tests.emulated import Emulator, needs_compilers
 from tests.float8_reference import cast
 from tests.fused_cases import CASES, LONG, assert_close_codes, norm_inputs, values
 from tests.kernel_cases import BF16, FP16, FP32, Case, assert_same
@@ -276,13 +276,6 @@ def test_errors() -> None:
 
 
 # --- The kernels ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 @needs_compilers

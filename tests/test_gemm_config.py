@@ -1,4 +1,4 @@
-"""Plans of products: every one is legal, every problem has one, and what was measured is taken."""
+"""What computes a GEMM: every config is legal, every problem has a choice, and what was measured is taken."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache, gemm_configs, gemm_selection
-from cuda_kernels.host.gemm_configs import Library, Plan, Problem, estimated, plans
-from cuda_kernels.host.gemm_selection import Measured, keep, measured_on, plan_for
+from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
+from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, keep, measured_on
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.quantize import reference
@@ -32,7 +32,7 @@ PRODUCTS = st.builds(
     st.booleans(),
 )
 PROBLEMS = st.builds(
-    Problem, SIZES, SIZES, SIZES, PRODUCTS, st.sampled_from(["89", "90a", "100", "120"]), st.integers(1, 200),
+    GemmProblem, SIZES, SIZES, SIZES, PRODUCTS, st.sampled_from(["89", "90a", "100", "120"]), st.integers(1, 200),
     st.booleans(), st.booleans(),
 )  # fmt: skip
 
@@ -49,9 +49,9 @@ def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
 
 
 @given(problem=PROBLEMS)
-def test_every_plan_is_legal(problem: Problem) -> None:
+def test_every_config_is_legal(problem: GemmProblem) -> None:
     """Within what the architectures have: shared memory, registers, instruction shapes and alignment."""
-    found, product = plans(problem), problem.spec
+    found, product = legal_choices(problem), problem.spec
     assert found[-1] is Library.BF16
     assert len(set(found)) == len(found)
     for plan in found:
@@ -94,29 +94,29 @@ def test_every_plan_is_legal(problem: Problem) -> None:
 
 
 @given(problem=PROBLEMS, wish=st.sampled_from([None, "numba", "cublaslt"]))
-def test_every_problem_has_a_plan(problem: Problem, wish: str | None) -> None:
-    plan = plan_for(problem, wish=wish)
-    assert plan in plans(problem)
+def test_every_problem_has_a_choice(problem: GemmProblem, wish: str | None) -> None:
+    plan = choose_gemm(problem, wish=wish)
+    assert plan in legal_choices(problem)
     if problem.architecture in ("89", "90a", "120") and wish == "numba":
         assert not isinstance(plan, Library)
     if wish == "cublaslt" and gemm_configs.cublaslt_takes(problem):
         assert plan is Library.CUBLASLT
 
 
-LLAMA = Problem(
+LLAMA = GemmProblem(
     8192, 4096, 4096, GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False), "90a", 132, True, True
 )
 
 
 def test_estimates() -> None:
     """Large products take the largest tiles, with shared loads; few rows take few."""
-    large = estimated(LLAMA)
+    large = choose_by_estimate(LLAMA)
     assert isinstance(large, GemmConfig)
     assert (large.tile_m * large.tile_n, large.cluster) == (128 * 256, 2)
-    promoted = estimated(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
+    promoted = choose_by_estimate(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
     assert isinstance(promoted, GemmConfig)
     assert promoted.tile_m * promoted.tile_n == 256 * 128
-    few = estimated(replace(LLAMA, m=8))
+    few = choose_by_estimate(replace(LLAMA, m=8))
     assert isinstance(few, GemmConfig)
     assert few.tile_m == 64
 
@@ -133,40 +133,59 @@ def test_what_shared_memory_lets_through(tile: tuple[int, ...], share: float) ->
     groups, waves, columns, *alternate = tile
     shape = GemmConfig(groups, waves, columns, 4, pingpong=bool(alternate))
     multiplying = shape.tile_m * columns * 128 / 4096
-    assert multiplying / gemm_configs.shared_clocks(shape, LLAMA.spec) == pytest.approx(share, abs=0.01)
+    assert multiplying / gemm_configs.shared_memory_cycles(shape, LLAMA.spec) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "config", "tiles", "blocks"),
+    [
+        (256, 512, GemmConfig(2, 1, 256, 4), 4, 4),
+        (257, 513, GemmConfig(2, 1, 256, 4), 9, 9),
+        (2000, 3000, GemmConfig(2, 1, 256, 4), 192, 11),  # blocks that take tile after tile: as many as there are SMs
+        (257, 513, GemmConfig(2, 1, 256, 4, cluster=2), 12, 10),  # clusters of two along m: 2 x 3 of them, 5 on 11 SMs
+        (257, 513, GemmConfig(2, 1, 256, 4, cluster=2, multicast_a=True), 12, 10),  # 3 x 2 clusters along n
+        (100, 600, GemmConfig(2, 1, 256, 4, cluster=2, multicast_a=True), 4, 4),
+        (2000, 3000, MmaConfig(128, 128, 3), 384, 384),
+        (1, 1, MmaConfig(64, 64, 4), 1, 1),
+    ],
+)  # fmt: skip
+def test_tiles_and_blocks(m: int, n: int, config: gemm_configs.KernelConfig, tiles: int, blocks: int) -> None:
+    """Counted by hand, on a GPU with 11 multiprocessors; a cluster's tiles beyond the edge count."""
+    assert gemm_configs.num_tiles(m, n, config) == tiles
+    assert gemm_configs.num_blocks(replace(LLAMA, m=m, n=n, multiprocessors=11), config) == blocks
 
 
 def test_unknown_wish() -> None:
     with pytest.raises(ValueError, match=r"LIGHTNING_FP8_GEMM='cutlass' is neither numba nor cublaslt"):
-        plan_for(LLAMA, wish="cutlass")
+        choose_gemm(LLAMA, wish="cutlass")
 
 
 def test_what_was_measured_is_taken() -> None:
     """For the same product and sizes that are near; libraries only where nobody wishes otherwise."""
     tile, other, *_ = (
-        plan for plan in plans(LLAMA) if isinstance(plan, GemmConfig) and plan.tile_n == 128 and plan.waves == 1
+        plan for plan in legal_choices(LLAMA) if isinstance(plan, GemmConfig) and plan.tile_n == 128 and plan.waves == 1
     )
     name = str(LLAMA.spec)
-    near, far = Measured(name, (6000, 4096, 4096), tile), Measured(name, (64, 4096, 4096), other)
-    assert plan_for(LLAMA, [far, near]) == tile
-    assert plan_for(LLAMA, [far]) is Library.CUBLASLT  # what nobody measured on this card does not replace it
-    library = Measured(name, (8192, 4096, 4096), Library.CUBLASLT)
-    assert plan_for(LLAMA, [near, library]) is Library.CUBLASLT
-    assert plan_for(LLAMA, [near, library], "numba") == tile
-    illegal = Measured(name, (8192, 4096, 4096), replace(tile, stages=2))
-    assert plan_for(LLAMA, [illegal]) is Library.CUBLASLT
+    near, far = Measurement(name, (6000, 4096, 4096), tile), Measurement(name, (64, 4096, 4096), other)
+    assert choose_gemm(LLAMA, [far, near]) == tile
+    assert choose_gemm(LLAMA, [far]) is Library.CUBLASLT  # what nobody measured on this card does not replace it
+    library = Measurement(name, (8192, 4096, 4096), Library.CUBLASLT)
+    assert choose_gemm(LLAMA, [near, library]) is Library.CUBLASLT
+    assert choose_gemm(LLAMA, [near, library], "numba") == tile
+    illegal = Measurement(name, (8192, 4096, 4096), replace(tile, stages=2))
+    assert choose_gemm(LLAMA, [illegal]) is Library.CUBLASLT
 
 
 def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     measured_on.cache_clear()
-    kept: list[Measured] = [
-        Measured("one", (1, 2, 3), plan)
+    kept: list[Measurement] = [
+        Measurement("one", (1, 2, 3), plan)
         for plan in (GemmConfig(2, 1, 128, 4), MmaConfig(128, 128, 3), Library.CUBLASLT)
     ]
     for each in kept:  # the newest of a problem counts
-        path = keep("A Card (80 GB)", [each, Measured("two", (4, 5, 6), Library.BF16)])
-        assert measured_on("A Card (80 GB)") == (each, Measured("two", (4, 5, 6), Library.BF16))
+        path = keep("A Card (80 GB)", [each, Measurement("two", (4, 5, 6), Library.BF16)])
+        assert measured_on("A Card (80 GB)") == (each, Measurement("two", (4, 5, 6), Library.BF16))
     assert path == tmp_path / "gemm-a-card-80-gb.json"
     assert json.loads(path.read_text())["card"] == "A Card (80 GB)"
     path.write_text(path.read_text()[:-20])
@@ -176,15 +195,15 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op takes the plan that the user wishes."""
-    taken: list[Plan] = []
-    chosen = gemm_selection.plan_for
+    """The op takes what the user wishes."""
+    taken: list[GemmChoice] = []
+    chosen = gemm_selection.choose_gemm
 
-    def noted(*args: object) -> Plan:
+    def noted(*args: object) -> GemmChoice:
         taken.append(chosen(*args))  # type: ignore[arg-type]
         return Library.BF16
 
-    monkeypatch.setattr(gemm_selection, "plan_for", noted)
+    monkeypatch.setattr(gemm_selection, "choose_gemm", noted)
     data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
     for wish, kind in (("numba", GemmConfig), ("cublaslt", Library)):
         monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, wish)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,21 +12,20 @@ import torch
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.host import gemm_selection, launch, machine_code
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.layout import TensorKey, key
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm import reference as gemm_reference
 from lightning_fp8.ops.gemm.config import scaled_mm_config
-from lightning_fp8.ops.gemm.problem import GemmOperand, with_kernel_strides
+from lightning_fp8.ops.gemm.problem import GemmOperand, operand_key, with_kernel_strides
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
-from tests.emulated import Emulator, executing, kernels_of, needs_compilers, ptx_of
+from tests.emulated import Emulator, kernels_of, needs_compilers, ptx_of
 from tests.gemm_cases import CASES, multiplying, numbers, operand
 from tests.kernel_cases import E4M3, E5M2, Case
 from tests.ptx_on_cpu import EmulatorError
 
-pytestmark = needs_compilers
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 PIPELINES = [
     case
@@ -36,13 +34,6 @@ PIPELINES = [
 ]
 
 Operand = tuple[torch.Tensor, torch.Tensor, Layout]
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -94,7 +85,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert GemmOperand(layout, TensorKey(*key(data)), TensorKey(*key(scale))).is_tma_aligned
+                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_tma_aligned
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import cache, launch, machine_code, tensor_maps
-from cuda_kernels.host.launch import Launch, NoKernels
+from cuda_kernels.host.launch import Launch, NoKernels, bind
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
@@ -439,3 +439,17 @@ def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
         cuda.quantize(sample(4, 4, BF16), "e4m3 2x2 rowwise")
     with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):
         cuda.quantize(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))
+
+
+def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when a launch is bound: the kernel's own names, in its order."""
+    card, kernel = Card(monkeypatch), amax_kernel(tensor_loader("bfloat16", 4), True)
+    bind(kernel, 7, card.device, ("x", "scale", "amax"), rows=140, columns=264)(ADDRESS, 272, 0, ADDRESS + 64)
+    assert card.values[-1] == (ADDRESS, 272, 0, ADDRESS + 64, 140, 264)
+    for addresses, scalars in (
+        (("x", "scale", "amax"), {"columns": 264, "rows": 140}),
+        (("x", "amax", "scale"), {"rows": 140, "columns": 264}),
+        (("x", "scale", "amax"), {"rows": 140}),
+    ):
+        with pytest.raises(TypeError, match=r"has the parameters x, scale, amax, rows, columns; it is bound with x"):
+            bind(kernel, 7, card.device, addresses, **scalars)

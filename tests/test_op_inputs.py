@@ -27,6 +27,7 @@ from lightning_fp8.ops.scales import cuda as scales_cuda
 from lightning_fp8.ops.scales import reference as scales_reference
 from lightning_fp8.scaled import Cast, Layout
 from tests.emulated import executing
+from tests.small import assert_raises
 
 R, K = 32, 64
 X, WEIGHT, STATISTICS = torch.ones(R, K), torch.ones(K), torch.ones(2, R)
@@ -233,9 +234,7 @@ def codes(K: int = K) -> Any:
 
 @pytest.mark.parametrize("case", PUBLIC)
 def test_public_functions(case: str) -> None:
-    action, error, message = PUBLIC[case]
-    with pytest.raises(error, match=message):
-        action()
+    assert_raises(*PUBLIC[case])
 
 
 def test_eps_may_be_any_number() -> None:

@@ -33,7 +33,7 @@ from lightning_fp8 import (
 from lightning_fp8.delayed import instances
 from lightning_fp8.formats import E4M3
 from tests.float8_reference import cast
-from tests.small import mlp
+from tests.small import assert_raises, mlp
 
 Case = tuple[Callable[[], Any], type[Exception], str]
 
@@ -184,9 +184,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_arguments(case: str) -> None:
-    action, error, message = CASES[case]
-    with pytest.raises(error, match=message):
-        action()
+    assert_raises(*CASES[case])
 
 
 def test_a_refused_state_changes_nothing() -> None:

@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
-from cuda_kernels.device.ptx import bits, load_2_if, load_4_if
+from cuda_kernels.device.language import cuda, device, f32, i64, u32
+from cuda_kernels.device.ptx import bits, exp2_approx, load_2_if, load_4_if, reciprocal_approx
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
-
-_exp2 = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
-_reciprocal = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
@@ -34,7 +31,7 @@ _FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
 
 @device
 def _sigmoid(x):
-    return _reciprocal(_ONE + _exp2(x * _MINUS_LOG2_E))
+    return reciprocal_approx(_ONE + exp2_approx(x * _MINUS_LOG2_E))
 
 
 @device
@@ -104,7 +101,7 @@ class Activation:
 
     Attributes:
         value: ``x -> value``.
-        both: ``(dy, x) -> (dy times the derivative, value)``.
+        grad_and_value: ``(dy, x) -> (dy times the derivative, value)``.
         gated: the second half of a row multiplies the values of its first.
     """
 

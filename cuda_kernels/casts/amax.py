@@ -53,10 +53,11 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
         tile = i32(cuda.blockIdx.x)
-        row_of_thread, column_of_thread = origin_of(thread)
+        # As TileLoader.load_tile, whose thread_origin would be computed again for each tile.
+        row_in_tile, column_in_tile = origin_of(thread)
         while tile < end:
             first_row, first_column, whole = position(tile, rows, columns)
-            row, column = i32(first_row + row_of_thread), i32(first_column + column_of_thread)
+            row, column = i32(first_row + row_in_tile), i32(first_column + column_in_tile)
             load(x, rows, columns, row, column, whole, registers)
             for step in range(WARP_ROWS):
                 fold(registers, step, decode(registers, step), kept)
@@ -81,18 +82,17 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
 @cache
 def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
     """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile = loader.load_tile()
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
     def row_amax(x, rows_amax, columns_amax, rows, columns):
-        thread = cuda.threadIdx.x
-        lane, warp = thread & 31, thread >> 5
-        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = i32(first_row + WARP_ROWS * warp), i32(first_column + 4 * lane)
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)
-        load(x, rows, columns, row, column, whole, registers)
+        _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        thread = cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
         clear(column_maxima)
         for step in range(WARP_ROWS):

@@ -18,11 +18,9 @@ from cuda_kernels.device.ptx import (
     dynamic_shared,
     float8x4,
     from_bits,
-    load_4,
     load_f32,
     shuffle,
     store_f32,
-    unsigned_max,
 )
 from cuda_kernels.device.tile import (
     THREADS,
@@ -30,11 +28,10 @@ from cuda_kernels.device.tile import (
     WARP_ROWS,
     TileLoader,
     block_max,
-    position,
+    reduce_block_amax,
     row_of_quad,
     row_storer,
     store_transposed,
-    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -50,8 +47,8 @@ def quantize_tensor_kernel(
     ``observe`` raises ``amax_out [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of
     values flushed to zero to the int64 ``counts [2]``.
     """
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
-    origin_of = thread_origin(loader.vector)
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile = loader.load_tile()
     store_rows = row_storer(loader.vector)
     pack = float8x4[fp8]
     fp8_max = FP8_MAX[fp8]
@@ -64,22 +61,14 @@ def quantize_tensor_kernel(
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         shared = dynamic_shared()
-        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = origin_of(thread)
-        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(num_registers, u32)
-        load(x, rows, columns, row, column, whole, registers)
+        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
 
         factor = _ZERO
         if scale != 0:
             factor = load_f32(scale)
         if factor == _ZERO:
-            largest = u32(0)
-            index = thread
-            while block_amax != 0 and index < num_block_amax:
-                largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
-                index += THREADS
-            amax = from_bits(block_max(largest, shared + TRANSPOSED_BYTES, thread))
+            amax = from_bits(reduce_block_amax(block_amax, num_block_amax, shared + TRANSPOSED_BYTES, thread))
             factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
@@ -118,8 +107,8 @@ def quantize_tensor_kernel(
 @cache
 def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
     """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
-    load, decode, num_registers = loader.load, loader.decode, loader.num_registers
-    origin_of = thread_origin(loader.vector)
+    decode, num_registers = loader.decode, loader.num_registers
+    load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
     store_rows = row_storer(loader.vector)
     pack = float8x4[fp8]
@@ -133,11 +122,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        row, column = origin_of(thread)
-        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(num_registers, u32)
-        load(x, rows, columns, row, column, whole, registers)
+        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
         if rowwise:

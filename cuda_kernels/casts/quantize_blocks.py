@@ -34,11 +34,9 @@ from cuda_kernels.device.tile import (
     WARPS,
     TileLoader,
     block_max,
-    position,
     row_of_quad,
     row_storer,
     store_transposed,
-    thread_origin,
 )
 from cuda_kernels.kernel import Kernel
 
@@ -96,8 +94,8 @@ def quantize_blocks_kernel(
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
     """
-    load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
-    origin_of = thread_origin(loader.vector)
+    decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
+    load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
     store_rows = row_storer(loader.vector)
     n_kept, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
@@ -123,12 +121,9 @@ def quantize_blocks_kernel(
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         shared = dynamic_shared()
-        first_row, first_column, whole = position(cuda.blockIdx.x, rows, columns)
-        block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
-        row, column = origin_of(thread)
-        row, column = i32(first_row + row), i32(first_column + column)
         registers = cuda.local.array(num_registers, u32)
-        load(x, rows, columns, row, column, whole, registers)
+        first_row, first_column, row, column, whole = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
 
         # Quads are decoded once for what they are needed for before they are cast.
         vector_maxima, column_maxima = cuda.local.array(n_kept, u32), cuda.local.array(n_kept, u32)

@@ -6,6 +6,9 @@ from typing import Any
 
 from cuda_kernels.device.language import asm, const, f32, i32, i64, lowered, u32, u32x, void
 
+GUARDED = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
+"""Instructions with the predicate ``p``: that an operand is not 0."""
+
 # --- Global memory: loads bypass L1, every byte is read once; a false predicate gives zeros ---------------------------
 
 load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
@@ -24,8 +27,7 @@ def _load_if(cache: str, registers: int) -> Any:
     zeros = " ".join(f"mov.b32 ${index}, 0;" for index in range(registers))
     address, flag = f"${registers}", f"${registers + 1}"
     load = f"ld.global.nc{cache}.{vector}b32 {words}, [{address}];"
-    template = f"{{ .reg .pred p; setp.ne.s32 p, {flag}, 0; {zeros} @p {load} }}"
-    return asm(template, u32x(registers) if registers > 1 else u32, i64, i32)
+    return asm(GUARDED % (flag, f"{zeros} @p {load}"), u32x(registers) if registers > 1 else u32, i64, i32)
 
 
 load_2_if = asm(
@@ -80,6 +82,10 @@ quotient = asm("div.s32 $0, $1, $2;", i32, i32, i32, pure=True)
 """Numba's own ``//`` turns into a 64-bit division with a call."""
 remainder = asm("rem.s32 $0, $1, $2;", i32, i32, i32, pure=True)
 divide = asm("div.rn.f32 $0, $1, $2;", f32, f32, f32, pure=True)
+square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
+exp2_approx = asm("ex2.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
+reciprocal_approx = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
+"""Of the special-function unit: within 2 and 1 float32-ulps; what is below 2**-126 is 0."""
 permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
 
 low_half = {
@@ -91,6 +97,20 @@ high_half = {
     "bfloat16": asm("and.b32 $0, $1, 0xffff0000;", f32, u32, pure=True),
     "float16": asm("{ .reg .b16 h, x; mov.b32 {x, h}, $1; cvt.f32.f16 $0, h; }", f32, u32, pure=True),
 }
+
+CVT_RN = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
+"""The instruction that rounds a float32 to nearest even, by the name of the dtype."""
+CVT_RN_X2 = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
+"""The same of two float32, of which the first goes to the high half."""
+
+pack_halves = {dtype: asm(f"{cvt} $0, $2, $1;", u32, f32, f32, pure=True) for dtype, cvt in CVT_RN_X2.items()}
+"""Two float32, rounded to nearest even; the first in the low half. By the name of the dtype."""
+round_to = {
+    "bfloat16": asm(f"{{ .reg .b16 h, z; {CVT_RN['bfloat16']} h, $1; mov.b16 z, 0; mov.b32 $0, {{z, h}}; }}", f32, f32),
+    "float16": asm(f"{{ .reg .b16 h; {CVT_RN['float16']} h, $1; cvt.f32.f16 $0, h; }}", f32, f32),
+    "float32": asm("mov.f32 $0, $1;", f32, f32),
+}
+"""float32 to a dtype and back. By the name of the dtype."""
 
 float8x4 = {
     name: asm(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
     from_bits,
@@ -14,6 +14,7 @@ from cuda_kernels.device.ptx import (
     kept_16_if,
     load_8_if,
     load_16_if,
+    pack_halves,
     shared_load_4,
     shared_load_16,
     shared_store_4,
@@ -27,12 +28,6 @@ from cuda_kernels.device.sizes import ceil_div
 
 THREADS = 256
 """Threads of a block that casts; one to eight rows share it."""
-
-_pair = {
-    "bfloat16": asm("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, pure=True),
-    "float16": asm("cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, pure=True),
-}
-"""Two float32, rounded to nearest even; the first in the low half. By the name of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,7 @@ def parameter_quad(dtype: str) -> Any:
 
 def element_storer(dtype: str) -> Any:
     """A device function ``(address, value)`` that rounds and stores one element."""
-    pair = _pair.get(dtype)
+    pack = pack_halves.get(dtype)
 
     @device
     def store_float(address, value):
@@ -212,9 +207,9 @@ def element_storer(dtype: str) -> Any:
 
     @device
     def store_half(address, value):
-        store_2(address, pair(value, value))
+        store_2(address, pack(value, value))
 
-    return store_half if pair else store_float
+    return store_half if pack else store_float
 
 
 def quad_storer(dtype: str, aligned: bool) -> Any:
@@ -222,14 +217,14 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
 
     ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
     """
-    pair = _pair.get(dtype)
+    pack = pack_halves.get(dtype)
     item = ITEM_BYTES[dtype]
     store_one = element_storer(dtype)
 
     @device
     def store_halves(address, column, columns, a, b, c, d):
         if column < columns:
-            store_8(address, pair(a, b), pair(c, d))
+            store_8(address, pack(a, b), pack(c, d))
 
     @device
     def store_floats(address, column, columns, a, b, c, d):
@@ -247,7 +242,7 @@ def quad_storer(dtype: str, aligned: bool) -> Any:
         if column + 3 < columns:
             store_one(address + 3 * item, d)
 
-    return store_each if not aligned else store_halves if pair else store_floats
+    return store_each if not aligned else store_halves if pack else store_floats
 
 
 def row_sum(threads: int) -> Any:

@@ -24,6 +24,7 @@ from cuda_kernels.device.codec import (
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import (
+    load_4,
     permute_bytes,
     quotient,
     shared_load_16,
@@ -88,6 +89,27 @@ class TileLoader:
     def args_type(self) -> Any:
         """The type of a kernel's first parameter."""
         return UniTuple(i64, self.num_args)
+
+    def load_tile(self) -> Any:
+        """A device function ``(args, tile, rows, columns, registers) -> first_row, first_column, row, column, whole``.
+
+        It loads what a thread holds of tile number ``tile`` of a tensor ``[rows, columns]``. ``first_row``,
+        ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``whole``: whether the whole
+        tile is inside.
+        """
+        load = self.load
+        origin_of = thread_origin(self.vector)
+
+        @device
+        def load_tile(args, tile, rows, columns, registers):
+            first_row, first_column, whole = position(tile, rows, columns)
+            row, column = origin_of(cuda.threadIdx.x)
+            row = i32(first_row + row)
+            column = i32(first_column + column)
+            load(args, rows, columns, row, column, whole, registers)
+            return first_row, first_column, row, column, whole
+
+        return load_tile
 
 
 def thread_origin(vector: int) -> Any:
@@ -171,6 +193,20 @@ def block_max(value, shared, thread):
     cuda.syncthreads()
     low, high = shared_load_16(shared), shared_load_16(shared + 16)
     return unsigned_max(largest_of(low[0], low[1], low[2], low[3]), largest_of(high[0], high[1], high[2], high[3]))
+
+
+@device
+def reduce_block_amax(block_amax, num_block_amax, shared, thread):
+    """The bits of the largest of ``block_amax [num_block_amax]``, for every thread; 0 where its address is.
+
+    ``shared`` as in :func:`block_max`.
+    """
+    largest = u32(0)
+    index = thread
+    while block_amax != 0 and index < num_block_amax:
+        largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
+        index += THREADS
+    return block_max(largest, shared, thread)
 
 
 def row_storer(vector: int) -> Any:

@@ -16,8 +16,8 @@ from cuda_kernels.device.fragments import (
     store_fragment_global,
     store_fragment_shared,
 )
-from cuda_kernels.device.language import asm, cuda, device, f32, i64, u32
-from cuda_kernels.device.ptx import bits, from_bits, load_4_if, unsigned_max, warp_max
+from cuda_kernels.device.language import cuda, device, i64, u32
+from cuda_kernels.device.ptx import bits, from_bits, load_4_if, round_to, unsigned_max, warp_max
 from cuda_kernels.device.sm90 import (
     fence_proxy_async_shared,
     named_barrier,
@@ -84,7 +84,7 @@ def _make_row_scaler(count: int, even: bool) -> Any:
 
 def _make_amax_observer(count: int, out: str) -> Any:
     largest = largest_of_rows(count)
-    rounded = _ROUNDED[out]
+    rounded = round_to[out]
 
     @device
     def observe_amax(acc, epi_args, row, m, column, n):
@@ -96,14 +96,6 @@ def _make_amax_observer(count: int, out: str) -> Any:
         return acc
 
     return observe_amax
-
-
-_ROUNDED = {
-    "bfloat16": asm("{ .reg .b16 h, z; cvt.rn.bf16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {z, h}; }", f32, f32),
-    "float16": asm("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.f32.f16 $0, h; }", f32, f32),
-    "float32": asm("mov.f32 $0, $1;", f32, f32),
-}
-"""float32 to a dtype and back."""
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from cuda_kernels.device.sizes import ceil_div
 
@@ -53,7 +54,7 @@ class GemmSpec:
     amax: bool = False
 
     def __post_init__(self) -> None:
-        if self.scaling.along_k:  # there is no other kernel: products that say so and those that do not share it
+        if self.scaling.along_k:  # there is no other kernel: GEMMs that ask for it and those that do not share it
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
@@ -101,6 +102,22 @@ class GemmConfig:
     @property
     def tile_m(self) -> int:
         return 64 * self.warpgroups_per_tile * self.waves
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of the tiles of a cluster together."""
+        tile_m, tile_n, cluster = self.tile_m, self.tile_n, self.cluster
+        return (tile_m, tile_n * cluster) if self.multicast_a else (tile_m * cluster, tile_n)
+
+    @property
+    def a_rows_loaded(self) -> int:
+        """Rows of A that one block loads for its tile: its share where the blocks of a cluster share them."""
+        return self.tile_m // (self.cluster if self.multicast_a else 1)
+
+    @property
+    def b_rows_loaded(self) -> int:
+        """The same of B, whose rows are the tile's columns."""
+        return self.tile_n // (1 if self.multicast_a else self.cluster)
 
     @property
     def threads(self) -> int:
@@ -166,6 +183,12 @@ class MmaConfig:
     tile_n: int
     stages: int
     even: bool = True
+    cluster: ClassVar[int] = 1
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.tile_m, self.tile_n
 
     @property
     def threads(self) -> int:

@@ -91,9 +91,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
     multicast_a, multicast_b = config.multicast_a and cluster > 1, not config.multicast_a and cluster > 1
-    a_slice_rows, b_slice_rows = tile_m // (cluster if multicast_a else 1), tile_n // (cluster if multicast_b else 1)
-    work_rows = tile_m * (cluster if multicast_b else 1)
-    work_columns = tile_n * (cluster if multicast_a else 1)
+    a_slice_rows, b_slice_rows = config.a_rows_loaded, config.b_rows_loaded
+    work_rows, work_columns = config.cluster_tile
     mcast_mask = (1 << cluster) - 1
     empty_arrivals = warpgroups_per_tile * cluster * (4 if scaling.along_k else 1)
     zero_acc = zeros(count)

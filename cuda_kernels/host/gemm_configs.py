@@ -1,7 +1,7 @@
-"""The legal plans of a GEMM, and an estimate of their time. Pure functions of numbers.
+"""The configs in which our kernels compute a GEMM, and an estimate of their time. Pure functions of numbers.
 
-:mod:`cuda_kernels.host.gemm_selection` chooses among them: it takes what was measured on this GPU, then cuBLASLt where
-that computes the GEMM, and only then the plan of least estimated time.
+:mod:`cuda_kernels.host.gemm_selection` chooses among them and the libraries: it takes what was measured on this GPU,
+then cuBLASLt where that computes the GEMM, and only then the config of least estimated time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 
 
 class Library(Enum):
-    """A plan that is no kernel of ours."""
+    """What computes a GEMM where no kernel of ours does."""
 
     CUBLASLT = "cublaslt"
     """``torch._scaled_mm``."""
@@ -28,11 +28,14 @@ class Library(Enum):
     """Codes, or codes times scales that are powers of two, are BF16 values: their products are exact."""
 
 
-Plan = GemmConfig | MmaConfig | Library
+KernelConfig = GemmConfig | MmaConfig
+"""One of our kernels, on Hopper and elsewhere, and how it divides the work."""
+GemmChoice = KernelConfig | Library
+"""What computes a GEMM."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class GemmProblem:
     """A GEMM of a size on a GPU.
 
     Attributes:
@@ -53,19 +56,20 @@ class Problem:
     even: bool
 
 
-def plans(problem: Problem) -> list[Plan]:
-    """All plans that compute the problem; the last one always does."""
-    found: list[Plan] = []
+def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
+    """The configs in which our kernels compute the problem; none on architectures without such a kernel."""
     if problem.architecture == "90a":
-        found += _hopper_tiles(problem)
-    elif problem.architecture in SHARED_BYTES:
-        found += _mma_tiles(problem)
-    if cublaslt_takes(problem):
-        found.append(Library.CUBLASLT)
-    return [*found, Library.BF16]
+        return list(_hopper_configs(problem))
+    return list(_mma_configs(problem)) if problem.architecture in SHARED_BYTES else []
 
 
-def cublaslt_takes(problem: Problem) -> bool:
+def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
+    """:func:`legal_configs`, and the libraries that compute the problem; the last one always does."""
+    libraries = [Library.CUBLASLT] if cublaslt_takes(problem) else []
+    return [*legal_configs(problem), *libraries, Library.BF16]
+
+
+def cublaslt_takes(problem: GemmProblem) -> bool:
     """Whether ``torch._scaled_mm`` computes the problem on every GPU with FP8.
 
     It wants n and k in multiples of 16, and scales of rows only for E4M3 and results in bfloat16.
@@ -98,7 +102,7 @@ _SHAPES = (
 """``mma_warpgroups, waves, tile_n, pingpong`` of Hopper's candidates."""
 
 
-def _hopper_tiles(problem: Problem) -> Iterator[GemmConfig]:
+def _hopper_configs(problem: GemmProblem) -> Iterator[GemmConfig]:
     for mma_warpgroups, waves, tile_n, pingpong in _SHAPES:
         config = GemmConfig(
             mma_warpgroups, waves, tile_n, stages=4, smem_epilogue=problem.aligned, even=problem.even, pingpong=pingpong
@@ -124,7 +128,7 @@ def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
 
     Warpgroups that take turns do so at all steps of a tile. Where sums are promoted they would wait for each step's
     products and then add 64 numbers a thread, with nobody to multiply meanwhile: about 420 clocks for 256 clocks' worth
-    of products (:func:`_clocks`), which hiding the tile's end repays only for k below some 800.
+    of products (:func:`estimate_cycles`), which hiding the tile's end repays only for k below some 800.
     """
     sums = config.tile_n // 2 * (config.waves + spec.promote)
     return (
@@ -140,7 +144,7 @@ def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
 # --- mma.sync ---------------------------------------------------------------------------------------------------------
 
 
-def _mma_tiles(problem: Problem) -> Iterator[MmaConfig]:
+def _mma_configs(problem: GemmProblem) -> Iterator[MmaConfig]:
     for tile_m, tile_n in ((128, 128), (64, 64)):
         for stages in (4, 3):
             config = MmaConfig(tile_m, tile_n, stages, problem.even)
@@ -153,43 +157,52 @@ def _mma_tiles(problem: Problem) -> Iterator[MmaConfig]:
 
 
 @lru_cache(4096)
-def estimated(problem: Problem) -> Plan:
-    """The plan of least estimated time; a library only where there is no other.
+def choose_by_estimate(problem: GemmProblem) -> GemmChoice:
+    """The config of least estimated time; BF16 products or cuBLASLt only where no kernel of ours is legal.
 
     Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one, and moves 128 bytes to or from
     shared memory, follows from NVIDIA's data sheets; that it loads 28 bytes, and what promotion and a tile's end cost,
     is assumed and not measured.
     """
-    tiles = [plan for plan in plans(problem) if not isinstance(plan, Library)]
-    if not tiles:
-        return plans(problem)[0]
-    return min(tiles, key=lambda config: _clocks(config, problem))
+    configs = legal_configs(problem)
+    if not configs:
+        return legal_choices(problem)[0]
+    return min(configs, key=lambda config: estimate_cycles(config, problem))
 
 
-def _clocks(config: GemmConfig | MmaConfig, problem: Problem) -> float:
+def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
+    """The clocks that a GEMM takes; see :func:`choose_by_estimate`."""
     rows, columns = config.tile_m, config.tile_n
-    cluster = 1
-    loaded = float(rows + columns)
+    loaded_rows = float(rows + columns)
     if isinstance(config, GemmConfig):
-        cluster = config.cluster
-        if cluster > 1:
-            loaded -= (rows if config.multicast_a else columns) / 2
-    num_m_tiles = ceil_div(problem.m, rows)
-    num_n_tiles = ceil_div(problem.n, columns)
-    if isinstance(config, GemmConfig) and config.multicast_a:
-        num_n_tiles = ceil_div(num_n_tiles, cluster) * cluster
-    else:
-        num_m_tiles = ceil_div(num_m_tiles, cluster) * cluster
-    rounds = ceil_div(num_m_tiles * num_n_tiles, problem.multiprocessors // cluster * cluster)
-    step = max(rows * columns * 128 / 4096, loaded * 128 / 28)
+        loaded_rows = float(config.a_rows_loaded + config.b_rows_loaded)
+    rounds = ceil_div(num_tiles(problem.m, problem.n, config), resident_blocks(config, problem.multiprocessors))
+    k_iter = max(rows * columns * 128 / 4096, loaded_rows * 128 / 28)
     if isinstance(config, GemmConfig):
-        step = max(step, shared_clocks(config, problem.spec), _promoted_clocks(config, problem.spec))
-    end = 1500 + rows * columns / 16
-    ends = 1 if isinstance(config, GemmConfig) and config.pingpong else rounds
-    return rounds * ceil_div(problem.k, 128) * step + ends * end
+        k_iter = max(k_iter, shared_memory_cycles(config, problem.spec), _promotion_cycles(config, problem.spec))
+    epilogue = 1500 + rows * columns / 16
+    epilogues = 1 if isinstance(config, GemmConfig) and config.pingpong else rounds
+    return rounds * ceil_div(problem.k, 128) * k_iter + epilogues * epilogue
 
 
-def shared_clocks(config: GemmConfig, spec: GemmSpec) -> float:
+def num_tiles(m: int, n: int, config: KernelConfig) -> int:
+    """Tiles of ``out [m, n]``, counting those beyond its edge that complete a cluster's."""
+    rows, columns = config.cluster_tile
+    return ceil_div(m, rows) * ceil_div(n, columns) * config.cluster
+
+
+def resident_blocks(config: KernelConfig, multiprocessors: int) -> int:
+    """Blocks that run at a time: one for each multiprocessor, in whole clusters."""
+    return multiprocessors // config.cluster * config.cluster
+
+
+def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:
+    """Blocks of the grid: one for each tile; on Hopper no more than are resident, since each takes tile after tile."""
+    tiles = num_tiles(problem.m, problem.n, config)
+    return min(tiles, resident_blocks(config, problem.multiprocessors)) if isinstance(config, GemmConfig) else tiles
+
+
+def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     """How long shared memory takes for a step, at 128 bytes in a clock.
 
     The copies write 128 bytes for each row and column; products of 64 rows read these and all columns; each warp reads
@@ -200,7 +213,7 @@ def shared_clocks(config: GemmConfig, spec: GemmSpec) -> float:
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
-def _promoted_clocks(config: GemmConfig, spec: GemmSpec) -> float:
+def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
     if not spec.promote:
         return 0.0

@@ -1,7 +1,7 @@
-"""The choice of a GEMM's plan, and the measurements that it rests on.
+"""What computes a GEMM: the choice, and the measurements that it rests on.
 
-A file holds the measurements of one GPU: a GEMM, its sizes, and the fastest plan. The user's file is in the folder of
-compiled kernels; files that ship with the package are in ``measured`` here, which has none yet.
+A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file is in the
+folder of compiled kernels; files that ship with the package are in ``measured`` here, which has none yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host.cache import cache_folder, write_whole
-from cuda_kernels.host.gemm_configs import Library, Plan, Problem, cublaslt_takes, estimated, plans
+from cuda_kernels.host.gemm_configs import (
+    GemmChoice,
+    GemmProblem,
+    Library,
+    choose_by_estimate,
+    cublaslt_takes,
+    legal_choices,
+    legal_configs,
+)
 
 if TYPE_CHECKING:
     from cuda_kernels.host.precompile import Build
@@ -30,16 +38,21 @@ _NEAR = 2.0
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The fastest plan of a GEMM: ``str`` of its :class:`GemmSpec`, and its sizes m, n, k."""
+class Measurement:
+    """What computed a GEMM fastest.
 
-    product: str
+    Attributes:
+        gemm: ``str`` of its :class:`GemmSpec`.
+        sizes: m, n and k.
+    """
+
+    gemm: str
     sizes: tuple[int, int, int]
-    plan: Plan
+    choice: GemmChoice
 
 
-def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | None = None) -> Plan:
-    """The plan to take: one of :func:`plans`.
+def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), wish: str | None = None) -> GemmChoice:
+    """What computes ``problem``: one of :func:`legal_choices`.
 
     Args:
         measured: measurements on this GPU.
@@ -52,21 +65,21 @@ def plan_for(problem: Problem, measured: Iterable[Measured] = (), wish: str | No
         raise ValueError(
             f"{CHOICE_VARIABLE}={wish!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
         )
-    legal = plans(problem)
+    legal = legal_choices(problem)
     if wish == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    product = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
-    alike = [each for each in measured if each.product == product and each.plan in legal]
+    gemm = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
+    alike = [each for each in measured if each.gemm == gemm and each.choice in legal]
     if wish == "numba":
-        alike = [each for each in alike if not isinstance(each.plan, Library)]
+        alike = [each for each in alike if not isinstance(each.choice, Library)]
     sizes = problem.m, problem.n, problem.k
     near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
-        return alike[min(near)[1]].plan
+        return alike[min(near)[1]].choice
     # Without a measurement, what runs everywhere comes before what never ran on this GPU.
     if wish is None and cublaslt_takes(problem):
         return Library.CUBLASLT
-    return estimated(problem)
+    return choose_by_estimate(problem)
 
 
 def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
@@ -74,16 +87,14 @@ def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return max(abs(math.log(x / y)) for x, y in zip(a, b))
 
 
-def builds_of(problem: Problem) -> list[Build]:
-    """The builds of the kernels of all its plans."""
+def builds_of(problem: GemmProblem) -> list[Build]:
+    """How to build the kernels of all its :func:`legal_configs`."""
     from cuda_kernels.gemm import mma, wgmma
 
-    builds: list[Build] = []
-    for plan in plans(problem):
-        if not isinstance(plan, Library):
-            function = wgmma.gemm_kernel if isinstance(plan, GemmConfig) else mma.mma_gemm_kernel
-            builds.append((function, (problem.spec, plan)))
-    return builds
+    return [
+        (wgmma.gemm_kernel if isinstance(config, GemmConfig) else mma.mma_gemm_kernel, (problem.spec, config))
+        for config in legal_configs(problem)
+    ]
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -104,28 +115,28 @@ def _slug(card: str) -> str:
 
 
 @cache
-def measured_on(card: str) -> tuple[Measured, ...]:
+def measured_on(card: str) -> tuple[Measurement, ...]:
     """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
     return *_kept_in(user_file(card)), *_kept_in(shipped_file(card))
 
 
-def _kept_in(path: Path) -> list[Measured]:
+def _kept_in(path: Path) -> list[Measurement]:
     try:
         return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def keep(card: str, measured: Iterable[Measured]) -> Path:
+def keep(card: str, measured: Iterable[Measurement]) -> Path:
     """Add measurements to the user's file, in place of older ones of the same problem."""
     path = user_file(card)
-    kept = {(each.product, each.sizes): each for each in (*_kept_in(path), *measured)}
+    kept = {(each.gemm, each.sizes): each for each in (*_kept_in(path), *measured)}
     write_whole(path, json.dumps(document(card, kept.values()), indent=1).encode())
     measured_on.cache_clear()
     return path
 
 
-def document(card: str, measured: Iterable[Measured]) -> dict[str, Any]:
+def document(card: str, measured: Iterable[Measurement]) -> dict[str, Any]:
     """The contents of a file of measurements."""
     return {"card": card, "measured": [to_json(each) for each in measured]}
 
@@ -142,22 +153,22 @@ _JSON_FIELDS: dict[type, dict[str, str]] = {
     },
     MmaConfig: {"tile_m": "rows", "tile_n": "columns"},
 }
-"""How files of measurements name plans, and their fields where that differs."""
+"""How files of measurements name configs, and their fields where that differs."""
 
 
-def to_json(measured: Measured) -> dict[str, Any]:
+def to_json(measured: Measurement) -> dict[str, Any]:
     """One entry of a file."""
-    plan = measured.plan
-    if isinstance(plan, Library):
-        described: Any = plan.value
+    choice = measured.choice
+    if isinstance(choice, Library):
+        described: Any = choice.value
     else:
-        kind = next(name for name, cls in _JSON_KINDS.items() if isinstance(plan, cls))
-        names = _JSON_FIELDS[type(plan)]
-        described = {"kind": kind} | {names.get(field, field): value for field, value in asdict(plan).items()}
-    return {"product": measured.product, "sizes": list(measured.sizes), "plan": described}
+        kind = next(name for name, cls in _JSON_KINDS.items() if isinstance(choice, cls))
+        names = _JSON_FIELDS[type(choice)]
+        described = {"kind": kind} | {names.get(field, field): value for field, value in asdict(choice).items()}
+    return {"product": measured.gemm, "sizes": list(measured.sizes), "plan": described}
 
 
-def from_json(entry: dict[str, Any]) -> Measured:
+def from_json(entry: dict[str, Any]) -> Measurement:
     """Read an entry of a file.
 
     Raises:
@@ -168,8 +179,8 @@ def from_json(entry: dict[str, Any]) -> Measured:
         values = dict(described)
         cls = _JSON_KINDS[values.pop("kind")]
         values |= {field: values.pop(name) for field, name in _JSON_FIELDS[cls].items() if name in values}
-        plan: Plan = cls(**values)
+        choice: GemmChoice = cls(**values)
     else:
-        plan = Library(described)
+        choice = Library(described)
     m, n, k = (int(size) for size in entry["sizes"])
-    return Measured(str(entry["product"]), (m, n, k), plan)
+    return Measurement(str(entry["product"]), (m, n, k), choice)

@@ -96,6 +96,27 @@ class Launch:
         return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
+def bind(
+    kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
+) -> Callable[..., None]:
+    """:meth:`Launch.start` of ``kernel`` on ``blocks`` blocks, whose parameters are named once, here.
+
+    Args:
+        addresses: the parameters of each launch, in the order in which it passes them.
+        scalars: the parameters that are bound.
+
+    Raises:
+        TypeError: these are not the kernel's parameters in their order.
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    named = *addresses, *scalars
+    if named != kernel.parameter_names:
+        raise TypeError(
+            f"{kernel.name} has the parameters {', '.join(kernel.parameter_names)}; it is bound with {', '.join(named)}"
+        )
+    return Launch(kernel, blocks, tuple(scalars.values()), device).start
+
+
 class _ParameterBlock:
     """Memory for a kernel's parameters.
 

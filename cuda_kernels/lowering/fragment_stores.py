@@ -11,13 +11,12 @@ from numba.cuda.cgutils import unpack_tuple
 
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import i32, i64, void
+from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
-_GUARD = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
-_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;", "float16": "cvt.rn.f16x2.f32 $0, $2, $1;"}
 _MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
 _TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
 
@@ -31,6 +30,7 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
     bytes on.
     """
     rounded = dtype != "float32"
+    pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         fragment, base, first, mask = values
@@ -41,7 +41,7 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
                 packed = [
-                    inline(builder, _PAIR[dtype], _I32, "=r,f,f", pair, pure=True, convergent=False) for pair in pairs
+                    inline(builder, pack_halves, _I32, "=r,f,f", pair, pure=True, convergent=False) for pair in pairs
                 ]
                 inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", [address, *packed])
             else:
@@ -55,10 +55,8 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
 _STORED = {
     ("float32", 1): "@p st.global.f32 [$0], $1;",
     ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",
-    ("bfloat16", 1): ".reg .b16 h; cvt.rn.bf16.f32 h, $1; @p st.global.b16 [$0], h;",
-    ("bfloat16", 2): ".reg .b32 w; cvt.rn.bf16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
-    ("float16", 1): ".reg .b16 h; cvt.rn.f16.f32 h, $1; @p st.global.b16 [$0], h;",
-    ("float16", 2): ".reg .b32 w; cvt.rn.f16x2.f32 w, $2, $1; @p st.global.b32 [$0], w;",
+    **{(dtype, 1): f".reg .b16 h; {cvt} h, $1; @p st.global.b16 [$0], h;" for dtype, cvt in CVT_RN.items()},
+    **{(dtype, 2): f".reg .b32 w; {cvt} w, $2, $1; @p st.global.b32 [$0], w;" for dtype, cvt in CVT_RN_X2.items()},
 }
 """One element, or two neighbours."""
 _ADDED = {
@@ -77,7 +75,7 @@ def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) 
     """
     size = 4 if dtype == "float32" else 2
     step = 2 if even else 1
-    template = _GUARD % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
+    template = GUARDED % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
     constraints = ",".join(["l", *"f" * step, "r"])
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:

@@ -30,12 +30,10 @@ from cuda_kernels.device.ptx import (
     float8x4,
     from_bits,
     larger_magnitudes,
-    load_4,
     load_f32,
     store_4,
     store_8,
     store_f32,
-    unsigned_max,
 )
 from cuda_kernels.device.rows import (
     THREADS,
@@ -47,7 +45,7 @@ from cuda_kernels.device.rows import (
     row_loader,
     row_registers,
 )
-from cuda_kernels.device.tile import block_max
+from cuda_kernels.device.tile import block_max, reduce_block_amax
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.statistics import Norm, normalizer, row_statistics, rstd_address
 
@@ -204,12 +202,7 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
             return
         thread = cuda.threadIdx.x
         lane = thread & lane_mask
-        largest = u32(0)
-        index = thread
-        while index < num_block_amax:
-            largest = unsigned_max(largest, load_4(block_amax + i64(index) * 4))
-            index += THREADS
-        amax = from_bits(block_max(largest, dynamic_shared(), thread))
+        amax = from_bits(reduce_block_amax(block_amax, num_block_amax, dynamic_shared(), thread))
         factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))

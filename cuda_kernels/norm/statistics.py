@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
-from cuda_kernels.device.language import asm, cuda, device, f32, i32, i64, u32
-from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, store_f32
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
+from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
 from cuda_kernels.device.rows import (
     THREADS,
     RowLayout,
@@ -30,7 +30,6 @@ from cuda_kernels.device.rows import (
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
 from cuda_kernels.kernel import Kernel
 
-_square_root = asm("sqrt.rn.f32 $0, $1;", f32, f32, pure=True)
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
@@ -149,7 +148,7 @@ def rstd_address(mean: bool) -> Any:
 
 @device
 def _rstd(squares, columns, eps):
-    return divide(_ONE, _square_root(divide(squares, f32(columns)) + eps))
+    return divide(_ONE, square_root(divide(squares, f32(columns)) + eps))
 
 
 def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:

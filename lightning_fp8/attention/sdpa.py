@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.attention.owners import asked, current_owner, note
 from lightning_fp8.functions.attention import fp8_attention, why_not_fp8
-from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.ops.attention import Band
 
 _CAUSAL = Band(right=0)

@@ -141,8 +141,8 @@ def _te_recipe(recipe: DelayedScaling, length: int) -> Standin:
         "amax_compute_algo": recipe.amax_compute_algo,
         "scaling_factor_compute_algo": None,
         "reduce_amax": recipe.reduce_amax,
-        "fp8_dpa": False,
-        "fp8_mha": False,
+        "fp8_dpa": recipe.fp8_dpa,
+        "fp8_mha": recipe.fp8_mha,
     }
     return Standin(f"{_RECIPES}.DelayedScaling", (), fields)
 

@@ -14,12 +14,15 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from cuda_kernels.host import launch
+from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
+from cuda_kernels.host.gemm_selection import Measurement, builds_of, keep
+from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
@@ -27,9 +30,6 @@ from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.ops.quantize.config import quantize_config
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
-
-if TYPE_CHECKING:
-    from cuda_kernels.host.gemm_configs import Plan
 
 ROUNDS = 21
 """Times that each plan is measured; the median counts."""
@@ -69,9 +69,8 @@ def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     return bind_gemm(device, a, b, scaled_mm_config(a.layout, b.layout, torch.bfloat16, gemm.fast))
 
 
-def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[Plan, Callable[[], Tensor]]:
+def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
     """The functions that compute the GEMM of random operands: every plan but the slow exact one."""
-    from cuda_kernels.host.gemm_configs import Library, plans
 
     def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
@@ -81,14 +80,14 @@ def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[Plan, Calla
 
     a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
 
-    def call_of(plan: Plan) -> Callable[[], Tensor]:
+    def call_of(plan: GemmChoice) -> Callable[[], Tensor]:
         built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
         return lambda: built()(a, b, bound.config, None, None, None)
 
-    return {plan: call_of(plan) for plan in plans(bound.problem) if plan is not Library.BF16}
+    return {plan: call_of(plan) for plan in legal_choices(bound.problem) if plan is not Library.BF16}
 
 
-def timed(calls: dict[Plan, Callable[[], Tensor]], clock: Clock) -> dict[Plan, float]:
+def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[GemmChoice, float]:
     """Median seconds of each that runs, fastest first; those that fail are left out, with a line that says so."""
     running = {}
     for plan, call in calls.items():
@@ -124,13 +123,10 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
     Raises:
         ValueError: the recipe's layouts have no kernels.
     """
-    from cuda_kernels.host import launch
-    from cuda_kernels.host.gemm_selection import Measured, builds_of, keep
-    from cuda_kernels.host.precompile import compile_ahead, missing
-
     if (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) not in SCALINGS:
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
-    card, measured = launch.name_of(device), []
+    card = launch.name_of(device)
+    measured = []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
     if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)
@@ -141,14 +137,12 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         times = timed(candidates(gemm, recipe, bound), clock)
         tqdm.write("\n".join(_lines(gemm, times)))
         if times:
-            measured.append(Measured(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
+            measured.append(Measurement(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {keep(card, measured)}")
 
 
-def _lines(gemm: Gemm, times: dict[Plan, float]) -> Iterator[str]:
-    from cuda_kernels.host.gemm_configs import Library
-
+def _lines(gemm: Gemm, times: dict[GemmChoice, float]) -> Iterator[str]:
     yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
     for plan, seconds in times.items():
         name = plan.value if isinstance(plan, Library) else f"numba {plan}"

@@ -55,7 +55,8 @@ def inspect(path: Path) -> str:
         OSError: there is no such file.
     """
     with open_checkpoint(path) as file:
-        lines, writers = [], []
+        lines = []
+        writers = []
         for key, writer, rows in _states(file):
             if writer not in writers:
                 writers.append(writer)

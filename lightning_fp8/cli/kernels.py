@@ -149,7 +149,8 @@ def _build_share(
     find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path, first: int, step: int
 ) -> tuple[dict[str, str], dict[str, str]]:
     kernels = {kernel.name: kernel for kernel in find(*arguments)}
-    built, failed = {}, {}
+    built = {}
+    failed = {}
     for name in sorted(kernels)[first::step]:
         key = machine_code.source_key(kernels[name], "cubin", arch)
         try:
@@ -161,14 +162,15 @@ def _build_share(
 
 
 def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
-    path, compilers = folder / MANIFEST, cache.compilers()
+    path = folder / MANIFEST
+    compilers = cache.compilers()
     kernels = json.loads(path.read_text()) if path.exists() else {}
     kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
     cache.write_whole(path, json.dumps(kernels, indent=1).encode())
 
 
 def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
-    """Those of all layers under all recipes, and the doctor's."""
+    """The kernels of all layers under all recipes, and the doctor's."""
     of_layers = [
         kernel
         for inputs, outputs in layers
@@ -179,7 +181,7 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 
 
 def doctors_kernels() -> list[Kernel]:
-    """What ``lightning-fp8 doctor`` casts with; its product is cuBLASLt's wherever that is not forbidden."""
+    """The kernels that ``lightning-fp8 doctor`` casts with; its GEMM is cuBLASLt's wherever that is not forbidden."""
     with noted() as found:
         probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
     return list(found.values())

@@ -1,1 +1,1 @@
-"""Which layers of a model run in FP8 and why, their conversion in place, and what really ran."""
+"""Decides which layers of a model run in FP8 and why, converts them in place, and compares with what really ran."""

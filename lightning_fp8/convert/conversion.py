@@ -1,4 +1,4 @@
-"""Which layers run in FP8, and the conversion in place.
+"""Decides which layers run in FP8, and converts them in place.
 
 ``linear.__class__ = Linear``: parameters stay the same objects, so tied weights, optimizers, hooks and ``state_dict``
 keys survive.
@@ -32,7 +32,7 @@ from lightning_fp8.names import clean_name
 
 @dataclass(frozen=True)
 class Policy:
-    """Which layers stay in BF16. Arguments and errors as for :func:`convert_module`."""
+    """The layers that stay in BF16. Arguments and errors as for :func:`convert_module`."""
 
     first_last_layers_bf16: bool = True
     num_layers_at_start_in_bf16: int = 1

@@ -274,7 +274,7 @@ def _fits(module: nn.Module, x: Tensor, sizes: set[int]) -> bool:
 
 
 def _rows(module: nn.Module, x: Tensor, output: Any) -> int:
-    """How many rows a matrix multiplies: of a convolution, positions, with a batch or without."""
+    """The number of rows that a matrix multiplies; of a convolution that is positions, with a batch or without."""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         return x.numel() // module.in_channels
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -283,7 +283,7 @@ def _rows(module: nn.Module, x: Tensor, output: Any) -> int:
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those of the module, and those that its weight is computed from."""
+    """The parameters of the module, and those that its weight is computed from."""
     computed = getattr(module, "parametrizations", None)
     return [*module.parameters(recurse=False), *(computed.parameters() if isinstance(computed, nn.Module) else ())]
 

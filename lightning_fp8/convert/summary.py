@@ -11,7 +11,7 @@ ATTENTION = "dot product attention"
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """Where one layer, or one matrix that no linear layer holds, runs and why.
+    """The precision that one layer, or one matrix that no linear layer holds, runs in, and why.
 
     Attributes:
         name: the module's name in its model; of a matrix that is no layer's ``weight``, the parameter's.
@@ -50,7 +50,7 @@ class ConversionSummary:
 
     @property
     def num_fp8(self) -> int:
-        """How many layers run in FP8; after the first training step, without those that did not."""
+        """The number of layers that run in FP8; after the first training step, without those that did not."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind != ATTENTION)
 
     @property
@@ -60,12 +60,12 @@ class ConversionSummary:
 
     @property
     def share_of_parameters(self) -> float | None:
-        """Of all elements of the matrices, the part in matrices that run in FP8; None without matrices."""
+        """The share of all matrices' elements that lies in matrices that run in FP8; None without matrices."""
         return self._share(lambda layer: layer.parameters)
 
     @property
     def share_of_flops(self) -> float | None:
-        """Of the first training step's products with these matrices, the part in FP8; None while it is not known."""
+        """The share of the first training step's FLOPs with these matrices that ran in FP8; None while unknown."""
         if any(layer.flops is None for layer in self.layers if layer.kind != ATTENTION):
             return None
         return self._share(lambda layer: layer.flops or 0)

@@ -139,10 +139,12 @@ def _with_adapters(heads: dict[str, str], linears: Mapping[str, nn.Module]) -> d
 
 
 def _behind(model: nn.Module, towers: list[_Tower], linears: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Of each part behind the one with the blocks, the last linear layer, if it gives fewer values than it takes."""
-    prefix, module = "", model
+    """The last linear layer of each part behind the one with the blocks, if it gives fewer values than it takes."""
+    prefix = ""
+    module = model
     while len(children := [key for key, child in module.named_children() if _linear_names(child)]) == 1:
-        prefix, module = f"{prefix}{children[0]}.", module.get_submodule(children[0])
+        prefix = f"{prefix}{children[0]}."
+        module = module.get_submodule(children[0])
     prefixes = [clean_name(f"{prefix}{key}.") for key in children]
     holding = [any(tower.prefix.startswith(part) for tower in towers) for part in prefixes]
     last = max((index for index, holds in enumerate(holding) if holds), default=len(prefixes))
@@ -174,7 +176,7 @@ def _parts(towers: list[_Tower]) -> set[str]:
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:
-    """What a Hugging Face model calls its head."""
+    """The module that a Hugging Face model calls its head; None where it names none."""
     give = getattr(module, "get_output_embeddings", None)
     try:
         head = give() if callable(give) else None
@@ -233,7 +235,8 @@ def _blocks_of_stage(module: nn.Module) -> Iterator[str]:
 
 def _networks(model: nn.Module) -> list[str]:
     """Names of the children that hold three or more linear layers, of the first module with several children."""
-    name, module = "", model
+    name = ""
+    module = model
     while True:
         children = {key: child for key, child in module.named_children() if _linear_names(child)}
         if len(children) != 1:

@@ -39,7 +39,8 @@ class NonzeroScales:
             event.record()
             self._pending_copy = copy, event
         elif self._pending_copy[1].query():
-            self._nonzero, self._pending_copy = self._pending_copy[0].tolist(), None
+            self._nonzero = self._pending_copy[0].tolist()
+            self._pending_copy = None
 
     def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
         return NonzeroScales, ()  # copies and pickles start without knowledge

@@ -26,7 +26,10 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)
         way_out = f"Pass what is inside: state{inside}" if inside else "Save it with fp8_state_dict(model)"
         raise ValueError(f"FP8 state lacks {missing}; it holds {sorted(map(str, state))[:10]}. {way_out}")
-    names, scale, amax_history, updates = state["names"], state["scale"], state["amax_history"], state["updates"]
+    names = state["names"]
+    scale = state["scale"]
+    amax_history = state["amax_history"]
+    updates = state["updates"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("FP8 state's 'names' must be a list of strings")
     if len(set(names)) < len(names):

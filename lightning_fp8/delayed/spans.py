@@ -39,7 +39,8 @@ def span_in(state: dict[str, Any]) -> Span | None:
     Raises:
         ValueError: it is no format and margin of delayed scaling.
     """
-    name, margin = state.get("fp8_format"), state.get("margin")
+    name = state.get("fp8_format")
+    margin = state.get("margin")
     if name is None and margin is None:
         return None
     if not isinstance(name, str) or name not in Format.__members__:

@@ -37,7 +37,7 @@ def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
 def _overflowed(optimizer: Optimizer) -> bool:
     """Whether ``GradScaler`` has a fused optimizer step over infinite gradients, which changes nothing.
 
-    A card is not asked: it would be waited for.
+    A tensor on the GPU is not read: the host would wait for it.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
@@ -59,7 +59,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     stepped = _stepped(optimizer)
     for history in stepped:
-        history.steps, history.stepped = history.steps + 1, True
+        history.steps = history.steps + 1
+        history.stepped = True
     for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
         update()
 

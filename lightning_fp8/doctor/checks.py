@@ -34,7 +34,7 @@ def runs_kernels(driver: Driver) -> bool:
 
 
 def packages(versions: Mapping[str, str], oldest: Mapping[str, str], torch: Torch | None) -> Iterator[Finding]:
-    """What is installed of what takes part; ``oldest``: what is asked for."""
+    """The installed packages that take part, compared with ``oldest``, the versions that are asked for."""
     if torch is None:
         yield Finding("torch", "not installed", FAIL, "pip install torch")
     else:
@@ -94,7 +94,7 @@ def _no_card(driver: Driver, visible: str | None) -> Finding:
 
 
 def seen_by_torch(torch: Finding, driver: Driver) -> Finding:
-    """What torch said of the cards that it sees, where the driver has some."""
+    """The GPUs that torch says it sees, where the driver has some."""
     if torch.value != SEES_NONE or not driver.cards:
         return torch
     way_out = "install a torch that is built for a CUDA that the driver supports"
@@ -117,7 +117,7 @@ def kernel_packages(versions: Mapping[str, str], driver: Driver, wanted: bool) -
 def compilers(
     found: Mapping[str, Mapping[str, str]], versions: Mapping[str, str], driver: Driver, wanted: bool
 ) -> Iterator[Finding]:
-    """Where the compilers lie; ``found`` as of :func:`lightning_fp8.doctor.compilers.found_compilers`."""
+    """The folders of the compilers; ``found`` as of :func:`lightning_fp8.doctor.compilers.found_compilers`."""
     if "numba-cuda" not in versions:  # nothing would look for them
         return
     for name, where in found.items():
@@ -165,7 +165,7 @@ def environment(
 
 
 def kernels(cache: Cache) -> Finding:
-    """What is compiled already."""
+    """The kernels that are compiled already."""
     value = f"{cache.kernels} in {cache.folder}, {cache.bytes:,} bytes"
     if cache.problem:
         problem = f"{value}; nothing can be written there ({cache.problem}): each process compiles anew"
@@ -174,7 +174,7 @@ def kernels(cache: Cache) -> Finding:
 
 
 def carried_kernels(folder: Cache) -> Finding:
-    """What was compiled elsewhere; with it, no compiler is needed."""
+    """The kernels that were compiled elsewhere, with which no compiler is needed."""
     if folder.kernels:
         return Finding("carried kernels", f"{folder.kernels} in {folder.folder}, {folder.bytes:,} bytes")
     way_out = "unset LIGHTNING_FP8_KERNELS, or set it to what lightning-fp8 kernels build wrote"
@@ -182,7 +182,7 @@ def carried_kernels(folder: Cache) -> Finding:
 
 
 def probed(what: str, answer: Answer, seconds: float) -> Finding:
-    """What a process left that had ``seconds`` to start something."""
+    """The outcome of a process that had ``seconds`` to start something."""
     if answer.status == 0:
         return Finding(what, answer.output.strip())
     if answer.status is None:

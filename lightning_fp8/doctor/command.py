@@ -22,9 +22,10 @@ from lightning_fp8.doctor.machine import Machine, this_machine
 
 
 def looked_at(machine: Machine, compiling: bool) -> Iterator[Finding]:
-    """What is found within a second: torch is not imported. ``compiling``: kernels are wanted, card or not."""
+    """The findings of the first second, without torch. ``compiling``: kernels are wanted, card or not."""
     yield Finding("lightning-fp8", machine.system)
-    versions, torch = machine.versions(), machine.torch()
+    versions = machine.versions()
+    torch = machine.torch()
     yield from checks.packages(versions, machine.requirements(), torch)
     driver = machine.driver()
     carried = machine.carried()
@@ -39,7 +40,7 @@ def looked_at(machine: Machine, compiling: bool) -> Iterator[Finding]:
 
 
 def started(machine: Machine, seconds: float, compiling: bool) -> Iterator[Finding]:
-    """What becomes of torch, a cast, a product and, if ``compiling``, a kernel for Hopper."""
+    """The findings about torch, a cast, a GEMM and, if ``compiling``, a kernel for Hopper, each in its process."""
 
     def start(what: str, probe: str, **variables: str) -> Finding:
         return checks.probed(what, machine.probe(probe, variables), seconds)
@@ -60,7 +61,8 @@ def started(machine: Machine, seconds: float, compiling: bool) -> Iterator[Findi
 
 def report(machine: Machine, seconds: float, compiling: bool) -> list[Finding]:
     """All findings, each printed as soon as it is known."""
-    width, found = shutil.get_terminal_size((120, 24)).columns, []
+    width = shutil.get_terminal_size((120, 24)).columns
+    found = []
     for finding in looked_at(machine, compiling):
         found.append(finding)
         print(line_of(finding, width), flush=True)

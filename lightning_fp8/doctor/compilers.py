@@ -1,4 +1,4 @@
-"""Where the compilers' libraries lie, as JSON: run as a program, which loads them.
+"""Prints the paths of the compilers' libraries as JSON; run as a program, which loads them.
 
 Libraries are searched by cuda-pathfinder, as numba-cuda and cuda-bindings do: wheels, conda, the linker's own search,
 ``CUDA_PATH`` or ``CUDA_HOME``, and the toolkit that libcudart lies in. libdevice is searched by numba-cuda itself.
@@ -44,8 +44,9 @@ def found_compilers() -> dict[str, dict[str, str]]:
 
 
 def libdevice(variables: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Where numba-cuda reads libdevice: the first of conda, a wheel, ``CUDA_HOME`` and /usr/local/cuda."""
-    wheel12, wheel13 = _files_of("nvidia-cuda-nvcc-cu12"), _files_of("nvidia-nvvm")
+    """The file that numba-cuda reads libdevice from: the first of conda, a wheel, ``CUDA_HOME`` and /usr/local/cuda."""
+    wheel12 = _files_of("nvidia-cuda-nvcc-cu12")
+    wheel13 = _files_of("nvidia-nvvm")
     conda = Path(prefix) if Path(prefix, "conda-meta").is_dir() else None
     home = variables.get("CUDA_HOME", variables.get("CUDA_PATH"))
     places = {

@@ -17,7 +17,7 @@ COMPUTE_CAPABILITY = 75, 76
 
 
 def driver_says(load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
-    """What :class:`lightning_fp8.doctor.machine.Driver` holds; ``load``: opens a library by name."""
+    """The fields of :class:`lightning_fp8.doctor.machine.Driver`; ``load`` opens a library by name."""
     found: dict[str, Any] = {"version": _version(load)}
     cuda = _opened(load, "libcuda.so.1", "nvcuda.dll")
     if cuda is None:
@@ -36,7 +36,9 @@ def driver_says(load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
 
 
 def _card(cuda: Any, index: int) -> list[Any]:
-    device, name, size = c_int(), create_string_buffer(256), c_size_t()
+    device = c_int()
+    name = create_string_buffer(256)
+    size = c_size_t()
     cuda.cuDeviceGet(byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceTotalMem_v2(byref(size), device)

@@ -1,4 +1,4 @@
-"""What the doctor found, and how it is printed."""
+"""Findings of the doctor, and their text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def line_of(finding: Finding, width: int = 120) -> str:
 
 
 def advice_of(findings: Sequence[Finding]) -> str:
-    """What is left to do, worst first."""
+    """The advice of all findings, worst first."""
     order = sorted((each for each in findings if each.way_out), key=lambda each: each.verdict is not Verdict.FAIL)
     lines = dict.fromkeys(f"do    {each.way_out}" for each in order)
     return "\n".join(lines) if lines else "nothing to do"

@@ -32,7 +32,7 @@ COMPILER_SECONDS = 20
 
 @dataclass(frozen=True)
 class Torch:
-    """How torch was built.
+    """The build of torch.
 
     Attributes:
         version: ``torch.__version__``; its package's says less.
@@ -52,7 +52,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver says.
+    """The driver's answers.
 
     Attributes:
         version: of the driver, e.g. ``580.159.03``.
@@ -85,7 +85,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where facts come from.
+    """The source of the facts that checks judge.
 
     Attributes:
         system: this package, Python, the operating system.
@@ -161,7 +161,8 @@ def driver_of(answer: Answer, devices: bool) -> Driver:
     told = json.loads(answer.output)
     cards = tuple(Card(name, (major, minor), size) for name, (major, minor), size in told.get("cards", ()))
     cuda = tuple(told["cuda"]) if told.get("cuda") else None
-    problem, status = told.get("problem", ""), told.get("status", 0)
+    problem = told.get("problem", "")
+    status = told.get("status", 0)
     return Driver(told["version"], cuda, cards, problem, status, devices=devices)
 
 
@@ -174,7 +175,7 @@ def compilers_of(answer: Answer) -> dict[str, dict[str, str]]:
 
 
 def cache_in(folder: Path) -> Cache:
-    """What lies in ``folder``, whether there yet or not. Kernels are files named by a hash of 64 digits."""
+    """The kernels in ``folder``, which need not exist yet. Kernels are files named by a hash of 64 digits."""
     sizes = []
     problem = ""
     try:

@@ -1,4 +1,4 @@
-"""What is started to see whether it works: run as a program with a probe's name and its time limit in seconds.
+"""Probes start something to see whether it works; run as a program with a probe's name and its seconds.
 
 Success is exit status 0 and a line that says what ran; a failure says why on its last line. Just before the limit, the
 stack is dumped, so that a hang has a place.
@@ -28,7 +28,7 @@ CAST = Cast(E4M3, Layout.TENSOR)
 
 
 def see() -> str:
-    """That torch can be imported, and which cards it sees."""
+    """Import torch and print the GPUs that it sees."""
     if not torch.cuda.is_available():
         return SEES_NONE
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
@@ -51,7 +51,7 @@ def cast() -> str:
 
 
 def cast_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`cast` starts: codes of ``x [R, K]`` in E4M3, and those of its transpose."""
+    """The cast that :func:`cast` starts: codes of ``x [R, K]`` in E4M3, and those of its transpose."""
     row, column = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
     assert row is not None
     assert column is not None

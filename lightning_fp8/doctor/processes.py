@@ -19,7 +19,7 @@ PACKAGES = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process left.
+    """The outcome of a process.
 
     Attributes:
         status: its exit status, below 0 for a signal; None if it was still running at the time limit.
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def place(self) -> str:
-        """Where the innermost Python function was, if the process dumped its stack; else empty."""
+        """The line of the innermost Python function, if the process dumped its stack; else empty."""
         found = re.search(r'most recent call first\):\s+File "([^"]+)", line (\d+) in (\S+)', self.error)
         return f"{Path(found[1]).name}:{found[2]}, {found[3]}" if found else ""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.arguments import refuse_transforms
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.ops.attention import (
     FORMATS,
@@ -18,7 +19,6 @@ from lightning_fp8.ops.attention import (
     attention_forward,
 )
 from lightning_fp8.scaled import Role
-from lightning_fp8.arguments import refuse_transforms
 
 LARGEST_HEAD = 256
 """Channels of a head; kernels have room for no more."""

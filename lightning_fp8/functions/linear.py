@@ -74,7 +74,8 @@ class LinearFunction(torch.autograd.Function):
         place_of_x: tuple[Tensor] | None,
     ) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        ctx.x_shape, ctx.place_of_x = x.shape, place_of_x
+        ctx.x_shape = x.shape
+        ctx.place_of_x = place_of_x
         if x.dim() != 2:
             x = x.reshape(-1, x.shape[-1])
         x8 = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=needs_wgrad)
@@ -83,10 +84,14 @@ class LinearFunction(torch.autograd.Function):
 
         saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
         ctx.save_for_backward(*saved, weight if needs_dgrad else None)
-        ctx.recipe, ctx.slots, ctx.cached_weight, ctx.main_grad = recipe, slots, cached_weight, main_grad
+        ctx.recipe = recipe
+        ctx.slots = slots
+        ctx.cached_weight = cached_weight
+        ctx.main_grad = main_grad
         ctx.observe = observe
         ctx.x_layout = x8.columnwise.layout if x8.columnwise else None
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.x_dtype = x.dtype
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return y
 
@@ -165,7 +170,7 @@ class _PutInPlace(torch.autograd.Function):
 
 
 class _DifferentiableGradients(torch.autograd.Function):
-    """What :func:`_linear_gradients` gives, computed by it, with derivatives of its own.
+    """The gradients of :func:`_linear_gradients`, computed by it, with derivatives of their own.
 
     They take casts for identities, as the first ones do, and multiply ``x [R, K]``, ``dy`` and the weight as they are.
     """
@@ -180,7 +185,8 @@ class _DifferentiableGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (dy, x, weight), (of_dx, of_dw, of_dbias) = ctx.saved_tensors, gradients
+        (dy, x, weight) = ctx.saved_tensors
+        (of_dx, of_dw, of_dbias) = gradients
         for_dy = [] if of_dbias is None else [of_dbias.expand_as(dy)]
         for_x = for_weight = None
         if of_dx is not None:

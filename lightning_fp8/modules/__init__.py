@@ -1,6 +1,6 @@
 """Modules with Transformer Engine's names and arguments, as subclasses of torch.nn's."""
 
-from lightning_fp8.modules.dot_product_attention import DotProductAttention
+from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 

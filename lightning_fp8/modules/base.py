@@ -56,7 +56,7 @@ class FP8Module(nn.Module):
         history.owners.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles
-        """Without what the last forward left: a context may hold a process group, which neither copies nor pickles."""
+        """The state without the last context: it may hold a process group, which neither copies nor pickles."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_last_context", "_weight_cache")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

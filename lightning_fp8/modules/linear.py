@@ -72,7 +72,8 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         self.use_history(AmaxHistory(self.history_rows()))
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
-        weights, sizes = self.weight.detach().split(list(rows.values())), list(rows.values())
+        weights = self.weight.detach().split(list(rows.values()))
+        sizes = list(rows.values())
         biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
         del self.weight, self.bias
         for name, weight, bias in zip(rows, weights, biases):

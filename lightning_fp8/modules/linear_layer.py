@@ -66,7 +66,8 @@ class LinearLayer(FP8Module):
         """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
-        weight, bias = self._parameter(self.weight_names), self._parameter(self.bias_names)
+        weight = self._parameter(self.weight_names)
+        bias = self._parameter(self.bias_names)
         self._check(input, weight)
         added_bias = None if self.return_bias else bias
         context = self._context(input)
@@ -108,7 +109,7 @@ class LinearLayer(FP8Module):
         if input.layout is not torch.strided:
             raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
         recipe = context.recipe
-        dtype = _autocast_dtype(input.device.type) or input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         if self._slots is None:
             self.use_history(AmaxHistory(self.history_rows(), input.device))
         slots = self._slots
@@ -186,15 +187,15 @@ class LinearLayer(FP8Module):
                 f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
-        if input.dtype != weight.dtype and not _autocast_dtype(input.device.type):
+        if input.dtype != weight.dtype and not autocast_dtype(input.device.type):
             raise TypeError(
                 f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast computes in on this device; None where it is off or unknown."""
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that torch.autocast computes in on this device; None where it is off or unknown."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

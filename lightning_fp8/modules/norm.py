@@ -99,7 +99,8 @@ class LayerNorm(nn.LayerNorm):
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
         x = _wide(input)
-        gamma, beta = _gamma(self, x.dtype), self.bias.to(x.dtype) if self.bias is not None else None
+        gamma = _gamma(self, x.dtype)
+        beta = self.bias.to(x.dtype) if self.bias is not None else None
         return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
 
 

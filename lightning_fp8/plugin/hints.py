@@ -31,7 +31,7 @@ def plugins_in(message: str) -> list[dict[str, Any]]:
 
 
 def complaints(plugins: Iterable[Mapping[str, Any]]) -> str:
-    """What ``FP8Precision`` says of each of ``plugins``, its arguments as YAML has them; empty if it takes them."""
+    """The errors that ``FP8Precision`` raises for ``plugins``, its arguments as YAML has them; empty without any."""
     return "\n".join(filter(None, map(_complaint, plugins)))
 
 

@@ -33,10 +33,12 @@ FUSED_ATTENTION = "fused_attention"
 """Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
 
 MAX_STATE_BYTES = 1 << 30
-MAX_WINDOW, MAX_SLOTS = 1 << 20, 1 << 16
+MAX_WINDOW = 1 << 20
+MAX_SLOTS = 1 << 16
 
 # Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
-FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
+FORWARD_SLOTS = 3
+BACKWARD_SLOTS = 2
 _LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
 # Attention counts as three GEMMs: qkv and s are outputs of the first and third, o is the second's input, and so on.
 _ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
@@ -44,7 +46,7 @@ ATTENTION_GEMMS = 3
 
 
 def num_gemms_of(roles: tuple[Role, ...]) -> int:
-    """How many GEMMs Transformer Engine counts for a module of these roles."""
+    """The number of GEMMs that Transformer Engine counts for a module of these roles."""
     return ATTENTION_GEMMS if Role.QKV in roles else 1
 
 
@@ -125,7 +127,8 @@ class TEState:
         columns = self.forward if direction == "fwd" else self.backward
         if columns is None or index >= len(columns.scale):
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
-        scale, amax_history = columns.scale[index].item(), columns.amax_history[:, index]
+        scale = columns.scale[index].item()
+        amax_history = columns.amax_history[:, index]
         return Row(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
     def named_rows(self, module: str) -> dict[str, Row]:

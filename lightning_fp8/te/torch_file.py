@@ -25,7 +25,8 @@ from lightning_fp8.te.unpickle import CheckpointError, Constructor, Global, Look
 MAX_PICKLE_BYTES = 1 << 30
 _ZIP_SIGNATURE = b"PK\x03\x04"
 _INT64_MAX = (1 << 63) - 1
-_LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL = 1001
 
 _STORAGE_DTYPES = {
     **{
@@ -245,7 +246,9 @@ def _storage_key(key: Any) -> tuple[torch.dtype, str, int]:
     """dtype, name and element count of ``("storage", type, name, location, numel, ...)``."""
     if not (isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global)):
         raise CheckpointError("a persistent id names no storage")
-    dtype, name, numel = _STORAGE_DTYPES.get(key[1].name), key[2], key[4]
+    dtype = _STORAGE_DTYPES.get(key[1].name)
+    name = key[2]
+    numel = key[4]
     if dtype is None or not isinstance(name, str) or type(numel) is not int or not 0 <= numel <= _INT64_MAX:
         raise CheckpointError(f"a storage of {key[1].name[:200]!r} cannot be read")
     return dtype, name, numel

@@ -23,7 +23,7 @@ class CheckpointError(ValueError):
 
 @runtime_checkable
 class Buildable(Protocol):
-    """What takes the attributes that the file gives an object after making it."""
+    """An object that takes the attributes that the file gives an object after making it."""
 
     def build(self, state: Any) -> None: ...
 

@@ -150,42 +150,12 @@ def arguments(compiled: Compiled, args: Sequence[Argument], scratch: torch.Tenso
     return [*passed, scratch, None]
 
 
-class Emulated:
-    """Runs kernels on the emulator, with what it checks.
+class Noted:
+    """Compiles kernels and runs none.
 
     Attributes:
         launched: the kernels, in order.
     """
-
-    def __init__(self, **config: Any) -> None:
-        self.config = config
-        self.launched: list[Compiled] = []
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: Sequence[int],
-        args: Sequence[Argument],
-        options: Options = DEFAULT,
-        **constants: Any,
-    ) -> None:
-        made = compiled(kernel, args, options, constants)
-        self.launched.append(made)
-        x, y, z = (*grid, 1, 1)[:3]
-        scratch = torch.zeros(max(1, made.scratch * x * y * z * options.num_ctas), dtype=torch.uint8)
-        _program(made.ptx).launch(
-            (x * options.num_ctas, y, z),
-            (32 * made.warps, 1, 1),
-            arguments(made, args, scratch),
-            cluster=(options.num_ctas, 1, 1),
-            dynamic_shared=made.shared,
-            strict=False,
-            **self.config,
-        )
-
-
-class Noted:
-    """Compiles kernels and runs none."""
 
     def __init__(self) -> None:
         self.launched: list[Compiled] = []
@@ -198,7 +168,37 @@ class Noted:
         options: Options = DEFAULT,
         **constants: Any,
     ) -> None:
-        self.launched.append(compiled(kernel, args, options, constants))
+        made = compiled(kernel, args, options, constants)
+        self.launched.append(made)
+        self.run(made, grid, args, options)
+
+    def run(self, made: Compiled, grid: Sequence[int], args: Sequence[Argument], options: Options) -> None:
+        """Run what was compiled."""
+
+
+class Emulated(Noted):
+    """Runs kernels on the emulator, with what it checks.
+
+    Attributes:
+        launched: the kernels, in order.
+    """
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def run(self, made: Compiled, grid: Sequence[int], args: Sequence[Argument], options: Options) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        scratch = torch.zeros(max(1, made.scratch * x * y * z * options.num_ctas), dtype=torch.uint8)
+        _program(made.ptx).launch(
+            (x * options.num_ctas, y, z),
+            (32 * made.warps, 1, 1),
+            arguments(made, args, scratch),
+            cluster=(options.num_ctas, 1, 1),
+            dynamic_shared=made.shared,
+            strict=False,
+            **self.config,
+        )
 
 
 Check = Callable[[Launcher], None]

@@ -15,7 +15,7 @@ from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops.core import dispatch
-from tests.gemm_cases import CASES, PAIRS, Problem, check_product, multiplying
+from tests.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 
 CARD = torch.device("cuda", 0)
@@ -68,8 +68,8 @@ def test_every_plan_of_a_problem() -> None:
     """All tiles that are legal give the same bits."""
     card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
     product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
-    problem = Problem(1000, 1040, 1500, product, *card, aligned=True, even=True)
-    for plan in gemm_configs.plans(problem):
+    problem = GemmProblem(1000, 1040, 1500, product, *card, aligned=True, even=True)
+    for plan in gemm_configs.legal_choices(problem):
         if not isinstance(plan, Library):
             numbers = (plan.tile_m, plan.tile_n)
             if problem.architecture == "90a":

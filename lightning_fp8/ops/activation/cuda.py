@@ -17,8 +17,6 @@ from lightning_fp8.ops.activation.schema import (
     ActivationConfig,
     Results,
     activated_shape,
-    activation_backward_op,
-    is_gated,
     parse_activation_config,
 )
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
@@ -28,31 +26,32 @@ from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
-from lightning_fp8.ops.quantize.launches import CastVariant, build_cast, cast_variant, variant_key
+from lightning_fp8.ops.quantize.launches import CastVariant, VariantKey, build_cast, cast_variant, counts_key
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
-from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
+from lightning_fp8.ops.quantize.schema import CastIO, implement_cast
 
 
 def activation_loaders(config: str, x: TensorKey) -> Loaders:
     """The loaders of the activations of a tensor."""
     name = parse_activation_config(config).name
     _, columns = activated_shape(name, x.shape)
-    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None
+    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
 
 
-def _num_columns(config: str, columns: int) -> int:
-    return columns // 2 if is_gated(parse_activation_config(config).name) else columns
+activation_quantize = planned_cast(reference.activate, activation_loaders)
 
 
-activation_quantize = cast_op(planned_cast(reference.activate, activation_loaders, _num_columns))
-
-
-def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
-    op = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), *variant_key(config, io))
-    return op(dy, x, config, io)
-
-
-activation_backward_quantize = activation_backward_op(activate_backward)
+def activation_backward_quantize(
+    dy: Tensor,
+    x: Tensor,
+    config: str,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Results:
+    variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+    run = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), variant_key)
+    return run(dy, x, config, (scale, amax, counts))
 
 
 class ActivationBackwardLaunches:
@@ -90,16 +89,14 @@ class ActivationBackwardLaunches:
 
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
-def _backward_plan(
-    device: torch.device, x_key: Key, dy_key: Key, config: str, *variant_of: object
-) -> Callable[..., Results]:
-    x, dy = TensorKey(*x_key), TensorKey(*dy_key)
-    variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
-    options = parse_activation_config(config)
+def _backward_plan(device: torch.device, x_key: Key, dy_key: Key, variant_key: VariantKey) -> Callable[..., Results]:
+    x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
+    variant = cast_variant(device, variant_key)
+    options = parse_activation_config(variant_key[0])
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):
-        return lambda dy, x, *args: activate_backward(dy.contiguous(), x.contiguous(), *args)
+        return lambda dy, x, config, io: activation_backward_quantize(dy.contiguous(), x.contiguous(), config, *io)
     return ActivationBackwardLaunches(x, dy, options, variant).run
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_fp8.ops.activation.schema import (
     activated_shape,
-    activation_backward_op,
     is_gated,
     parse_activation_config,
 )
@@ -98,7 +97,7 @@ def activate(x: Tensor, config: str, io: CastIO) -> Outputs:
     return cast(y, config, io)
 
 
-activation_quantize = cast_op(activate)
+activation_quantize = cast_op(activate, num_inputs=1)
 
 
 def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> tuple[Tensor, ...]:
@@ -116,7 +115,7 @@ def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> tuple[T
     return *cast(dx, config, io), dbias
 
 
-activation_backward_quantize = activation_backward_op(activate_backward)
+activation_backward_quantize = cast_op(activate_backward, num_inputs=2)
 
 implement_cast("activation_quantize", "cpu", activation_quantize)
 implement_cast("activation_backward_quantize", "cpu", activation_backward_quantize)

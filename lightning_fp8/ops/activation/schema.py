@@ -6,7 +6,7 @@ They cast as ``quantize`` does, with the same last arguments. Their ``config`` s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from lightning_fp8.ops.core.config import DTYPES, NAMES, parse_options
 from lightning_fp8.ops.core.registration import fake, refuse_vmap
 from lightning_fp8.ops.quantize.config import parse_quantize_config
 from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
-from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, CastIO, define_cast
+from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, define_cast
 
 Results = tuple[Tensor, ...]
 """The four results of a cast of the gradient, and its sum over rows."""
@@ -25,22 +25,6 @@ Results = tuple[Tensor, ...]
 define_cast("activation_quantize", "Tensor x", OPERANDS)
 define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS}, Tensor dbias")
 refuse_vmap("activation_quantize", "activation_backward_quantize")
-
-
-def activation_backward_op(backward: Callable[[Tensor, Tensor, str, CastIO], Results]) -> Callable[..., Results]:
-    """The op ``activation_backward_quantize`` of a function ``(dy, x, config, io)``."""
-
-    def op(
-        dy: Tensor,
-        x: Tensor,
-        config: str,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> Results:
-        return backward(dy, x, config, CastIO(scale, amax, counts))
-
-    return op
 
 
 class ActivationConfig(NamedTuple):

@@ -23,7 +23,7 @@ from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast
 from lightning_fp8.ops.attention.masks import Band, Lengths
 from lightning_fp8.ops.attention.packed import pack, unpack
 from lightning_fp8.ops.attention.reference import backward, forward
-from lightning_fp8.ops.attention.schema import FORMATS, attention_config, parsed_attention
+from lightning_fp8.ops.attention.schema import FORMATS, attention_config, parse_attention_config
 from lightning_fp8.ops.attention.tiles import KEYS, QUERIES
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "cast",
     "forward",
     "pack",
-    "parsed_attention",
+    "parse_attention_config",
     "unpack",
 ]
 

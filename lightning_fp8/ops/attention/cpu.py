@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_fp8.ops.attention.casts import Codes, cast
@@ -10,8 +9,8 @@ from lightning_fp8.ops.attention.layouts import from_heads, pack_codes, to_heads
 from lightning_fp8.ops.attention.masks import Lengths
 from lightning_fp8.ops.attention.packed import pack
 from lightning_fp8.ops.attention.reference import backward, forward
-from lightning_fp8.ops.attention.schema import parsed_attention
-from lightning_fp8.ops.core.registration import NAMESPACE
+from lightning_fp8.ops.attention.schema import parse_attention_config
+from lightning_fp8.ops.core.registration import implement
 
 
 def attention_forward(
@@ -24,7 +23,7 @@ def attention_forward(
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, band, centered = parsed_attention(config)
+    qkv_format, band, centered = parse_attention_config(config)
     q_heads, queries = to_heads(q, qkv_format, cu_seqlens_q)
     k_heads, keys = to_heads(k, qkv_format, cu_seqlens_kv)
     v_heads, _ = to_heads(v, qkv_format, cu_seqlens_kv)
@@ -55,7 +54,7 @@ def attention_backward(
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, band, _ = parsed_attention(config)
+    qkv_format, band, _ = parse_attention_config(config)
     q, k, v = Codes(q8, q_scale_inv), Codes(k8, k_scale_inv), Codes(v8, v_scale_inv)
     do_heads, queries = to_heads(do, qkv_format, cu_seqlens_q)
     o_heads, _ = to_heads(o, qkv_format, cu_seqlens_q)
@@ -73,4 +72,4 @@ def attention_backward(
 
 
 for _op in (attention_forward, attention_backward):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cpu", _op)
+    implement(_op.__name__, "cpu", _op)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops.attention import cpu
 from lightning_fp8.ops.core.dispatch import Op, current_device, planned
-from lightning_fp8.ops.core.registration import NAMESPACE
+from lightning_fp8.ops.core.registration import implement
 
 
 @planned(cpu.attention_forward)
@@ -34,4 +34,4 @@ def attention_backward(do: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 for _op in (attention_forward, attention_backward):
-    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "cuda", _op)
+    implement(_op.__name__, "cuda", _op)

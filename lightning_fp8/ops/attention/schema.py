@@ -25,22 +25,17 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import BLOCK
 from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.core.config import parse_options
-from lightning_fp8.ops.core.registration import NAMESPACE, refuse_vmap
+from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
 
 FORMATS = ("sbhd", "bshd", "thd")
 
-_HOW = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
+_OPTIONS = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
 _KEPT = (
     "Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv"
 )
 
-torch.library.define(
-    f"{NAMESPACE}::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor o, {_KEPT})"
-)
-torch.library.define(
-    f"{NAMESPACE}::attention_backward",
-    f"(Tensor do, Tensor o, {_KEPT}, {_HOW}) -> (Tensor dq, Tensor dk, Tensor dv)",
-)
+define("attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, {_KEPT})")
+define("attention_backward", f"(Tensor do, Tensor o, {_KEPT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)")
 refuse_vmap("attention_forward", "attention_backward")
 
 
@@ -69,7 +64,7 @@ def attention_config(qkv_format: str, band: Band | None = None, centered: bool =
 
 
 @lru_cache(maxsize=1024)
-def parsed_attention(text: str) -> AttentionConfig:
+def parse_attention_config(text: str) -> AttentionConfig:
     """What ``text`` says.
 
     Raises:
@@ -100,7 +95,7 @@ def _fake_codes(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[
     return x.new_empty(shape, dtype=E4M3.dtype), x.new_empty(blocks, dtype=torch.float32)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attention_forward")
+@fake("attention_forward")
 def _attention_forward(
     q: Tensor,
     k: Tensor,
@@ -110,7 +105,7 @@ def _attention_forward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    qkv_format = parsed_attention(config).qkv_format
+    qkv_format = parse_attention_config(config).qkv_format
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     q8, k8, v8 = (
         _fake_codes(x, qkv_format, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_kv), (v, cu_seqlens_kv))
@@ -119,7 +114,7 @@ def _attention_forward(
     return o, m, l, *q8, *k8, *v8
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attention_backward")
+@fake("attention_backward")
 def _attention_backward(
     do: Tensor,
     o: Tensor,
@@ -136,7 +131,7 @@ def _attention_backward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qkv_format = parsed_attention(config).qkv_format
+    qkv_format = parse_attention_config(config).qkv_format
     dq, dk, dv = (do.new_empty(_shape_of(codes, qkv_format)) for codes in (q8, k8, v8))
     return dq, dk, dv
 

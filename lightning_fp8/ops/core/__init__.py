@@ -1,1 +1,1 @@
-"""What every op shares: the plan cache, memory layouts, checks of arguments, registration. It knows no operation."""
+"""The core that every op shares: plan cache, memory layouts, checks of arguments, registration. It knows no op."""

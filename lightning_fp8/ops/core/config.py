@@ -15,7 +15,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Names of the dtypes that are not FP8, in option strings and for kernels."""
 
 HIGH_PRECISION = tuple(NAMES)
-"""Those dtypes: what ops cast from and multiply to."""
+"""The dtypes that ops cast from, and give GEMMs' results in."""
 
 
 def parse_options(text: str, known: Collection[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How tensors lie in GPU memory: what a plan depends on of a tensor, and the strides that kernels write and read."""
+"""Memory layouts of tensors: the keys of plans, alignment, and the strides that kernels write and read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from lightning_fp8.scaled import Layout
 ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
 
-Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
 
 
 def key(x: Tensor) -> Key:
-    """What a plan depends on of ``x``: a plain tuple, which is made fast; planners make a :class:`TensorKey` of it."""
+    """The key of a tensor in a plan cache: a plain tuple, for speed; planners make a :class:`TensorKey` of it."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
+
+
+def key_and_device(x: Tensor) -> KeyAndDevice:
+    """The key of a tensor that may be on another device than the one planned for."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
-def memoryless_key(x: Tensor) -> Key:
-    """As :func:`key`, of a tensor whose place in memory no plan depends on."""
+def memoryless_key(x: Tensor) -> KeyAndDevice:
+    """The key of a tensor whose strides and alignment do not matter to a plan."""
     return x.dtype, x.shape, (), 0, x.device
 
 
 class TensorKey(NamedTuple):
-    """What a plan depends on of a tensor of one or two dimensions.
+    """The key of a tensor of one or two dimensions: all tensors of one key are served by one plan.
 
     Attributes:
         dtype, shape, device: the tensor's.
@@ -67,11 +73,8 @@ class TensorKey(NamedTuple):
         """
         item = self.dtype.itemsize
         alignment = alignment or elements * item
-        return (
-            self.columns % elements == 0
-            and self.stride * item % alignment == 0
-            and self.address % alignment == 0
-        )  # fmt: skip
+        starts_aligned = self.stride * item % alignment == 0 and self.address % alignment == 0
+        return starts_aligned and self.columns % elements == 0
 
 
 ABSENT = (0,)
@@ -124,9 +127,8 @@ def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: 
     if layout.has_one_scale:
         return data, Allocation.contiguous(shape, layout.scale_dtype)
     per_line = ALIGNMENT // layout.scale_dtype.itemsize
-    if layout.scale_major == "mn":
-        return data, Allocation(shape, (1, ceil_div(rows, per_line) * per_line), layout.scale_dtype)
-    return data, Allocation.contiguous(shape, layout.scale_dtype)
+    strides = (1, ceil_div(rows, per_line) * per_line) if layout.scale_major == "mn" else (shape[1], 1)
+    return data, Allocation(shape, strides, layout.scale_dtype)
 
 
 def empty_operand(

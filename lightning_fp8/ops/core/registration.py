@@ -1,4 +1,4 @@
-"""How ops become ``torch.ops.lightning_fp8``: schemas, implementations for a device, and what vmap is told."""
+"""Registration in ``torch.ops.lightning_fp8``: schemas, implementations for a device, refusals of vmap."""
 
 from __future__ import annotations
 

@@ -14,14 +14,16 @@ from torch import Tensor
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key, memoryless_key
+from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, key_and_device, memoryless_key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm, reference_gemm
 from lightning_fp8.ops.gemm.problem import (
     SCALINGS,
     GemmOperand,
+    OperandKey,
     bind_gemm,
+    operand_key,
     with_kernel_strides,
 )
 from lightning_fp8.ops.gemm.schema import Gemm, Operand, check_epilogue, gemm_ops
@@ -36,8 +38,8 @@ def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor 
     (data_a, scale_a), (data_b, scale_b) = a, b
     run = _plan(
         data_a.device, data_a.is_cuda and current_device(),
-        key(data_a), key(scale_a), key(data_b), key(scale_b), config,
-        None if bias is None else key(bias), None if out is None else key(out),
+        operand_key(data_a, scale_a), operand_key(data_b, scale_b), config,
+        None if bias is None else key_and_device(bias), None if out is None else key_and_device(out),
         None if amax is None else memoryless_key(amax),
     )  # fmt: skip
     return run(a, b, config, bias, amax, out)
@@ -45,14 +47,12 @@ def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor 
 
 def _plan_gemm(
     device: torch.device,
-    data_a: Key,
-    scale_a: Key,
-    data_b: Key,
-    scale_b: Key,
+    a_key: OperandKey,
+    b_key: OperandKey,
     config: str,
-    bias_key: Key | None,
-    out_key: Key | None,
-    amax_key: Key | None,
+    bias_key: KeyAndDevice | None,
+    out_key: KeyAndDevice | None,
+    amax_key: KeyAndDevice | None,
     kernels: bool = True,
 ) -> Gemm:
     """Choose what multiplies: our kernels, if ``kernels``, or a library.
@@ -61,8 +61,8 @@ def _plan_gemm(
         TypeError, ValueError: ``bias``, ``out`` or ``amax`` do not fit.
     """
     options = parse_scaled_mm_config(config)
-    a = GemmOperand(options.layout_a, TensorKey(*data_a), TensorKey(*scale_a))
-    b = GemmOperand(options.layout_b, TensorKey(*data_b), TensorKey(*scale_b))
+    a = GemmOperand.from_key(options.layout_a, a_key, device)
+    b = GemmOperand.from_key(options.layout_b, b_key, device)
     bias = None if bias_key is None else TensorKey(*bias_key)
     out = None if out_key is None else TensorKey(*out_key)
     amax = None if amax_key is None else TensorKey(*amax_key)
@@ -75,7 +75,7 @@ def _plan_gemm(
     bound = bind_gemm(device, a, b, config, bias, out, amax is not None)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     measured = gemm_selection.measured_on(launch.name_of(device))
-    plan = gemm_selection.plan_for(bound.problem, measured, backend)
+    plan = gemm_selection.choose_gemm(bound.problem, measured, backend)
     return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference_gemm
 
 

@@ -1,17 +1,18 @@
-"""A GEMM as kernels see it: where its operands lie, where they have to, and the problem to choose a plan for."""
+"""A GEMM as kernels see it: the memory layout of its operands, the required one, and the problem to plan for."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import launch
-from cuda_kernels.host.gemm_configs import Problem
+from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.config import NAMES
-from lightning_fp8.ops.core.layout import ALIGNMENT, TensorKey, copy_bits, empty_operand, key, operand_allocations
+from lightning_fp8.ops.core.layout import ALIGNMENT, TensorKey, copy_bits, empty_operand, operand_allocations
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.scaled import Layout
@@ -25,12 +26,32 @@ SCALINGS = {
 """Pairs of layouts that kernels multiply."""
 
 
+OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
+
+
+def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
+    """The key of an operand: ``layout.key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
+    return (
+        data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
+    )  # fmt: skip
+
+
 class GemmOperand(NamedTuple):
-    """Where a K-major operand ``[rows, k]`` and its scales lie."""
+    """The memory layout of a K-major operand ``[rows, k]`` and of its scales."""
 
     layout: Layout
     data: TensorKey
     scale: TensorKey
+
+    @classmethod
+    def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
+        dtype, shape, strides, address, scale_strides, scale_address = key
+        scale_shape = layout.scale_shape(*shape)
+        return cls(
+            layout,
+            TensorKey(dtype, shape, strides, address, device),
+            TensorKey(layout.scale_dtype, scale_shape, scale_strides, scale_address, device),
+        )
 
     @classmethod
     def canonical(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> GemmOperand:
@@ -76,7 +97,7 @@ class GemmOperand(NamedTuple):
 def with_kernel_strides(operand: Operand, layout: Layout) -> Operand:
     """The operand where kernels can read it: itself, or a copy."""
     data, scale = operand
-    if GemmOperand(layout, TensorKey(*key(data)), TensorKey(*key(scale))).is_tma_aligned:
+    if GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_tma_aligned:
         return operand
     copies = empty_operand(data.device, layout, data.dtype, *data.shape)
     copy_bits(data, copies[0])
@@ -94,7 +115,7 @@ class BoundGemm(NamedTuple):
     """
 
     device: torch.device
-    problem: Problem
+    problem: GemmProblem
     a: GemmOperand
     b: GemmOperand
     config: str
@@ -128,5 +149,5 @@ def bind_gemm(
     even = stride % 2 == b.rows % 2 == 0 and address % (2 * item) == 0
     even = even and (bias is None or bias.address % 8 == 0) and b.scale.address % 8 == 0
     architecture = launch.architecture_of(device)
-    problem = Problem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
+    problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
     return BoundGemm(device, problem, a, b, config, stride)

@@ -89,7 +89,7 @@ class NormBackwardLaunches:
 def _plan(
     device: torch.device, x_key: Key, dy_key: Key, weight_dtype: torch.dtype, weight_address: int, norm: str
 ) -> Callable[..., Gradients]:
-    x, dy = TensorKey(*x_key), TensorKey(*dy_key)
+    x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     address = x.address | dy.address | weight_address
     x, dy = x._replace(address=address), dy._replace(address=address)
     weight = TensorKey(weight_dtype, x.shape[1:], (1,), address, device)

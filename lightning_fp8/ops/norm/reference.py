@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_fp8.ops.core.checks import require, require_contiguous
 from lightning_fp8.ops.core.config import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, norm_op, parse_norm_config
+from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, parse_norm_config
 from lightning_fp8.ops.quantize.reference import cast
-from lightning_fp8.ops.quantize.schema import CastIO, implement_cast
+from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
@@ -27,7 +27,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: C
     return *cast(y, config, io), torch.stack((*means, rstd))
 
 
-norm_quantize = norm_op(normalize)
+norm_quantize = cast_op(normalize, num_inputs=3)
 
 
 def norm_backward(

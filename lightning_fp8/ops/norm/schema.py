@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from lightning_fp8.ops.core.config import HIGH_PRECISION, parse_options
 from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
 from lightning_fp8.ops.quantize.config import parse_quantize_config
 from lightning_fp8.ops.quantize.outputs import fake_outputs
-from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, CastIO, define_cast
+from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, define_cast
 
 Results = tuple[Tensor, ...]
 """The four results of a cast, and float32 statistics ``[1 or 2, R]``."""
@@ -30,23 +30,6 @@ define(
     "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str norm) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 refuse_vmap("norm_quantize", "norm_backward")
-
-
-def norm_op(normalize: Callable[[Tensor, Tensor, Tensor | None, str, CastIO], Results]) -> Callable[..., Results]:
-    """The op ``norm_quantize`` of a function ``(x, weight, bias, config, io)``."""
-
-    def op(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: str,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> Results:
-        return normalize(x, weight, bias, config, CastIO(scale, amax, counts))
-
-    return op
 
 
 class NormConfig(NamedTuple):

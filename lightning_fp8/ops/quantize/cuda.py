@@ -19,62 +19,60 @@ from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device,
 from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.launches import build_cast, cast_variant, num_blocks, variant_key
+from lightning_fp8.ops.quantize.launches import VariantKey, build_cast, cast_variant, counts_key, num_blocks
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
-from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
+from lightning_fp8.ops.quantize.schema import check_cast_io, implement_cast
 
-Loaders = tuple[TileLoader, TileLoader | None]
-"""The tile loader of some values, and that of the same in vectors of 16 bytes if they are vectorizable so."""
+Loaders = tuple[TileLoader, "TileLoader | None", int]
+"""The tile loader of some values, that of the same in vectors of 16 bytes if they come in such, and their columns."""
 
 
-def planned_cast(
-    reference_op: Op,
-    loaders: Callable[[str, TensorKey], Loaders],
-    num_columns: Callable[[str, int], int] = lambda config, columns: columns,
-) -> Callable[[Tensor, str, CastIO], Outputs]:
-    """A function ``(x, config, io)`` that casts the values ``[rows, num_columns(config, columns)]`` computed from x.
+def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]) -> Callable[..., Outputs]:
+    """The op ``(x, config, scale, amax, counts)`` that casts values which tile loaders compute from x, row by row.
 
     A tensor whose rows have gaps between their elements is made contiguous first.
 
     Args:
-        reference_op: computes the same without kernels.
+        reference_op: ``(x, config, io)``, computes the same without kernels.
         loaders: ``(config, x)`` to the tile loaders that compute the values.
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: Key, config: str, *variant_of: object) -> Op:
-        x = TensorKey(*x_key)
-        variant = cast_variant(device, config, *variant_of)  # type: ignore[arg-type]
+    def plan(device: torch.device, x_key: Key, variant_key: VariantKey) -> Op:
+        x = TensorKey(*x_key, device)
+        variant = cast_variant(device, variant_key)
+        options, text = variant.config, variant_key[0]
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
-            return lambda x, config, io: cast(x.contiguous(), config, io)
-        loader, wide = loaders(config, x)
-        config_of = variant.config
+            return lambda x, config, io: op(x.contiguous(), config, *io)
+        loader, wide, columns = loaders(text, x)
         # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
-        narrow = config_of.columnwise or config_of.layout.block == (1, 128)
-        amax_loader = wide or loader if config_of.layout.has_one_scale else loader
+        narrow = options.columnwise or options.layout.block == (1, 128)
+        amax_loader = wide or loader if options.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = build_cast(device, amax_loader, x.rows, num_columns(config, x.columns), variant, store_loader)
+        launches = build_cast(device, amax_loader, x.rows, columns, variant, store_loader)
         pointer = launch.address_on(device)
         stride = x.stride
         return lambda x, config, io: launches((pointer(x), stride), io)
 
-    def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
-        op = plan(x.device, x.is_cuda and current_device(), key(x), *variant_key(config, io))
-        return op(x, config, io)
+    def op(
+        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
+    ) -> Outputs:
+        variant_key = config, scale is not None, amax is not None, None if counts is None else counts_key(counts)
+        run = plan(x.device, x.is_cuda and current_device(), key(x), variant_key)
+        return run(x, config, (scale, amax, counts))
 
-    return cast
+    return op
 
 
 def tensor_loaders(config: str, x: TensorKey) -> Loaders:
     """The loaders of a tensor's own values."""
-    item = x.dtype.itemsize
     vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
-    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and item == 2 else None
-    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide
+    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None
+    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide, x.columns
 
 
-quantize = cast_op(planned_cast(reference.cast, tensor_loaders))
+quantize = planned_cast(reference.cast, tensor_loaders)
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
@@ -83,7 +81,7 @@ def observe(x: Tensor, amax: Tensor) -> None:
 
 @planned(fallback=reference.observe)
 def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor], None]:
-    key_of_x = TensorKey(*x_key)
+    key_of_x = TensorKey(*x_key, device)
     shape = key_of_x.shape
     check_not_empty(shape)
     if len(shape) != 2:
@@ -94,7 +92,7 @@ def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor]
         raise TypeError(f"cannot observe {key_of_x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
     if not key_of_x.has_contiguous_rows:
         return lambda x, amax: observe(x.contiguous(), amax)
-    loader, wide = tensor_loaders("", key_of_x)
+    loader, wide, _ = tensor_loaders("", key_of_x)
     kernel = amax_kernel(wide or loader, True)
     start = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).start
     pointer = launch.address_on(device)
@@ -105,7 +103,7 @@ def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor]
     def op(x: Tensor, amax: Tensor) -> None:
         amax_ptr = pointer(amax)
         if amax_ptr not in known:
-            check_cast_io(device, CastIO(amax=amax))
+            check_cast_io(device, (None, amax, None))
             checked.keep(amax_ptr)
         start(pointer(x), stride, 0, amax_ptr)
 

@@ -18,19 +18,19 @@ from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
-from lightning_fp8.ops.core.layout import Key, TensorKey, memoryless_key
+from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
 from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_counts
 
 LoaderArgs = Sequence[Argument]
-"""What a kernel takes for its tile loader: addresses and strides."""
-Cast = Callable[..., Outputs]
+"""The arguments of a kernel's tile loader: addresses and strides."""
+RunCast = Callable[..., Outputs]
 """``(loader_args, io, store_args=None) -> outputs``; see :meth:`CastLaunches.cast`."""
 
 
 class CastVariant(NamedTuple):
-    """What a cast's kernels depend on beside tensors: its options, and which of :class:`CastIO` is given."""
+    """A kind of cast, for which kernels are compiled: its options, and which tensors of :data:`CastIO` are given."""
 
     config: QuantizeConfig
     has_scale: bool
@@ -52,25 +52,27 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.config.scale_is_nonzero
 
 
-def variant_key(config: str, io: CastIO) -> tuple[str, bool, bool, Key | None]:
-    """What a plan depends on of a cast, as a plain tuple; planners make a :class:`CastVariant` of it.
+VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
+"""The text of a cast's config, whether ``scale`` and ``amax`` are given, and the key of ``counts``."""
+
+
+def counts_key(counts: Tensor) -> KeyAndDevice:
+    """Make the last part of a :data:`VariantKey`.
 
     Raises:
         ValueError: ``counts`` are not contiguous.
     """
-    scale, amax, counts = io
-    if counts is None:
-        return config, scale is not None, amax is not None, None
     require_contiguous("counts", counts)
-    return config, scale is not None, amax is not None, memoryless_key(counts)
+    return memoryless_key(counts)
 
 
-def cast_variant(device: torch.device, config: str, has_scale: bool, has_amax: bool, counts: Key | None) -> CastVariant:
-    """The variant of a cast on ``device`` that :func:`variant_key` describes.
+def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
+    """Make a cast's variant of its key.
 
     Raises:
         TypeError, ValueError: ``counts`` have another dtype, shape or device; ``config`` has another form.
     """
+    config, has_scale, has_amax, counts = key
     check_counts(device, None if counts is None else TensorKey(*counts))
     return CastVariant(parse_quantize_config(config), has_scale, has_amax, counts is not None)
 
@@ -148,7 +150,7 @@ class TensorCast(CastLaunches):
         scale_ptr = 0 if scale is None else pointer(scale)
         amax_ptr = 0 if amax is None else pointer(amax)
         if scale_ptr not in known or amax_ptr not in known:
-            check_cast_io(self.device, CastIO(scale, amax))
+            check_cast_io(self.device, (scale, amax, None))
             self._checked.keep(scale_ptr, amax_ptr)
         outputs = data, scale_inv, data_t, _ = self.outputs.allocate()
         block_amax_ptr: Argument = 0
@@ -179,7 +181,7 @@ class RowCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        counts = io.counts
+        _, _, counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         amaxes = self._allocate(*self._amaxes)
         row_amax_ptr = pointer(amaxes)
@@ -206,7 +208,7 @@ class BlockCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        counts = io.counts
+        _, _, counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         self._store(
             *(store_args or loader_args), 0 if counts is None else pointer(counts),
@@ -222,7 +224,7 @@ def build_cast(
     columns: int,
     variant: CastVariant,
     store_loader: TileLoader | None = None,
-) -> Cast:
+) -> RunCast:
     """Plan a cast as its layout asks; see :class:`CastLaunches`, whose ``cast`` this gives."""
     layout = variant.config.layout
     kind = TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast

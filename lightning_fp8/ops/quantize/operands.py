@@ -1,4 +1,4 @@
-"""What the public functions that cast have in common: checks, options, and how results become GEMM operands."""
+"""The common part of the public functions that cast: checks, options, and GEMM operands made of an op's results."""
 
 from __future__ import annotations
 

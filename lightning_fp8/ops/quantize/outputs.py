@@ -20,29 +20,29 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 def output_allocations(config: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as kernels lay them out."""
 
-    def of_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
+    def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
         return operand_allocations(config.layout, config.float8.dtype, r, k)
 
-    return _of_operands(config, rows, columns, of_operand)
+    return _allocations(config, rows, columns, describe_operand)
 
 
 def reference_allocations(config: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as the reference lays them out: codes in x's order, so that those of xᵀ are a view."""
 
-    def of_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
+    def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
         dtype = config.float8.dtype
         data = Allocation.contiguous((k, r), dtype).t() if transposed else Allocation.contiguous((r, k), dtype)
         return data, Allocation.contiguous(config.layout.scale_shape(r, k), config.layout.scale_dtype)
 
-    return _of_operands(config, rows, columns, of_operand)
+    return _allocations(config, rows, columns, describe_operand)
 
 
-def _of_operands(
-    config: QuantizeConfig, rows: int, columns: int, of_operand: Callable[[int, int, bool], Sequence[Allocation]]
+def _allocations(
+    config: QuantizeConfig, rows: int, columns: int, describe_operand: Callable[[int, int, bool], Sequence[Allocation]]
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(config.float8.dtype), Allocation.absent(config.layout.scale_dtype)
-    row = of_operand(rows, columns, False) if config.rowwise else absent
-    column = of_operand(columns, rows, True) if config.columnwise else absent
+    row = describe_operand(rows, columns, False) if config.rowwise else absent
+    column = describe_operand(columns, rows, True) if config.columnwise else absent
     if config.layout.has_one_scale:  # which serves both, and is there where neither is asked for
         return row[0], Allocation((), (), config.layout.scale_dtype), column[0], absent[1]
     return *row, *column

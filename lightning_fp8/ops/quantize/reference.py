@@ -55,38 +55,39 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
     See :func:`lightning_fp8.ops.quantize`.
     """
     check_cast_io(x.device, io)
+    scale, amax, counts = io
     options = parse_quantize_config(config)
     x = x.contiguous()
-    if io.scale is not None:
+    if scale is not None:
         options.refuse_scale()
-        return _quantize_tensor(x, _given_scale(x, io.scale, io.amax, options), options, io.counts)
+        return _quantize_tensor(x, _given_scale(x, scale, amax, options), options, counts)
     if options.layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), options.float8.max, options.power_2, options.epsilon)
-        return _quantize_tensor(x, scale, options, io.counts)
+        return _quantize_tensor(x, scale, options, counts)
     row = column = _absent(x, options)
     if options.rowwise:
-        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, io.counts)
+        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, counts)
     if options.columnwise:
         block_rows, block_columns = options.layout.block_shape(x.shape[1], x.shape[0])
-        counts = None if options.rowwise else io.counts
-        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, counts)
+        uncounted = None if options.rowwise else counts
+        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, uncounted)
         column = data.t(), scale_inv.t().contiguous()
     return (*row, *column)
 
 
-quantize = cast_op(cast)
+quantize = cast_op(cast, num_inputs=1)
 
 
 def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, config: QuantizeConfig) -> Tensor:
     """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
     # Asking a GPU for the scale would wait for it.
-    may_be_0 = not config.scale_is_nonzero and (x.is_cuda or not scale.item())
-    if not may_be_0 and amax is None:
+    is_nonzero = config.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
+    if is_nonzero and amax is None:
         return scale
     x_amax = tensor_amax(x)
     if amax is not None:
         torch.maximum(amax, x_amax, out=amax)
-    return torch.where(scale == 0, scaling.current_scale(x_amax, config.float8.max), scale) if may_be_0 else scale
+    return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, config.float8.max), scale)
 
 
 def _absent(x: Tensor, config: QuantizeConfig) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ def _quantize_blocks(
     amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
     if config.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, config.float8.max)
-        scale = _e8m0_scale(codes)
+        scale = scaling.e8m0_scale(codes)
         scale_inv = codes.view(E8M0_DTYPE)
     else:
         scale = scaling.current_scale(amax, config.float8.max, config.power_2, config.epsilon)
@@ -138,22 +139,17 @@ def _quantize_blocks(
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
 
 
-def _e8m0_scale(codes: Tensor) -> Tensor:
-    """``2**(127 - code)``; NaN for code 255, which uint8 turns into itself."""
-    return scaling.e8m0_decode(254 - codes)  # torch.ldexp's powers may be of the default dtype
-
-
 _SUBNORMAL = 5e-324
 
 
 def decode(data: Tensor) -> Tensor:
-    """FP8 codes as BF16 values, exactly: moves the bits, then multiplies by the difference of the exponents' biases."""
+    """Decode FP8 to BF16, exactly: shift the bits, then multiply by the difference of the exponents' biases."""
     if data.dtype == E4M3.dtype:
         shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
     else:
         shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
     if data.is_cuda or _SUBNORMAL == 0.0:
-        # Fast there, and asking for NaN would wait for the card; and where torch.set_flush_denormal(True) takes
+        # Fast there, and asking for NaN would wait for the GPU; and where torch.set_flush_denormal(True) takes
         # subnormal numbers for 0, moved bits may be some.
         return data.to(torch.bfloat16)
     bits = data.view(torch.int8)

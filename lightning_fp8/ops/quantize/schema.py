@@ -12,7 +12,7 @@ and that underflowed to zero; in the operand of x if that was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +31,13 @@ UNOBSERVED = "_unobserved"
 OPERANDS = "Tensor data, Tensor scale_inv, Tensor data_t, Tensor scale_inv_t"
 
 
-class CastIO(NamedTuple):
-    """The tensors that a cast takes beside its input.
+CastIO = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""The tensors that a cast takes beside its input: ``scale``, ``amax`` and ``counts``.
 
-    Attributes:
-        scale: float32 ``[]``, read; None or a value of 0 takes the input's own.
-        amax: float32 ``[]``, raised to the input's amax.
-        counts: int64 ``[2]``, grows by the numbers of overflows and underflows.
-    """
+A plain tuple: at every call, a NamedTuple would take as long to make as half of a kernel's launch.
+"""
 
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-    counts: Tensor | None = None
+NO_IO: CastIO = (None, None, None)
 
 
 def check_cast_io(device: torch.device, io: CastIO) -> None:
@@ -51,10 +46,11 @@ def check_cast_io(device: torch.device, io: CastIO) -> None:
     Raises:
         TypeError, ValueError: as :func:`require`; ``counts`` are not contiguous.
     """
-    require_contiguous("counts", io.counts)
-    require("scale", io.scale, torch.float32, (), device)
-    require("amax", io.amax, torch.float32, (), device)
-    check_counts(device, io.counts)
+    scale, amax, counts = io
+    require_contiguous("counts", counts)
+    require("scale", scale, torch.float32, (), device)
+    require("amax", amax, torch.float32, (), device)
+    check_counts(device, counts)
 
 
 def check_counts(device: torch.device, counts: Described | None) -> None:
@@ -82,13 +78,13 @@ def implement_cast(name: str, device_type: str, function: Callable[..., Any]) ->
     implement(name + UNOBSERVED, device_type, function)
 
 
-def cast_op(cast: Callable[[Tensor, str, CastIO], Outputs]) -> Callable[..., Outputs]:
-    """The op ``(x, config, scale, amax, counts)`` of a function ``(x, config, io)``."""
+def cast_op(cast: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+    """The op ``(*inputs, config, scale, amax, counts)`` of a function ``(*inputs, config, io)``."""
 
-    def op(
-        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None, counts: Tensor | None = None
-    ) -> Outputs:
-        return cast(x, config, CastIO(scale, amax, counts))
+    def op(*args: Any, **named: Any) -> Any:
+        inputs_and_config = args[: num_inputs + 1]
+        io = dict(zip(("scale", "amax", "counts"), args[num_inputs + 1 :])) | named
+        return cast(*inputs_and_config, (io.get("scale"), io.get("amax"), io.get("counts")))
 
     return op
 

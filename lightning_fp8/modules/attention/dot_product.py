@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.modules import attention_arguments as arguments
-from lightning_fp8.modules import attention_masks as masks
+from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
+from lightning_fp8.functions.linear import ObserveGradFunction
+from lightning_fp8.modules.attention import arguments, masks
+from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.high_precision_attention import Extras, alibi_slopes, attention
-from lightning_fp8.modules.linear_layer import _autocast_dtype as autocast_dtype
-from lightning_fp8.modules.sequences import Sequences
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.ops.attention import FORMATS, Band
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.arguments import refuse_transforms
 
 
 class _Call(NamedTuple):
@@ -76,7 +75,7 @@ class DotProductAttention(FP8Module):
     """
 
     roles = ATTENTION_ROLES
-    _last_setting: FP8Context | None = None
+    _last_context: FP8Context | None = None
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class DotProductAttention(FP8Module):
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
                 for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else ignored.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
-                and a padding type, their lengths added up. Where one is None it is the other.
+                and a padding type, their lengths added up. Where one is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
                 them; ``cu_seqlens_*`` are their lengths added up.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
@@ -212,7 +211,16 @@ class DotProductAttention(FP8Module):
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         dropout = self.attention_dropout if self.training else 0.0
-        extras = self._extras(q, mask_type, attention_mask, core_attention_bias_type, core_attention_bias, alibi_slopes)
+        extras = extras_of(
+            mask_type,
+            attention_mask,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else getattr(self, "softmax_offset", None),
+            q,
+            self.softmax_scale,
+        )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
         core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
@@ -222,28 +230,29 @@ class DotProductAttention(FP8Module):
 
     def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
-        setting = autocast.current_context()
+        context = autocast.current_context()
         again = autocast.in_backward()
         if again:  # recomputation repeats what its forward did, outside every region
-            setting = self._last_setting or setting
-        asked = self.fp8 and (setting.recipe.fp8_dpa or setting.recipe.fp8_mha)
-        in_fp8 = asked and setting.enabled and not reason
-        if asked and setting.enabled and reason:
+            context = self._last_context or context
+        asked = self.fp8 and (context.recipe.fp8_dpa or context.recipe.fp8_mha)
+        in_fp8 = asked and context.enabled and not reason
+        if asked and context.enabled and reason:
             _say(reason)
         if not (again or torch.compiler.is_compiling()):
-            if self._last_setting is not setting:
-                self._last_setting = setting  # slow in a module, so only where it changes
+            if self._last_context is not context:
+                self._last_context = context  # slow in a module, so only where it changes
             if asked and self.reason != reason:
                 self.reason = reason
             (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
-        observe = torch.is_grad_enabled() and self.training and setting.observe
+        observe = torch.is_grad_enabled() and self.training and context.observe
         if in_fp8:
-            return lambda q, k, v: self._fp8(call, setting.recipe, observe, q, k, v)
-        if asked and setting.calibrating and not setting.enabled:
+            return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
+        if asked and context.calibrating and not context.enabled:
             return lambda q, k, v: self._calibrating(call, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
 
     def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         observe = observe and isinstance(recipe, DelayedScaling)
         if observe:
             self._follow(recipe, q.device)
@@ -273,6 +282,7 @@ class DotProductAttention(FP8Module):
 
     def _calibrating(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_transforms("DotProductAttention", q, k, v)
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         slots = self._slots
         assert slots is not None
         for x in (q, k, v):
@@ -288,38 +298,6 @@ class DotProductAttention(FP8Module):
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
         return rows.put_back(rows.from_heads(o))
-
-    def _extras(
-        self,
-        q: Tensor,
-        mask_type: str,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None,
-        bias_type: str,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-    ) -> Extras:
-        """What is added to the scores, and what is masked out beside the band."""
-        arguments.one_of("core_attention_bias_type", bias_type, arguments.BIAS_TYPES)
-        if mask_type == "arbitrary" and not (isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool):
-            raise ValueError(
-                "attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out"
-            )
-        if (bias is not None) != bias_type.endswith("scale_bias"):
-            raise ValueError(
-                f"core_attention_bias_type={bias_type!r} with "
-                + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
-            )
-        if bias_type == "alibi":
-            slopes = alibi_slopes(self.sizes.heads, q.device) if slopes is None else slopes
-        elif slopes is not None:
-            raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
-        if bias is not None and bias_type == "pre_scale_bias":
-            bias = bias * self.softmax_scale
-        sink = getattr(self, "softmax_offset", None)
-        if self.softmax_type == "off-by-one":
-            sink = q.new_zeros(1, 1, 1, 1)
-        mask = attention_mask if mask_type == "arbitrary" and isinstance(attention_mask, Tensor) else None
-        return Extras(mask, bias, slopes, sink)
 
     def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
         sizes = self.sizes

@@ -7,12 +7,13 @@ there is none of these, and no padding or window, torch chooses its fastest back
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention  # by name: not what attention/sdpa.py puts there
 from torch import Tensor
 
+from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
 from lightning_fp8.ops.attention import Band, Lengths
 from lightning_fp8.ops.attention.masks import hidden
 
@@ -33,6 +34,39 @@ class Extras(NamedTuple):
     slopes: Tensor | None = None
     sink: Tensor | None = None
     dropout: float = 0.0
+
+
+def extras_of(
+    mask_type: str,
+    attention_mask: Any,
+    bias_type: str,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sink: Tensor | None,
+    q: Tensor,
+    softmax_scale: float,
+) -> Extras:
+    """What Transformer Engine's arguments add for queries ``q [..., H, D]``, but for dropout.
+
+    Raises:
+        ValueError: an argument without the one that goes with it.
+    """
+    one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
+    mask = attention_mask if mask_type == "arbitrary" else None
+    if mask_type == "arbitrary" and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        raise ValueError("attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out")
+    if (bias is not None) != bias_type.endswith("scale_bias"):
+        raise ValueError(
+            f"core_attention_bias_type={bias_type!r} with "
+            + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
+        )
+    if slopes is not None and bias_type != "alibi":
+        raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
+    if slopes is None and bias_type == "alibi":
+        slopes = alibi_slopes(q.shape[-2], q.device)
+    if bias is not None and bias_type == "pre_scale_bias":
+        bias = bias * softmax_scale
+    return Extras(mask, bias, slopes, sink)
 
 
 def attention(

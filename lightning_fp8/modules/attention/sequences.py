@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.functions.attention import check_cu_seqlens
-from lightning_fp8.modules.attention_masks import cu_seqlens_of
+from lightning_fp8.modules.attention.masks import cu_seqlens_of
 from lightning_fp8.ops.attention import Lengths
 from lightning_fp8.ops.attention.layouts import from_heads, to_heads
 
@@ -52,7 +52,15 @@ class Sequences(NamedTuple):
             ValueError: they do not fit the tensors.
         """
         of_q, of_kv = cu_seqlens
-        of_q, of_kv = of_kv if of_q is None else of_q, of_q if of_kv is None else of_kv
+        if (of_q is None) != (of_kv is None):
+            length = 1 if qkv_format == "bshd" else 0
+            if q.shape[length] != k.shape[length]:
+                raise ValueError(
+                    f"{q.shape[length]} rows of queries and {k.shape[length]} of keys with only one of cu_seqlens_q "
+                    "and cu_seqlens_kv; pass both"
+                )
+            of_q = of_kv if of_q is None else of_q
+            of_kv = of_q
         if qkv_format == "thd":
             for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
                 check_cu_seqlens(name, cu, qkv_format, None)

@@ -1,0 +1,142 @@
+"""The GEMM's kernels bound to a problem: tensor maps, grid, and the arguments of each launch by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.gemm.mma import mma_gemm_kernel
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig, Scaling, epi_tile_columns
+from cuda_kernels.gemm.wgmma import gemm_kernel
+from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
+from cuda_kernels.host.launch import address_on, bind
+from cuda_kernels.host.tensor_maps import Box, map_on
+
+GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
+"""``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
+
+_K_BYTES = 128
+"""Bytes of a row that one K iteration copies."""
+
+
+class GemmStrides(NamedTuple):
+    """Strides of a GEMM's tensors in elements.
+
+    Attributes:
+        a, b: from a row to the next; multiples of 16.
+        scale_a, scale_b: of 1x128 scales from one block along K to the next, of 128x128 scales from one row of blocks
+            to the next, else 0.
+        out: from a row to the next.
+    """
+
+    a: int
+    b: int
+    scale_a: int
+    scale_b: int
+    out: int
+
+
+def bind_gemm_kernel(
+    device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides
+) -> GemmStart:
+    """What starts ``config``'s kernel with tensors of the sizes of ``problem`` and of these strides.
+
+    A launch takes FP8 codes ``a [m, k]`` and ``b [n, k]``, whose addresses are multiples of 16; their float32 scales;
+    ``bias [n]``, ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are
+    None where it has none.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    launcher = _wgmma_launcher if isinstance(config, GemmConfig) else _mma_launcher
+    return launcher(device, problem, config, strides)  # type: ignore[arg-type]
+
+
+def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConfig, strides: GemmStrides) -> GemmStart:
+    spec = problem.spec
+    address = address_on(device)
+    map_of = partial(map_on, device)
+    map_a = map_of(Box(config.a_rows_loaded, _K_BYTES))
+    map_b = map_of(Box(config.b_rows_loaded, _K_BYTES))
+    map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
+    map_scale_a = map_of(_scale_box(config.tile_m)) if spec.scaling.along_k else None
+    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling is Scaling.BLOCKS else None
+    launch = bind(
+        gemm_kernel(spec, config),
+        num_blocks(problem, config),
+        device,
+        (
+            "map_a", "map_b", "map_out", "map_scale_a", "map_scale_b",
+            "scale_a", "scale_b", "bias", "amax_out", "out", "out_stride", "scale_b_stride",
+        ),
+        **_sizes(problem),
+    )  # fmt: skip
+
+    def start(
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    ) -> None:
+        absent = encoded_a = map_a(a)
+        launch(
+            encoded_a,
+            map_b(b),
+            absent if map_out is None else map_out(out),
+            absent if map_scale_a is None else map_scale_a(scale_a),
+            absent if map_scale_b is None else map_scale_b(scale_b),
+            address(scale_a),
+            address(scale_b),
+            0 if bias is None else address(bias),
+            0 if amax is None else address(amax),
+            address(out),
+            strides.out,
+            strides.scale_b,
+        )
+
+    return start
+
+
+def _sizes(problem: GemmProblem) -> dict[str, int]:
+    """The last parameters of both kernels."""
+    return {"m": problem.m, "n": problem.n, "k": problem.k}
+
+
+def _scale_box(rows: int) -> Box:
+    """The scales of one block along K for ``rows`` rows of an operand, whose 1x128 scales have contiguous columns."""
+    return Box(1, rows, swizzle=False, transposed=True)
+
+
+def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:
+    address = address_on(device)
+    launch = bind(
+        mma_gemm_kernel(problem.spec, config),
+        num_blocks(problem, config),
+        device,
+        (
+            "a", "a_stride", "b", "b_stride", "scale_a", "scale_a_stride", "scale_b", "scale_b_stride",
+            "bias", "amax_out", "out", "out_stride",
+        ),
+        **_sizes(problem),
+    )  # fmt: skip
+
+    def start(
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    ) -> None:
+        launch(
+            address(a),
+            strides.a,
+            address(b),
+            strides.b,
+            address(scale_a),
+            strides.scale_a,
+            address(scale_b),
+            strides.scale_b,
+            0 if bias is None else address(bias),
+            0 if amax is None else address(amax),
+            address(out),
+            strides.out,
+        )
+
+    return start
