@@ -66,9 +66,7 @@ def attention(
         band = padded.band
         lengths = _lengths(padded.keys, query.shape[2])
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
-    o = fp8_attention(
-        q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1]
-    )
+    o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
     return o, None
 
 

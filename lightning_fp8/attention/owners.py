@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
-from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.convert.swap import swap_class, unsharded_class
+from lightning_fp8.modules.record import LayerRecord
 
 _ATTRIBUTE = "_fp8_attention"
 _FORMER = "_class_without_fp8_attention"

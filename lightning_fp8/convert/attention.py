@@ -61,7 +61,9 @@ def _read(function: Callable[..., Any], module: nn.Module, said: set[str], known
         known.add(code)
         for name in code.co_names:
             value = function.__globals__.get(name)
-            if value is _BUILT_IN or (name == _SDPA and value is not None and value is not sdpa.scaled_dot_product_attention):
+            if value is _BUILT_IN or (
+                name == _SDPA and value is not None and value is not sdpa.scaled_dot_product_attention
+            ):
                 said.add(BY_NAME)
             elif name == _SDPA:
                 said.add(TORCH)
@@ -104,7 +106,9 @@ def plan_attention(
     for name, how in attention_modules(model).items():
         raw_name, module = modules[name]
         config, why = _reached(modules, name, module, how)
-        kept = "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
+        kept = (
+            "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
+        )
         reason = kept or reason_for_bf16(name) or why
         row = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
         planned.append(PlannedAttention(row, None if how == OUR else AttentionPlace(raw_name, not reason, config)))

@@ -14,7 +14,12 @@ WEIGHTS = "need_weights=True has nn.MultiheadAttention compute the weights thems
 
 
 def judged(
-    layer: LayerDecision, module: nn.Module | None, owner: Owner | None, counts: tuple[int, int, int], calls: int, otherwise: str
+    layer: LayerDecision,
+    module: nn.Module | None,
+    owner: Owner | None,
+    counts: tuple[int, int, int],
+    calls: int,
+    otherwise: str,
 ) -> LayerDecision:
     """``layer`` with what its attention did.
 

@@ -142,7 +142,7 @@ class FP8FabricPrecision(FabricPrecision):
             if (first_step := self._first_step_of(module, self.plan)) is not None:
                 self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
-            if not self.summary.num_fp8:
+            if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)

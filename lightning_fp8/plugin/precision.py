@@ -101,6 +101,10 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         # A compiled block that activation checkpointing recomputes reads the current context, not its forward's, and a
         # context is a thread's: autograd shall not recompute it in a thread of a device.
-        one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() or any_attention_traced() else nullcontext()
+        one_thread = (
+            torch.autograd.set_multithreading_enabled(False)
+            if any_traced() or any_attention_traced()
+            else nullcontext()
+        )
         with fp8_context(FP8Context(self.recipe)), one_thread:
             super().backward(tensor, model, *args, **kwargs)

@@ -10,8 +10,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention  # by name: not what attention/sdpa.py puts there
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention  # by name: not what attention/sdpa.py puts there
 
 from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
 from lightning_fp8.ops.attention import Band, Lengths
