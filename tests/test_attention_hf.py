@@ -40,7 +40,8 @@ def test_bands_are_those_of_transformers(function: Callable[..., Any], band: Ban
     keys = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
     padded = from_carried(carried(Padded(keys, band)))
     assert padded.band == band
-    exact = masking.sdpa_mask(2, LENGTH, LENGTH, mask_function=function, attention_mask=keys, allow_is_causal_skip=False)
+    options = {"attention_mask": keys, "allow_is_causal_skip": False}
+    exact = masking.sdpa_mask(2, LENGTH, LENGTH, mask_function=function, **options)
     assert torch.equal(dense(padded, LENGTH), exact)
 
 

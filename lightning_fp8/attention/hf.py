@@ -168,7 +168,7 @@ _PACKED = (
 
 
 def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, rows: int, device: Any) -> None:
-    """In compiled code: each query sees its predecessor, the last of its window, nothing before it and nothing after."""
+    """In compiled code: each query sees its predecessor and its window's last key, and nothing before it or after."""
     sequence = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     i = torch.arange(rows, device=device)[None]

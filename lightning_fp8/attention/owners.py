@@ -1,7 +1,7 @@
 """The modules that compute attention, which of them run it in FP8, and what they did.
 
-While the forward of one runs, it is the innermost of its thread's owners, under torch.compile and in the recomputation of
-activation checkpointing too.
+While the forward of one runs, it is the innermost of its thread's owners, under torch.compile and in the recomputation
+of activation checkpointing too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def own(module: nn.Module, owner: Owner, entered: bool) -> None:
     """Make ``owner`` that of ``module``; with ``entered``, of all that is called while its forward runs, too."""
     setattr(module, _ATTRIBUTE, owner)
     if entered:
-        swap_class(module, entering(unsharded_class(module)))
+        swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
 
 
 def disown(module: nn.Module, owner: Owner) -> None:

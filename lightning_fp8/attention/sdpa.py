@@ -85,7 +85,8 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     heads = -3 if enable_gqa else -2
     fit = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:heads] == k.shape[:heads] and k.shape[:-1] == v.shape[:-1]
     if not fit or (enable_gqa and (q.dim() < 4 or q.shape[-3] % max(k.shape[-3], 1))):
-        return f"its tensors have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, of other batches or heads"
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        return f"its tensors have shapes {shapes}, of other batches or heads"
     return "" if q.numel() and k.numel() else "its tensors are empty"
 
 

@@ -86,7 +86,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
     """A method, or what calls an object that is no module, such as an attention processor."""
     own = vars(module).get(name)
     if own is not None and not isinstance(own, (FunctionType, MethodType)):
-        return getattr(type(own), "__call__", None)
+        return vars(type(own)).get("__call__")
     return own if own is not None else getattr(type(module), name, None)
 
 
