@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
-from lightning_fp8.convert.swap import swap_class, unsharded_class
 from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.modules.swap import swap_class, unsharded_class
 
 _ATTRIBUTE = "_fp8_attention"
 _FORMER = "_class_without_fp8_attention"
@@ -95,7 +95,7 @@ def own(module: nn.Module, owner: Owner, entered: bool) -> None:
     """Make ``owner`` that of ``module``; with ``entered``, of all that is called while its forward runs, too."""
     setattr(module, _ATTRIBUTE, owner)
     if entered:
-        swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
+        swap_class(module, entering(unsharded_class(module)))
 
 
 def disown(module: nn.Module, owner: Owner) -> None:
@@ -108,7 +108,7 @@ def disown(module: nn.Module, owner: Owner) -> None:
 
 
 @cache
-def entering(former: type[nn.Module]) -> type[nn.Module]:
+def entering(former: Any) -> Any:
     """A subclass whose forward makes the module's owner the current one.
 
     Hooks would not do: compiled code is compiled again for each module that has one which exceptions do not skip, and

@@ -21,12 +21,12 @@ from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.convert.towers import Place, features_of, find_blocks, find_heads, find_places, is_linear
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
+from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name
 
 

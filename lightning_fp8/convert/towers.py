@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fp8.convert.swap import is_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.swap import is_conv1d
 from lightning_fp8.names import clean_name
 
 
