@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,11 @@ class FP8Context:
     group: dist.ProcessGroup | None = None
     observe: bool = True
 
+    @property
+    def attention(self) -> bool:
+        """Whether attention computes in FP8, too."""
+        return self.enabled and (self.recipe.fp8_dpa or self.recipe.fp8_mha)
+
 
 DISABLED = FP8Context(DelayedScaling(), enabled=False)
 """The context of code outside every region."""
@@ -53,6 +58,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+before_attention: list[Callable[[], None]] = []
+"""Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here."""
 
 
 def current_context() -> FP8Context:
@@ -115,6 +123,9 @@ class fp8_autocast(ContextDecorator):
         self._regions: list[Any] = []
 
     def __enter__(self) -> fp8_autocast:
+        if self.context.attention and not torch.compiler.is_compiling():
+            for prepare in before_attention:
+                prepare()
         if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
         evaluating = not current_context().observe

@@ -15,16 +15,18 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.attention import attach
+from lightning_fp8.convert.attention import PlannedAttention, place_in, plan_attention, reached_places
 from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
-from lightning_fp8.convert.towers import Place, features_of, find_heads, find_places, is_linear
+from lightning_fp8.convert.towers import Place, features_of, find_blocks, find_heads, find_places, is_linear
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.modules import Linear
+from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
+from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name
 
 
@@ -70,14 +72,20 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
 
 
-def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
-    """Decide for every matrix of ``model`` that takes part in a product; changes nothing."""
+def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -> ConversionSummary:
+    """Decide for every matrix of ``model`` that takes part in a product; changes nothing.
+
+    With ``attention``, for every module that computes attention, too.
+    """
+    attentions = {planned.row.name: planned.row for planned in _attentions(model, policy)} if attention else {}
     heads = find_heads(model)
     places = find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
     names = _all_names(model)
     decisions = []
     for name, module in modules.items():
+        if name in attentions:
+            decisions.append(attentions[name])
         if is_linear(module):
             parent, _, child = name.rpartition(".")
             reason = (
@@ -90,6 +98,33 @@ def plan_conversion(model: nn.Module, policy: Policy) -> ConversionSummary:
             decisions.append(LayerDecision(name, shape, not reason, reason or "eligible", parameters=math.prod(shape)))
         decisions += other_matrices(module, name)
     return ConversionSummary(tuple(decisions))
+
+
+def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
+    blocks = find_blocks(model)
+    names = {clean_name(name): module for name, module in model.named_modules()}
+    aliases = _all_names(model)
+
+    def reason(name: str) -> str:
+        module = names[name]
+        place = place_in(blocks, name)
+        return _skipped_by(aliases[id(module)], policy) or _reason_for_bf16(name, module, {}, place, policy)
+
+    return plan_attention(model, policy.replace_layers, reason)
+
+
+def prepare_attention(model: nn.Module, policy: Policy) -> None:
+    """Decide which attention of ``model`` follows FP8 contexts whose recipe has it in FP8.
+
+    Modules of ours follow at once, others from :func:`lightning_fp8.attention.attach.attach` on.
+    """
+    planned = _attentions(model, policy)
+    for name, module in model.named_modules():
+        if isinstance(module, DotProductAttention):
+            module.fp8 = next(each.row.fp8 for each in planned if each.row.name == clean_name(name))
+    blocks = find_blocks(model)
+    kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
+    attach.prepare(model, reached_places(planned, kept))
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
@@ -148,6 +183,7 @@ def convert_module(
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
+    prepare_attention(model, policy)  # before modules of ours get rows in the history
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)

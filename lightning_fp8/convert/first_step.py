@@ -10,11 +10,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
-from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
+from lightning_fp8.convert.attention_ran import judged
+from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import was_traced
+from lightning_fp8.modules.record import LayerRecord, was_traced
 from lightning_fp8.names import clean_name
 
 STEPS = 50
@@ -77,8 +79,16 @@ class FirstStep:
         # Weak, since a plugin keeps this until a step comes: a model that is gone before is nobody's.
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._before = {
-            name: _counts(module) for name, module in self._modules.items() if isinstance(module, FP8Module)
+            name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
         }
+        self._attentions = {
+            layer.name: owner
+            for layer in summary.layers
+            if layer.kind == ATTENTION and (owner := owner_of(self._modules.get(layer.name))) is not None
+        }
+        self._entered = {name: owner.calls for name, owner in self._attentions.items()}
+        for owner in self._attentions.values():
+            watch(owner, True)
         self._calls: dict[str, _Calls] = {}
         # A hook that comes or goes would have a compiled model compiled again.
         self._counting = count_rows and not _is_compiled(model)
@@ -91,6 +101,8 @@ class FirstStep:
         """Modules that own a matrix, and their parents, which may read it without a call; and the matrices' sizes."""
         watched: dict[str, set[int]] = {}
         for layer in self.summary.layers:
+            if layer.kind == ATTENTION:
+                continue
             owner = self._owner(layer)
             for name in (owner, owner.rpartition(".")[0]):
                 if name in self._modules:
@@ -141,9 +153,10 @@ class FirstStep:
         """The table with what ran. Layers that should have run in FP8 and did not have the reason in theirs."""
         self.stop()
         layers = tuple(self._judged(layer) for layer in self.summary.layers)
-        known = all(layer.ran is not None or not self._called(layer.name) for layer in layers if layer.fp8)
+        with_matrix = [layer for layer in layers if layer.kind != ATTENTION]
+        known = all(layer.ran is not None or not self._called(layer.name) for layer in with_matrix if layer.fp8)
         if known and self._counting:
-            layers = tuple(replace(layer, flops=self._flops(layer)) for layer in layers)
+            layers = tuple(replace(each, flops=self._flops(each)) if each in with_matrix else each for each in layers)
         return ConversionSummary(layers)
 
     def settle(self) -> ConversionSummary | None:
@@ -178,10 +191,10 @@ class FirstStep:
 
     def _since(self, name: str) -> tuple[int, int, int]:
         """Forwards in FP8, in high precision, and in evaluation mode, since this watches."""
-        module = self._modules.get(name)
-        if not isinstance(module, FP8Module):  # gone
+        record = _record(self._modules.get(name))
+        if record is None or name not in self._before:  # gone
             return 0, 0, 0
-        fp8, high_precision, evaluations = (now - then for now, then in zip(_counts(module), self._before[name]))
+        fp8, high_precision, evaluations = (now - then for now, then in zip(_counts(record), self._before[name]))
         return fp8, high_precision, evaluations
 
     def _called(self, name: str) -> bool:
@@ -199,12 +212,16 @@ class FirstStep:
 
     def stop(self) -> None:
         """Take the hooks away."""
+        for owner in self._attentions.values():
+            watch(owner, False)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _judged(self, layer: LayerDecision) -> LayerDecision:
         module = self._modules.get(layer.name)
+        if layer.fp8 and layer.kind == ATTENTION:
+            return self._judged_attention(layer, module)
         if not layer.fp8 or not isinstance(module, LinearLayer):
             return layer
         fp8, high_precision, evaluations = self._since(layer.name)
@@ -215,6 +232,12 @@ class FirstStep:
         if not high_precision and not any(parameter.requires_grad for parameter in module.parameters()):
             return layer  # an average of the weights, or the original of an adapted layer: nobody trains it
         return replace(layer, ran=False, reason=self._why_idle(layer.name, module, called=bool(high_precision)))
+
+    def _judged_attention(self, layer: LayerDecision, module: nn.Module | None) -> LayerDecision:
+        owner = self._attentions.get(layer.name)
+        since = self._since(layer.name)
+        calls = 0 if owner is None else owner.calls - self._entered[layer.name]
+        return judged(layer, module, owner, since, calls, OUTSIDE if since[1] else NOT_YET)
 
     def _why_idle(self, name: str, module: nn.Module, called: bool) -> str:
         if called:
@@ -270,8 +293,15 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [*module.parameters(recurse=False), *(computed.parameters() if isinstance(computed, nn.Module) else ())]
 
 
-def _counts(module: FP8Module) -> tuple[int, int, int]:
-    return module.record.fp8, module.record.high_precision, module.record.evaluations
+def _record(module: nn.Module | None) -> LayerRecord | None:
+    if isinstance(module, FP8Module):
+        return module.record
+    owner = owner_of(module)
+    return None if owner is None else owner.record
+
+
+def _counts(record: LayerRecord) -> tuple[int, int, int]:
+    return record.fp8, record.high_precision, record.evaluations
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LINEAR = "linear"
+ATTENTION = "dot product attention"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class LayerDecision:
         shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
         fp8: True for FP8, False for high precision.
         reason: why.
-        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"``, ``"recurrent"`` or ``"parameter"``.
+        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of its own), ``"recurrent"``,
+            ``"parameter"``, or ``"dot product attention"``, which has no matrix.
         parameters: elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None where it is not known, as in compiled code.
         flops: floating-point operations of its products in that step, forward and backward; None as for ``ran``.
@@ -39,14 +41,22 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table."""
+    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table.
+
+    Where attention shall run in FP8, the modules that compute it are among them.
+    """
 
     layers: tuple[LayerDecision, ...]
 
     @property
     def num_fp8(self) -> int:
         """The number of layers that run in FP8; after the first training step, without those that did not."""
-        return sum(layer.precision == "FP8" for layer in self.layers)
+        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind != ATTENTION)
+
+    @property
+    def num_fp8_attention(self) -> int:
+        """Likewise of modules that compute attention, which are listed where attention shall run in FP8."""
+        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
     def share_of_parameters(self) -> float | None:
@@ -56,9 +66,9 @@ class ConversionSummary:
     @property
     def share_of_flops(self) -> float | None:
         """The share of the first training step's FLOPs with these matrices that ran in FP8; None while unknown."""
-        return (
-            None if any(layer.flops is None for layer in self.layers) else self._share(lambda layer: layer.flops or 0)
-        )
+        if any(layer.flops is None for layer in self.layers if layer.kind != ATTENTION):
+            return None
+        return self._share(lambda layer: layer.flops or 0)
 
     def _share(self, size: Callable[[LayerDecision], int]) -> float | None:
         total = sum(map(size, self.layers))
@@ -88,6 +98,8 @@ class ConversionSummary:
         """The counts in one line."""
         linears = sum(layer.kind == LINEAR for layer in self.layers)
         counts = f"{self.num_fp8} of {linears} linear layers run in FP8"
+        if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
+            counts += f" and {self.num_fp8_attention} of {attentions} attentions"
         shares = [
             f"{share:.3g} % of {what}"
             for value, what in (

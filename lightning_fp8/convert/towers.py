@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fp8.convert.swap import is_conv1d
 from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.swap import is_conv1d
 from lightning_fp8.names import clean_name
 
 
@@ -74,6 +74,16 @@ def find_places(model: nn.Module) -> dict[str, Place]:
         name: Place(index, len(names), network)
         for network, names in zip(networks, members)
         for index, name in enumerate(names)
+    }
+
+
+def find_blocks(model: nn.Module) -> dict[str, Place]:
+    """The place of each block of the towers that :func:`find_places` speaks of; empty where there are none."""
+    towers = [tower for tower in _towers(model) if not tower.bare]
+    return {
+        block: Place(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
+        for tower in towers
+        for index, block in enumerate(tower.blocks)
     }
 
 

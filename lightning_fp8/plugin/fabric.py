@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import dtype_named, require_module
+from lightning_fp8.arguments import dtype_named, plain, require_bool, require_module
+from lightning_fp8.attention.attach import attach, detach
 from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
@@ -26,6 +28,7 @@ from lightning_fp8.convert.conversion import (
     globs_without_layers,
     nothing_runs_in_fp8,
     plan_conversion,
+    prepare_attention,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.delayed.history import AmaxHistory, reduce_and_update
@@ -52,6 +55,7 @@ class FP8FabricPrecision(FabricPrecision):
         skip: globs of module names that stay in BF16.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
+        attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
@@ -69,6 +73,7 @@ class FP8FabricPrecision(FabricPrecision):
         replace_layers: bool = True,
         skip: Sequence[str] = (),
         compute_dtype: torch.dtype | str | None = None,
+        attention: bool = False,
     ) -> None:
         weights: torch.dtype = dtype_named(weights_dtype)
         compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
@@ -87,7 +92,11 @@ class FP8FabricPrecision(FabricPrecision):
                 "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
                 "bfloat16, or scale the loss yourself"
             )
+        attention = plain(attention)
+        require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
+        if attention:
+            self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
         self.weights_dtype = weights
         self.compute_dtype = compute
         self.policy = Policy(
@@ -106,6 +115,7 @@ class FP8FabricPrecision(FabricPrecision):
         self.plan: ConversionSummary | None = None
         self._first_steps: dict[AmaxHistory, FirstStep] = {}
         self._reported: set[tuple[str, str]] = set()
+        self._models: WeakSet[nn.Module] = WeakSet()
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -115,10 +125,15 @@ class FP8FabricPrecision(FabricPrecision):
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
             module.to(dtype=self.weights_dtype)
-        self.plan = plan_conversion(module, self.policy)
+        attention = FP8Context(self.recipe).attention
+        self.plan = plan_conversion(module, self.policy, attention)
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
+        prepare_attention(module, self.policy)  # before modules of ours get rows in the history
         history = apply_conversion(module, self.plan)
+        self._models.add(module)
+        if attention:
+            attach(module)
         history.after_step = self._after_step
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
@@ -127,7 +142,7 @@ class FP8FabricPrecision(FabricPrecision):
             if (first_step := self._first_step_of(module, self.plan)) is not None:
                 self._first_steps[history] = first_step
             rank_zero_info(f"{self.recipe}\n{self.summary}")
-            if not self.summary.num_fp8:
+            if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
@@ -151,6 +166,15 @@ class FP8FabricPrecision(FabricPrecision):
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
+
+    def detach_attention(self) -> None:
+        """Take back what lets FP8 contexts reach the attention of the models: training is over."""
+        for model in list(self._models):
+            detach(model)
+
+    @override
+    def teardown(self) -> None:
+        self.detach_attention()
 
     def _report_glob(self, wrong: str) -> None:
         """Warn of a glob that matches no layer; of several models that share the plugin another may have the module."""

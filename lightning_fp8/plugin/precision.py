@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_fp8.attention.owners import any_traced as any_attention_traced
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory
@@ -60,6 +61,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def release(self) -> None:
         """Leave the models' scales to whoever trains them next; called when the Trainer is done."""
         self._has_callback = False
+        self.detach_attention()
         for history in self.histories.values():
             history.after_step = None
 
@@ -99,6 +101,10 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         # A compiled block that activation checkpointing recomputes reads the current context, not its forward's, and a
         # context is a thread's: autograd shall not recompute it in a thread of a device.
-        one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
+        one_thread = (
+            torch.autograd.set_multithreading_enabled(False)
+            if any_traced() or any_attention_traced()
+            else nullcontext()
+        )
         with fp8_context(FP8Context(self.recipe)), one_thread:
             super().backward(tensor, model, *args, **kwargs)

@@ -10,8 +10,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention  # by name: not what attention/sdpa.py puts there
 
 from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
 from lightning_fp8.ops.attention import Band, Lengths
@@ -78,7 +78,7 @@ def attention(
     causal = band.left is None and band.right == 0 and (queries == keys or not band.bottom_right)
     added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
     if lengths is None and not added and (causal or not band.limited):
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             q, k, v, None, extras.dropout, is_causal=causal, scale=softmax_scale, enable_gqa=share
         )
     of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (queries, keys)))
@@ -102,8 +102,8 @@ def attention(
     if extras.sink is not None:
         sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], queries, 1)
         mask = torch.cat([mask.expand(-1, q.shape[1], -1, -1), sink], 3)
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    o = F.scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+    o = scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
     return o if blind is None else o.masked_fill(blind, 0.0)
 
 

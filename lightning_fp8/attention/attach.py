@@ -1,0 +1,121 @@
+"""Models whose attention is reached: what was changed about each, to be taken back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_fp8 import autocast
+from lightning_fp8.attention import owners, sdpa
+from lightning_fp8.attention.owners import Owner
+
+
+class Place(NamedTuple):
+    """A module that computes attention, or that holds something that does and could not be found.
+
+    Attributes:
+        name: the module's in its model.
+        fp8: whether its attention runs in FP8.
+        config: transformers' configuration that says which function it calls; None where it calls torch's.
+    """
+
+    name: str
+    fp8: bool
+    config: Any = None
+
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[Place]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def prepare(model: nn.Module, places: Sequence[Place]) -> None:
+    """Remember where ``model`` computes attention, for :func:`attach`; it changes nothing about the model yet."""
+    with _lock:
+        was_attached = is_attached(model)
+        if was_attached and [*map(_key, _prepared[model])] == [*map(_key, places)]:
+            return
+        detach(model)
+        _prepared[model] = places
+        if was_attached:
+            attach(model)
+
+
+def _key(place: Place) -> tuple[str, bool, int]:
+    return place.name, place.fp8, id(place.config)
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether FP8 contexts reach the attention of ``model``."""
+    return model in _attached
+
+
+def attach(model: nn.Module) -> None:
+    """Let FP8 contexts reach the attention of a prepared ``model``; again changes nothing."""
+    with _lock:
+        if is_attached(model):
+            return
+        owners.forget_what_was_said()
+        undo: list[Callable[[], None]] = []
+        for place in _prepared[model]:
+            module = model.get_submodule(place.name)
+            owner = Owner(place.name, type(module).__qualname__, place.fp8)
+            owners.own(module, owner, entered=place.config is None)
+            undo.append(_disowning(module, owner))
+        configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
+        undo += [_switched(config) for config in configs.values()]
+        _attached[model] = undo
+        weakref.finalize(model, _uninstall_if_unused).atexit = False
+        sdpa.install()
+
+
+def detach(model: nn.Module) -> None:
+    """Take back what :func:`attach` did."""
+    with _lock:
+        for undo in reversed(_attached.pop(model, [])):
+            undo()
+        _uninstall_if_unused()
+
+
+def attach_prepared() -> None:
+    """:func:`attach` every model that is prepared: a region begins that asks for FP8 attention."""
+    if len(_attached) < len(_prepared):
+        for model in list(_prepared):
+            attach(model)
+
+
+autocast.before_attention.append(attach_prepared)
+
+
+def _uninstall_if_unused() -> None:
+    if not _attached:
+        sdpa.uninstall()
+
+
+def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
+    """A function that keeps neither alive."""
+    of_module = weakref.ref(module)
+
+    def disown() -> None:
+        if (living := of_module()) is not None:
+            owners.disown(living, owner)
+
+    return disown
+
+
+def _switched(config: Any) -> Callable[[], None]:
+    """Have modules of ``config`` call ours; gives what switches back."""
+    from lightning_fp8.attention import hf
+
+    former = config._attn_implementation_internal
+    config._attn_implementation_internal = hf.NAME
+
+    def back() -> None:
+        if config._attn_implementation_internal == hf.NAME:
+            config._attn_implementation_internal = former
+
+    return back

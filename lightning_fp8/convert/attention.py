@@ -1,0 +1,159 @@
+"""Where a model computes attention, and which of it runs in FP8."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fp8.attention import sdpa
+from lightning_fp8.attention.attach import Place as AttentionPlace
+from lightning_fp8.convert.summary import ATTENTION, LayerDecision
+from lightning_fp8.convert.towers import Place
+from lightning_fp8.modules import DotProductAttention
+from lightning_fp8.names import clean_name
+
+_SDPA = "scaled_dot_product_attention"
+_HF = "ALL_ATTENTION_FUNCTIONS"
+_SWITCHED_FROM = ("sdpa", "flash", "lightning_fp8")
+_BUILT_IN = F.scaled_dot_product_attention
+_NO_FORWARD = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.", "torch.nn.functional")
+
+OUR = "our"
+TORCH = "torch"
+BY_NAME = "by name"
+HF = "hf"
+
+
+def attention_modules(model: nn.Module) -> dict[str, str]:
+    """The modules that compute attention themselves, by name, and how: :data:`OUR`, :data:`TORCH`, :data:`HF`, ..."""
+    found = {clean_name(name): how_it_attends(module) for name, module in model.named_modules()}
+    return {name: how for name, how in found.items() if how}
+
+
+def how_it_attends(module: nn.Module) -> str:
+    """Read from the code of its forward, and of the methods and functions that it names; empty if it does not."""
+    if isinstance(module, DotProductAttention):
+        return OUR
+    if isinstance(module, nn.MultiheadAttention):
+        return TORCH
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, FunctionType) or forward.__module__.startswith(_NO_FORWARD):
+        return ""
+    said: set[str] = set()
+    _read(forward, module, said, set())
+    return next((how for how in (HF, TORCH, BY_NAME) if how in said), "")
+
+
+def _read(function: Callable[..., Any], module: nn.Module, said: set[str], known: set[CodeType]) -> None:
+    function = getattr(function, "__wrapped__", function)
+    if isinstance(function, MethodType):
+        function = function.__func__
+    if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        return
+    for code in _codes(function.__code__):
+        if code in known:
+            continue
+        known.add(code)
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if value is _BUILT_IN or (
+                name == _SDPA and value is not None and value is not sdpa.scaled_dot_product_attention
+            ):
+                said.add(BY_NAME)
+            elif name == _SDPA:
+                said.add(TORCH)
+            elif name == _HF:
+                said.add(HF)
+            else:
+                for other in (value, _attribute(module, name)):
+                    if isinstance(other, (FunctionType, MethodType)) and not other.__module__.startswith(_NO_FORWARD):
+                        _read(other, module, said, known)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """A method, or what calls an object that is no module, such as an attention processor."""
+    own = vars(module).get(name)
+    if own is not None and not isinstance(own, (FunctionType, MethodType)):
+        return vars(type(own)).get("__call__")
+    return own if own is not None else getattr(type(module), name, None)
+
+
+class PlannedAttention(NamedTuple):
+    """The row in the table of a module that computes attention, and how it is reached; None needs no reaching."""
+
+    row: LayerDecision
+    place: AttentionPlace | None
+
+
+def plan_attention(
+    model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str]
+) -> list[PlannedAttention]:
+    """Decide for each module that computes attention; changes nothing."""
+    modules = {clean_name(name): (name, module) for name, module in model.named_modules()}
+    planned = []
+    for name, how in attention_modules(model).items():
+        raw_name, module = modules[name]
+        config, why = _reached(modules, name, module, how)
+        kept = (
+            "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
+        )
+        reason = kept or reason_for_bf16(name) or why
+        row = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
+        planned.append(PlannedAttention(row, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
+    return planned
+
+
+def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
+    """What to attach: the modules, and blocks in high precision of whose attention none was found."""
+    found = [each.row.name for each in planned]
+    blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
+    return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
+
+
+def place_in(blocks: Mapping[str, Place], name: str) -> Place | None:
+    """The place of the block that holds the module called ``name``."""
+    return next((place for block, place in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+
+
+def _reached(modules: dict[str, Any], name: str, module: nn.Module, how: str) -> tuple[Any, str]:
+    """transformers' configuration to switch, or None, and why the module's attention cannot run in FP8."""
+    if how == BY_NAME:
+        return None, f"{type(module).__name__} imported {_SDPA} by name; call torch.nn.functional.{_SDPA}"
+    if how != HF:
+        return None, ""
+    config = getattr(module, "config", None)
+    implementation = getattr(config, "_attn_implementation", None) or "eager"
+    if not any(known in implementation for known in _SWITCHED_FROM):
+        return None, f"attn_implementation={implementation!r} computes it; load the model with 'sdpa'"
+    return (config, "") if _is_switchable(modules, name) else (None, "")
+
+
+def _is_switchable(modules: dict[str, Any], name: str) -> bool:
+    """Whether the model of transformers that holds the module takes masks that are not dense, as for FlashAttention."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return False
+    parts = name.split(".")
+    for depth in range(len(parts), -1, -1):
+        _, holder = modules.get(".".join(parts[:depth]), ("", None))
+        if isinstance(holder, modeling.PreTrainedModel):
+            if not (getattr(holder, "_supports_flash_attn", False) or getattr(holder, "_supports_flash_attn_2", False)):
+                return False
+            try:
+                from lightning_fp8.attention import hf
+            except ImportError:  # one that knows no mask functions
+                return False
+            return hf.supported()
+    return False
