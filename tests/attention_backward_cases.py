@@ -13,12 +13,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward_memory import FLUSH
+from cuda_kernels.attention.backward.memory import FLUSH
+from cuda_kernels.attention.backward.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
-from cuda_kernels.host.attention import Visible
-from cuda_kernels.host.attention_backward import BackwardLaunch
-from cuda_kernels.host.attention_tiles import PackedRows, padded_rows, ragged_rows
+from cuda_kernels.host.launchers.attention import Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, padded_rows, ragged_rows
 from lightning_fp8.ops.attention import Band, Codes, Lengths, backward, cast, forward, pack
 from tests.attention_cases import visible_keys
 from tests.attention_kernel_cases import in_packed_rows, moved
@@ -39,7 +39,7 @@ class Problem:
         heads, sharing: of queries, and how many of them share a head of keys.
         ragged: the sequences lie one after the other; else in a padded batch.
         offset: what is added to V and dO, so that sums have a sign.
-        flush: see :data:`cuda_kernels.attention.backward_memory.FLUSH`.
+        flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
     """
 
     queries: tuple[int, ...]
@@ -99,7 +99,7 @@ class Given:
         return out
 
     def statistics(self) -> Tensor:
-        """By their definitions, in float64; see :mod:`cuda_kernels.attention.statistics`."""
+        """By their definitions, in float64; see :mod:`cuda_kernels.attention.backward.statistics`."""
         rows, _ = self.problem.rows()
         do, q, k, v = (x.dequantize().double() for x in self.operands)
         k, v = (x.repeat_interleave(self.problem.sharing, 1) for x in (k, v))

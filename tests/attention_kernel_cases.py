@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
-from cuda_kernels.host.attention import CastLaunch, ForwardLaunch, PackedCodes, Visible
-from cuda_kernels.host.attention_tiles import PackedRows, padded_rows, ragged_rows
+from cuda_kernels.host.launchers.attention import CastLaunch, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, padded_rows, ragged_rows
 from lightning_fp8.ops.attention import Band, Codes, Lengths, cast, forward, unpack
 from tests.kernel_cases import BF16, FP16, FP32, Case, assert_same
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cuda_kernels.attention.dkv import attention_dkv_kernel
-from cuda_kernels.attention.dq import attention_dq_kernel
+from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.attention import CastLaunch, ForwardLaunch, Visible
-from cuda_kernels.host.attention_backward import BackwardLaunch
-from cuda_kernels.host.attention_tiles import padded_rows
+from cuda_kernels.host.launchers.attention import CastLaunch, ForwardLaunch, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
+from cuda_kernels.host.launchers.attention_tiles import padded_rows
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.attention import Codes, backward, cast, forward
 from tests import sass

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cuda_kernels.attention.heads import HeadsSpec
+from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.spec import ORDER_A
-from cuda_kernels.host.attention import CastLaunch
-from cuda_kernels.host.attention_tiles import padded_rows
+from cuda_kernels.host.launchers.attention import CastLaunch
+from cuda_kernels.host.launchers.attention_tiles import padded_rows
 from lightning_fp8.ops.attention import cast
 from tests.attention_kernel_cases import CASES, check_cast
 from tests.emulated import Emulator, executing, needs_compilers

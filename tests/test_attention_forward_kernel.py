@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import ROWS, TILE_FIELDS, AttentionSpec
-from cuda_kernels.host.attention import ForwardLaunch, Visible
-from cuda_kernels.host.attention_tiles import PackedRows, cast_table, padded_rows, ragged_rows, tile_table
+from cuda_kernels.host.launchers.attention import ForwardLaunch, Visible
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, cast_table, padded_rows, ragged_rows, tile_table
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.attention import Band
 from tests import sass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuda_kernels.attention.statistics import NO_AMAX
+from cuda_kernels.attention.backward.statistics import NO_AMAX
 from cuda_kernels.device.language import device
 from cuda_kernels.device.ptx import bits, from_bits, reciprocal_approx
 

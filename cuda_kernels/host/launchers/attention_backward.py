@@ -7,15 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward_memory import FLUSH, QUERIES, scratch_floats
-from cuda_kernels.attention.delta import attention_delta_kernel
-from cuda_kernels.attention.dkv import attention_dkv_kernel
-from cuda_kernels.attention.dq import attention_dq_kernel
+from cuda_kernels.attention.backward.delta import attention_delta_kernel
+from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dq import attention_dq_kernel
+from cuda_kernels.attention.backward.memory import FLUSH, QUERIES, scratch_floats
+from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.statistics import CORRECTED, STATISTICS
-from cuda_kernels.host.attention import PackedCodes, Visible
-from cuda_kernels.host.attention_tiles import PackedRows, limits, tile_table
 from cuda_kernels.host.launch import Argument, Launch, address_on
+from cuda_kernels.host.launchers.attention import PackedCodes, Visible
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, limits, tile_table
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 Strides = tuple[int, int, int]
@@ -33,7 +33,7 @@ class BackwardLaunch:
         softmax_scale: greater than 0.
         query_strides: of o and dq; multiples of 16 bytes, as are the addresses.
         key_strides: the same of dk and dv.
-        flush: see :data:`cuda_kernels.attention.backward_memory.FLUSH`.
+        flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
 
     Raises:
         ValueError: an argument is none that the kernels take.
@@ -106,7 +106,7 @@ class BackwardLaunch:
         self.start_dkv(do, q, k, v, statistics, dk, dv)
 
     def start_delta(self, do: PackedCodes, q: PackedCodes, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-        """What the others know of each query: float32 ``[H, 5, R]``, see :mod:`cuda_kernels.attention.statistics`."""
+        """What the others know of each query: float32 ``[H, 5, R]``; its rows are named in ``backward/statistics.py``."""
         assert o.dtype == torch.bfloat16
         statistics = torch.empty(self._heads[0], STATISTICS, self._rows, device=self._device)
         if self._delta.blocks:

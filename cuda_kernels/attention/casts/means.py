@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.attention.heads import GROUP, HeadsSpec, make_heads_reader
+from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.codec import magnitude, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32

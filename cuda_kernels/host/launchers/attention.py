@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.cast import quantize_heads_kernel
+from cuda_kernels.attention.casts.cast import quantize_heads_kernel
+from cuda_kernels.attention.casts.heads import HeadsSpec
+from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
-from cuda_kernels.attention.heads import HeadsSpec
-from cuda_kernels.attention.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.host.attention_tiles import PackedRows, cast_table, limits, sequence_table, tile_table
 from cuda_kernels.host.launch import Argument, Launch, address_on
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, cast_table, limits, sequence_table, tile_table
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 _LOG2_E = math.log2(math.e)
@@ -35,7 +35,7 @@ class PackedCodes(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees: see :func:`cuda_kernels.host.attention_tiles.tile_table`."""
+    """Which keys a query sees: see :func:`cuda_kernels.host.launchers.attention_tiles.tile_table`."""
 
     left: int | None = None
     right: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.attention.heads import GROUP, HeadsSpec, make_heads_reader
+from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
 from cuda_kernels.attention.spec import ORDER_A, ROWS
 from cuda_kernels.device.codec import (
     FP8_MAX,

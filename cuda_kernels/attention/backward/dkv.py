@@ -26,7 +26,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.backward_memory import (
+from cuda_kernels.attention.backward.memory import (
     FLUSH,
     LINE,
     MULTIPLYING,
@@ -40,11 +40,8 @@ from cuda_kernels.attention.backward_memory import (
     dkv_stages,
     scratch_floats,
 )
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.running_scale import START, outgrown, refitted
-from cuda_kernels.attention.softmax import quad_max
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.statistics import (
+from cuda_kernels.attention.backward.running_scale import START, outgrown, refitted
+from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
     GRADIENT_SCALE,
@@ -54,6 +51,9 @@ from cuda_kernels.attention.statistics import (
     STATISTICS,
     TOTAL,
 )
+from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_row_store
 from cuda_kernels.attention.tiles import load_tile
 from cuda_kernels.device.fragments import (

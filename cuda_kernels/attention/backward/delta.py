@@ -10,8 +10,8 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
-from cuda_kernels.attention.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.attention.tiles import load_tile
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.stores import WARP_BYTES
 
 THREADS = 384

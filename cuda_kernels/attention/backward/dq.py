@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.backward_memory import (
+from cuda_kernels.attention.backward.memory import (
     PRODUCER_REGISTERS,
     REGISTERS,
     THREADS,
@@ -24,10 +24,7 @@ from cuda_kernels.attention.backward_memory import (
     dq_offsets,
     dq_stages,
 )
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.softmax import quad_max, quad_sum
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.statistics import (
+from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
     DELTA,
@@ -39,6 +36,9 @@ from cuda_kernels.attention.statistics import (
     STATISTICS,
     TOTAL,
 )
+from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.softmax import quad_max, quad_sum
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_row_store
 from cuda_kernels.attention.tiles import load_tile
 from cuda_kernels.device.fragments import (
