@@ -75,7 +75,7 @@ def or_none(accepts: Accepts) -> Accepts:
 HYBRID, E4M3 = fp8.Format.HYBRID, fp8.Format.E4M3
 is_dtype = one_of(torch.bfloat16, torch.float32)
 is_norm_dtype = or_none(one_of(torch.bfloat16, torch.float32, torch.float64))
-is_size = is_int(1)
+is_size = means_int(1)
 SIZES = ("in_features", "out_features", "normalized_shape", "hidden_size")
 POLICY: dict[str, Accepts] = {
     "first_last_layers_bf16": means_bool,
@@ -164,6 +164,20 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
     ),
     "LayerNorm": (fp8.LayerNorm, {"normalized_shape": 4}, {**NORM, "bias": is_bool}),
     "RMSNorm": (fp8.RMSNorm, {"normalized_shape": 4}, NORM),
+    "DotProductAttention": (
+        fp8.DotProductAttention,
+        {"num_attention_heads": 4, "kv_channels": 4},
+        {
+            "num_attention_heads": is_int(1),
+            "num_gqa_groups": or_none(one_of(1, 2, 4)),
+            "attention_dropout": lambda value: is_epsilon(value) and value <= 1,
+            "qkv_format": one_of(),
+            "attn_mask_type": one_of(),
+            "attention_type": one_of(),
+            "softmax_scale": or_none(lambda value: is_epsilon(value) and value > 0),
+            "softmax_type": one_of(),
+        },
+    ),
     "FP8Precision": (fp8.FP8Precision, {}, PLUGIN),
     "FP8FabricPrecision": (fp8.FP8FabricPrecision, {}, PLUGIN),
     "convert_module": (

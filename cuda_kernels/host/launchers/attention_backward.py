@@ -106,7 +106,7 @@ class BackwardLaunch:
         self.start_dkv(do, q, k, v, statistics, dk, dv)
 
     def start_delta(self, do: PackedCodes, q: PackedCodes, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-        """What the others know of each query: float32 ``[H, 5, R]``; its rows are named in ``backward/statistics.py``."""
+        """What the others know of each query: float32 ``[H, 5, R]``; ``backward/statistics.py`` names its rows."""
         assert o.dtype == torch.bfloat16
         statistics = torch.empty(self._heads[0], STATISTICS, self._rows, device=self._device)
         if self._delta.blocks:

@@ -90,7 +90,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     """Raises:
     ValueError: another value.
     """
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
     return str(value)
 

@@ -31,7 +31,7 @@ def mask_type(name: str) -> str:
     """
     known = name.replace(",", "_") if isinstance(name, str) else name
     known = "padding_causal" if known == "causal_padding" else known
-    if known not in MASK_TYPES:
+    if not isinstance(known, str) or known not in MASK_TYPES:
         raise ValueError(f"attn_mask_type={name!r} is unknown; use one of {', '.join(map(repr, MASK_TYPES))}")
     return known
 
