@@ -29,9 +29,9 @@ def mask_type(name: str) -> str:
     Raises:
         ValueError: another name.
     """
-    known = name.replace(",", "_") if isinstance(name, str) else name
+    known = name.replace(",", "_") if isinstance(name, str) else ""
     known = "padding_causal" if known == "causal_padding" else known
-    if not isinstance(known, str) or known not in MASK_TYPES:
+    if known not in MASK_TYPES:
         raise ValueError(f"attn_mask_type={name!r} is unknown; use one of {', '.join(map(repr, MASK_TYPES))}")
     return known
 
