@@ -70,7 +70,7 @@ def _layers(arch: str) -> Iterator[Kernel]:
 
 def _tests() -> Iterator[Kernel]:
     try:
-        from tests import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+        from tests.cuda_kernels import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
     except ImportError:
         return
     with noted() as found:

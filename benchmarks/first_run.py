@@ -130,7 +130,12 @@ def stages(out: Path, dry: bool) -> list[Stage]:
     def sanitized(tool: str, names: Sequence[str], **more: Any) -> Step:
         checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
         cases = [kernels[name] for name in names if name in kernels]
-        return Step(f"{tool}, {names[0]}", [*checker, *python("-m", "tests.run_case", *emulated, *cases)], 45, **more)
+        return Step(
+            f"{tool}, {names[0]}",
+            [*checker, *python("-m", "tests.cuda_kernels.run_case", *emulated, *cases)],
+            45,
+            **more,
+        )
 
     def tested(name: str, limit: int, **more: Any) -> Step:
         options = ["-n", workers, "-q", "-rf", "--maxfail=30", "-k", "not sanitizer", "-p", "no:cacheprovider"]
@@ -147,13 +152,13 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         return {"unless_hung": PRODUCTS} if name.startswith(("product", "fprop")) else {}
 
     doctor = python("-m", "lightning_fp8", "doctor", "--seconds", "20", "--json", str(out / "doctor.json"))
-    compiler = python("-m", "tests.run_case", "--compile", *(kernels.values() if dry else []))
+    compiler = python("-m", "tests.cuda_kernels.run_case", "--compile", *(kernels.values() if dry else []))
     chooser = python("-m", "benchmarks", "choose", str(out / "products.json"), "--out", str(out / "choices.json"))
     return [
         Stage("doctor", 80, [Step("doctor", doctor, 80)]),
         Stage("compile", 180, [Step("compile", compiler, 180)]),
         Stage("kernels", 270, [
-            Step(name, python("-m", "tests.run_case", *emulated, case), 45, traps=True)
+            Step(name, python("-m", "tests.cuda_kernels.run_case", *emulated, case), 45, traps=True)
             for name, case in kernels.items()
         ]),
         Stage("tests", 240, [tested("casts", 120), tested("products", 120, **product("products"))]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.emulated import Emulator
+    from tests.cuda_kernels.emulated import Emulator
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _reproducible() -> None:
 @pytest.fixture
 def emulator() -> Iterator[Emulator]:
     """The emulator that runs kernels with CPU tensors, as PTX on the CPU."""
-    from tests.emulated import Emulator, executing
+    from tests.cuda_kernels.emulated import Emulator, executing
 
     emulator = Emulator()
     with executing(emulator):

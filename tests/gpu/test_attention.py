@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cuda_kernels.host.launch import architecture_of
-from tests import attention_backward_cases, attention_kernel_cases
-from tests.kernel_cases import Case
-from tests.run_case import fits
+from tests.cuda_kernels import attention_backward_cases, attention_kernel_cases
+from tests.cuda_kernels.kernel_cases import Case
+from tests.cuda_kernels.run_case import fits
 
 CASES = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
 

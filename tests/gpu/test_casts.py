@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout
-from tests import fused_cases
-from tests.kernel_cases import (
+from tests.cuda_kernels import fused_cases
+from tests.cuda_kernels.kernel_cases import (
     BF16,
     CASES,
     RESULTS,
@@ -26,7 +26,7 @@ from tests.kernel_cases import (
     check_quantize_with_scale,
     sample,
 )
-from tests.test_cast_kernels import SCALES, every_bf16
+from tests.cuda_kernels.test_cast_kernels import SCALES, every_bf16
 
 ops = torch.ops.lightning_fp8
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -176,8 +176,9 @@ def test_the_tensors_device_is_used() -> None:
 
 
 SANITIZED = """
-from tests import fused_cases
-from tests import fused_cases, kernel_cases
+from tests.cuda_kernels import fused_cases
+from tests.cuda_kernels import fused_cases
+from tests.cuda_kernels import kernel_cases
 for case in [*kernel_cases.CASES, *fused_cases.CASES][::3]:
     case.run("cuda")
 """

@@ -1,0 +1,234 @@
+"""transformers' masks as bands with padding, and models that call our attention, against transformers' own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import FP8FabricPrecision, Linear
+from lightning_fp8.attention.owners import owner_of
+from lightning_fp8.ops.attention import Band
+from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
+
+masking = pytest.importorskip("transformers.masking_utils")
+if "q_length" not in masking.sdpa_mask.__code__.co_varnames:
+    pytest.skip("this transformers does not say queries' number to mask functions", allow_module_level=True)
+
+from lightning_fp8.attention import hf as ours  # noqa: E402
+from lightning_fp8.attention.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
+
+LENGTH = 12
+
+
+@pytest.mark.parametrize(
+    ("function", "band"),
+    [
+        (masking.causal_mask_function, Band(right=0)),
+        (masking.bidirectional_mask_function, Band()),
+        (masking.sliding_window_causal_mask_function(5), Band(4, 0)),
+        (masking.sliding_window_bidirectional_mask_function(3), Band(3, 3)),
+        (masking.sliding_window_causal_mask_function(1), Band(0, 0)),
+    ],
+)
+def test_bands_are_those_of_transformers(function: Callable[..., Any], band: Band) -> None:
+    assert band_of(function) == band
+    keys = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+    padded = from_carried(carried(Padded(keys, band)))
+    assert padded.band == band
+    options = {"attention_mask": keys, "allow_is_causal_skip": False}
+    exact = masking.sdpa_mask(2, LENGTH, LENGTH, mask_function=function, **options)
+    assert torch.equal(dense(padded, LENGTH), exact)
+
+
+def test_what_is_no_band_is_not_taken_for_one() -> None:
+    causal = masking.causal_mask_function
+    ids = torch.tensor([[0, 0, 1, 1]])
+    for function in (
+        masking.packed_sequence_mask_function(ids),
+        masking.and_masks(causal, masking.packed_sequence_mask_function(ids)),
+        masking.or_masks(causal, masking.blockwise_overlay(ids)),
+        masking.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.long)),
+        lambda b, h, q, kv: kv <= 2 * q,
+        lambda b, h, q, kv: (kv <= q) | (kv == 0),
+        lambda b, h, q, kv: kv > q,
+    ):
+        assert band_of(function) is None
+
+
+def masks(padding: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    if padding == "right":
+        mask[1, 8:] = 0
+    if padding == "left":
+        mask[1, :4] = 0
+    return {"input_ids": ids, **({} if padding == "none" else {"attention_mask": mask})}
+
+
+LLAMA = hf("LlamaForCausalLM", "LlamaConfig", use_cache=False, **DECODER)
+MISTRAL = hf("MistralForCausalLM", "MistralConfig", sliding_window=4, **DECODER)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3": hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **DECODER),
+    "bert": hf(
+        "BertForMaskedLM",
+        "BertConfig",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    "bart": hf("BartForConditionalGeneration", "BartConfig", max_position_embeddings=16, **ENCODER_DECODER),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def attached(model: nn.Module, **options: Any) -> FP8FabricPrecision:
+    plugin = FP8FabricPrecision("tensorwise", attention=True, weights_dtype=torch.float32, **options)
+    plugin.convert_module(model)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.fp8 = False  # attention alone
+    for first_step in plugin._first_steps.values():
+        first_step.stop()  # who would say later what a warning says at once
+    return plugin
+
+
+def ran(model: nn.Module) -> dict[str, tuple[int, int]]:
+    found = {name: owner_of(module) for name, module in model.named_modules()}
+    return {name: (own.record.fp8, own.record.high_precision) for name, own in found.items() if own is not None}
+
+
+def counted(batch: dict[str, Tensor]) -> Tensor:
+    """Rows that are no padding."""
+    return batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
+
+
+@pytest.mark.parametrize("padding", ["none", "full", "right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_against_their_own_attention(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit outside FP8 contexts; near inside, unless padding comes first, which stays in high precision."""
+    monkeypatch.setattr("lightning_fp8.plugin.fabric.rank_zero_warn", lambda text: None)
+    batch, model = masks(padding), made(name)
+    exact = copy.deepcopy(model)(**batch).logits
+    plugin = attached(model, first_last_layers_bf16=False)
+    assert torch.equal(model(**batch).logits, exact)
+
+    if padding == "left":
+        with pytest.warns(UserWarning, match="padding at the start"), plugin.forward_context():
+            near = model(**batch).logits
+    else:
+        with plugin.forward_context():
+            near = model(**batch).logits
+    near, exact = near[counted(batch)], exact[counted(batch)]
+    of_all = ran(model)
+    in_fp8 = {name for name, (fp8, _) in of_all.items() if fp8}
+    if padding != "left":
+        assert in_fp8 == of_all.keys()
+        assert not torch.equal(near, exact)
+    assert (near - exact).norm() < 0.05 * exact.norm()
+    near.square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    plugin.teardown()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_cross_attention_of_other_lengths() -> None:
+    batch = {**masks("right"), "decoder_input_ids": masks("none")["input_ids"][:, :5]}
+    model = made("bart")
+    exact = copy.deepcopy(model)(**batch).logits
+    plugin = attached(model, first_last_layers_bf16=False)
+    assert torch.equal(model(**batch).logits, exact)
+    with plugin.forward_context():
+        near = model(**batch).logits
+    assert all(fp8 == 1 for fp8, _ in ran(model).values())
+    assert len(ran(model)) == 9
+    assert (near - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("padding", ["none", "full", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_whole_models_compile(name: str, padding: str) -> None:
+    torch._dynamo.reset()
+    batch, model = masks(padding), made(name)
+    model.config.use_cache = False
+    plugin = attached(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with plugin.forward_context():
+        assert torch.equal(compiled(**batch).logits[counted(batch)], model(**batch).logits[counted(batch)])
+    assert ran(model)  # the eager run
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_models_refuse_what_they_cannot_see(name: str) -> None:
+    torch._dynamo.reset()
+    model = made(name)
+    model.config.use_cache = False
+    plugin = attached(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    packed = {**masks("none"), "position_ids": torch.arange(LENGTH)[None] % 7}
+    for batch, said in ((packed, "packed sequences"), (masks("left"), "padding at the end")):
+        with plugin.forward_context(), pytest.raises(RuntimeError, match=said):
+            compiled(**batch)
+    with plugin.forward_context(), pytest.warns(UserWarning, match="packed sequences"):
+        model(**packed)
+    torch._dynamo.reset()
+
+
+def test_generation_with_a_cache() -> None:
+    model = made("llama").eval()
+    ids = masks("none")["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    exact = copy.deepcopy(model).generate(ids, **options)
+    plugin = attached(model)
+    assert torch.equal(model.generate(ids, **options), exact)
+    with plugin.forward_context(), pytest.warns(UserWarning, match="keys and values come from a cache"):
+        model.generate(ids, **options)
+
+
+def test_what_stays_in_high_precision() -> None:
+    model = hf("LlamaForCausalLM", "LlamaConfig", **{**DECODER, "attention_dropout": 0.1})().train()
+    plugin = attached(model)
+    with plugin.forward_context(), pytest.warns(UserWarning, match=r"its dropout is 0\.1"):
+        model(**masks("none"))
+    model = made("llama")
+    model.set_attn_implementation("eager")
+    plugin = attached(model)
+    assert "attn_implementation='eager'" in str(plugin.summary)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_vit_has_no_mask() -> None:
+    options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = hf("ViTForImageClassification", "ViTConfig", image_size=32, patch_size=8, **options)().train()
+    exact = copy.deepcopy(model)(**image()()).logits
+    plugin = attached(model)
+    with plugin.forward_context():
+        near = model(**image()()).logits
+    assert sorted(ran(model).values()) == [(0, 1), (0, 1), (1, 0)]
+    assert (near - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_mask_has_no_other_form() -> None:
+    assert not is_carried(None)
+    assert not is_carried(torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
+    keys = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+    assert is_carried(ours.mask(2, LENGTH, LENGTH, attention_mask=keys))
+    assert ours.mask(2, LENGTH, LENGTH, attention_mask=torch.ones(2, LENGTH, dtype=torch.bool)) is None
+    assert ours.mask(2, LENGTH, LENGTH) is None
+    assert ours.mask(2, 1, LENGTH, q_offset=LENGTH - 1, attention_mask=keys).shape == (2, 1, 1, LENGTH)

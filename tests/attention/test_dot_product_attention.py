@@ -1,0 +1,256 @@
+"""DotProductAttention in FP8: masks, formats, heads and lengths against attention's definition in float64."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
+from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.ops.attention import Band
+from lightning_fp8.recipes import RECIPES
+from tests.attention.attention_cases import NAMES, error, exact
+from tests.attention.attention_modules import (
+    EVEN,
+    MASKS,
+    RAGGED,
+    cu_seqlens,
+    drawn_batch,
+    laid_out,
+    of_definition,
+    padding_of,
+    run,
+    taken_apart,
+)
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+def fp8(recipe: str = "tensorwise", **fields: Any) -> fp8_autocast:
+    return fp8_autocast(fp8_recipe={"name": recipe, "fp8_dpa": True, **fields})
+
+
+def in_fp8(module: DotProductAttention, *args: Any, recipe: str = "tensorwise", **arguments: Any) -> Tensor:
+    with fp8(recipe):
+        return module(*args, **arguments)
+
+
+def assert_near(found: Any, truth: Any, tolerance: float = 0.11) -> None:
+    for name, ours, right in zip(NAMES, found, truth):
+        assert ours.shape == right.shape, name
+        # of one visible key the gradients of scores are 0 in theory
+        assert (ours.double() - right).norm() <= tolerance * right.norm() + 0.003 * math.sqrt(right.numel()), name
+
+
+@pytest.mark.parametrize("channels", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("qkv_format", FORMATS)
+def test_every_mask_format_and_head_is_attentions_definition(
+    qkv_format: str, mask: str, heads: tuple[int, int], channels: int
+) -> None:
+    ragged = qkv_format == "thd" or "padding" in mask
+    lengths = RAGGED if ragged else EVEN
+    queries, keys = zip(*lengths)
+    x = drawn_batch(lengths, *heads, channels)
+    module = DotProductAttention(
+        heads[0], channels, num_gqa_groups=heads[1], qkv_format=qkv_format, attn_mask_type=mask
+    )
+    given = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)} if ragged else {}
+    with fp8():
+        found = run(module, x, qkv_format, **given)
+    assert module.record.fp8 == 1
+    assert not module.reason
+    apart = [taken_apart(each, n, qkv_format) for each, n in zip(found, (queries, queries, keys, keys))]
+    assert_near(map(torch.cat, apart), of_definition(x, MASKS[mask]))
+    for each, n in zip(found, (queries, queries, keys, keys)):
+        assert not any(rows.any() for rows in padding_of(each, n, qkv_format)), "padding is 0 and takes no gradient"
+        assert each.dtype == torch.bfloat16
+
+
+WINDOWS = [
+    ("causal", (30, 0), None, Band(30, 0)),
+    ("causal", (30, 5), None, Band(30, 0)),
+    ("causal_bottom_right", (30, 0), None, Band(30, 0, True)),
+    ("no_mask", (20, 10), None, Band(20, 10, True)),
+    ("no_mask", (20, 10), False, Band(20, 10)),
+    ("no_mask", (-1, 10), True, Band(None, 10, True)),
+    ("no_mask", (-1, 0), None, Band()),
+    ("no_mask", (0, 0), False, Band(0, 0)),
+]
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("mask", "window", "bottom_right", "band"), WINDOWS)
+def test_windows(
+    mask: str, window: tuple[int, int], bottom_right: bool | None, band: Band, enabled: bool, in_forward: bool
+) -> None:
+    x = drawn_batch(EVEN, 2, 1, 64)
+    said: dict[str, Any] = {
+        "attn_mask_type": mask, "window_size": window, "bottom_right_diagonal": bottom_right
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = DotProductAttention(2, 64, num_gqa_groups=1, qkv_format="bshd", **({} if in_forward else said))
+        with fp8_autocast(enabled, fp8_recipe={"name": "rowwise", "fp8_dpa": True}):
+            found = run(module, x, "bshd", **(said if in_forward else {}))
+    assert_near([each.flatten(0, 1) for each in found], of_definition(x, band), 0.11 if enabled else 0.02)
+
+
+def test_windows_that_are_taken_otherwise_are_told() -> None:
+    x = drawn_batch(EVEN, 1, 1, 32)
+    for mask, window, told in (("no_mask", (-1, 0), "taken for"), ("causal", (4, 3), r"taken for \(4, 0\)")):
+        with pytest.warns(UserWarning, match=told):
+            run(DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type=mask, window_size=window), x, "bshd")
+
+
+def test_true_in_a_mask_is_masked_out() -> None:
+    """As in Transformer Engine; torch's own attention means the opposite."""
+    x = drawn_batch([(5, 5)], 2, 2, 64)
+    hidden = torch.rand(1, 1, 5, 5) < 0.5
+    module = DotProductAttention(2, 64, qkv_format="bshd", attn_mask_type="arbitrary")
+    found = run(module, x, "bshd", attention_mask=hidden)
+    q, k, v, do = (each[0].transpose(0, 1)[None] for each in x)
+    truth = exact(q, k, v, do, ~hidden[0, 0])
+    assert_near([each.transpose(1, 2) for each in found], truth, 0.02)
+    padding = torch.tensor([[False, False, True], [False, True, True]])[:, None, None]
+    y = drawn_batch([(3, 3), (3, 3)], 2, 2, 64)
+    module = DotProductAttention(2, 64, qkv_format="bshd", attn_mask_type="padding")
+    both = [in_fp8(module, *(laid_out(each, "bshd") for each in y[:3]), **given) for given in (
+        {"attention_mask": padding},
+        {"attention_mask": (padding, padding)},
+        {"cu_seqlens_q": torch.tensor([0, 2, 3]), "cu_seqlens_kv": torch.tensor([0, 2, 3])},
+    )]  # fmt: skip
+    assert torch.equal(both[0], both[1])
+    assert torch.equal(both[0], both[2])
+    alone = in_fp8(module, *(each[1][None, :1] for each in y[:3]), attn_mask_type="no_mask")
+    assert torch.equal(both[0][1, :1], alone[0])
+
+
+def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
+    module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="padding")
+    q, k, v = torch.randn(3, 2, 4, 1, 32)
+    left = torch.tensor([[True, False, False, False]] * 2)[:, None, None]
+    with pytest.raises(ValueError, match="mask out the end of each sequence.*'arbitrary'"):
+        module(q, k, v, left)
+    with pytest.raises(ValueError, match=r"2 sequences of 4 rows must be bool \[2, 1, 1, 4\]"):
+        module(q, k, v, left[..., :3])
+    with pytest.raises(ValueError, match="'padding' needs attention_mask, or cu_seqlens_q"):
+        module(q, k, v)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_packed_sequences_with_padding_between_them(enabled: bool) -> None:
+    queries, keys = zip(*RAGGED)
+    x = drawn_batch(RAGGED, 2, 1, 64)
+    gap = [torch.full((7, *each[0].shape[1:]), math.nan, dtype=each[0].dtype) for each in x]
+    spaced = type(x)(*([torch.cat([s, g]) for s in each] for each, g in zip(x, gap)))
+    module = DotProductAttention(2, 64, num_gqa_groups=1, qkv_format="thd", attn_mask_type="padding_causal")
+    given = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)}
+    with fp8_autocast(enabled, fp8_recipe={"name": "mxfp8", "fp8_dpa": True}):
+        plain = run(module, x, "thd", **given)
+        spread = run(
+            module,
+            spaced,
+            "thd",
+            **given,
+            cu_seqlens_q_padded=cu_seqlens([n + 7 for n in queries]),
+            cu_seqlens_kv_padded=cu_seqlens([n + 7 for n in keys]),
+        )
+    for one, other, n in zip(plain, spread, (queries, queries, keys, keys)):
+        rows = other.split([n + 7 for n in n])
+        assert torch.equal(torch.cat([each[:-7] for each in rows]), one)
+        assert not any(each[-7:].any() for each in rows)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_every_recipe_runs_the_same_attention(recipe: str, field: str) -> None:
+    x = drawn_batch(EVEN, 2, 2, 64)
+    module, found = DotProductAttention(2, 64, qkv_format="sbhd"), []
+    for name, fields in ((recipe, {field: True}), ("tensorwise", {"fp8_dpa": True})):
+        with fp8_autocast(fp8_recipe={"name": name, **fields}):
+            found.append(run(module, x, "sbhd"))
+    assert all(torch.equal(*pair) for pair in zip(*found))
+    with fp8_autocast(fp8_recipe=recipe):
+        plain = run(module, x, "sbhd")
+    assert not torch.equal(plain[0], found[0][0])
+    assert_near([each.transpose(0, 1).flatten(0, 1) for each in plain], of_definition(x, Band(right=0)), 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_output_and_gradients_have_the_inputs_dtype(dtype: torch.dtype) -> None:
+    x = drawn_batch(EVEN, 2, 1, 64, dtype)
+    with fp8():
+        found = run(DotProductAttention(2, 64, num_gqa_groups=1, qkv_format="bshd"), x, "bshd")
+    assert {each.dtype for each in found} == {dtype}
+    assert_near([each.flatten(0, 1) for each in found], of_definition(x, Band(right=0)))
+
+
+def test_under_torch_autocast() -> None:
+    x = drawn_batch(EVEN, 2, 2, 64, torch.float32)
+    q, k, v = (laid_out(each, "bshd").requires_grad_() for each in x[:3])
+    module = DotProductAttention(2, 64, qkv_format="bshd")
+    with torch.autocast("cpu", torch.bfloat16), fp8():
+        o = module(q, k, v)
+    o.float().sum().backward()
+    assert o.dtype == torch.bfloat16
+    assert q.grad.dtype == torch.float32
+    near = in_fp8(module, *(each.bfloat16() for each in (q, k, v)))
+    assert torch.equal(o, near)
+
+
+@pytest.mark.parametrize("qkv_format", FORMATS)
+def test_no_rows_and_one_row(qkv_format: str) -> None:
+    module = DotProductAttention(2, 64, qkv_format=qkv_format, attn_mask_type="padding_causal")
+    for lengths in ([(0, 0)], [(0, 0), (0, 0)], [(1, 1)], [(0, 5), (5, 0)]):
+        x = drawn_batch(lengths, 2, 2, 64)
+        queries, keys = zip(*lengths)
+        with fp8():
+            found = run(module, x, qkv_format, cu_seqlens_q=cu_seqlens(queries), cu_seqlens_kv=cu_seqlens(keys))
+        if lengths == [(1, 1)]:
+            assert error(found[0].flatten(), laid_out(x.v, qkv_format).flatten().double()) < 0.05
+        else:
+            assert not any(each.any() for each in found), "no query sees a key"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_queries_that_see_no_key(enabled: bool) -> None:
+    x = drawn_batch([(200, 70)], 2, 1, 64)
+    module = DotProductAttention(2, 64, num_gqa_groups=1, qkv_format="bshd", attn_mask_type="causal_bottom_right")
+    with fp8_autocast(enabled, fp8_recipe={"name": "rowwise", "fp8_dpa": True}):
+        o, dq, dk, dv = run(module, x, "bshd")
+    assert not o[:, :130].any()
+    assert not dq[:, :130].any()
+    truth = of_definition(x, Band(right=0, bottom_right=True))
+    assert_near([each[0] for each in (o, dq, dk, dv)], truth)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+def test_what_is_not_finite_reaches_the_output_and_no_scale(which: str, value: float) -> None:
+    recipe = make_recipe({"name": "delayed", "fp8_dpa": True, "amax_history_len": 4})
+    module, x = DotProductAttention(2, 64, qkv_format="bshd"), drawn_batch(EVEN, 2, 2, 64)
+    with fp8_autocast(fp8_recipe=recipe):
+        right = run(module, x, "bshd")
+    update_without_plugin(recipe)
+    scales = module.history.scale.clone()
+    assert (scales[[0, 2, 3, 4]] > 0).all()
+    getattr(x, which)[0][50, 1, 3] = value
+    with fp8_autocast(fp8_recipe=recipe):
+        o, dq, dk, dv = run(module, x, "bshd")
+    assert torch.isnan(dv if which == "do" else o).any()
+    assert torch.isnan(dq).any()
+    for ours, before in zip((o, dq, dk, dv), right):
+        assert torch.equal(ours[1], before[1]), "the other sequence"
+        assert torch.equal(ours[0, :, 0], before[0, :, 0]), "the other head"
+    update_without_plugin(recipe)
+    assert torch.isfinite(module.history.scale).all()
+    touched = {"q": [0, 2, 3], "k": [0, 2, 3], "v": [0, 2, 3], "do": [3, 4]}[which]
+    assert torch.equal(module.history.scale[touched], scales[touched])

@@ -1,0 +1,132 @@
+"""``lightning-fp8``: recipes in YAML, their printed fields, and what a wrong one says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_fp8
+from lightning_fp8 import FP8Precision
+from lightning_fp8.cli.main import COMMANDS, main, recipe_hints
+from lightning_fp8.recipes import RECIPES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str, list[dict[str, dict]]]]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *args, "--print_config"])
+    assert stopped.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_every_command_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(arguments)
+    printed = capsys.readouterr()
+    named = re.findall(r"^  (\w+(?:, \w+)*)", printed.out, re.MULTILINE)
+    assert {each for line in named for each in line.split(", ")} == {"fit", "validate", "test", "predict", *COMMANDS}
+    assert printed.err == ""
+
+
+def test_a_command_that_is_none_is_answered_by_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["docter"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(command in said for command in ("fit", *COMMANDS))
+    assert said.endswith("error: there is no command 'docter'\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: lightning-fp8 {command} " in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "lightning_fp8", "--version"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"lightning-fp8 {lightning_fp8.__version__}\n", "")
+
+
+def test_the_command_line_is_read_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(CONFIGS / "delayed.yaml")
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "fit", "--config", config, "--print_config"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    assert stopped.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["plugins"]
+
+
+def test_there_is_one_config_per_recipe() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_print_config_shows_every_field_of_the_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed_config(capsys, "--config", str(CONFIGS / f"{name}.yaml"))
+    (plugin,) = config["trainer"]["plugins"]
+    recipe = plugin["init_args"]["recipe"]
+    assert recipe["name"] == name
+    assert set(recipe) == {field.name for field in dataclasses.fields(RECIPES[name])}
+
+
+def test_a_recipe_of_a_few_fields_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((CONFIGS / "delayed.yaml").read_text())
+    config["trainer"]["plugins"][0]["init_args"]["recipe"] = {"name": "delayed", "margin": 2}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(config))
+    printed = printed_config(capsys, "--config", str(tmp_path / "short.yaml"))
+    recipe = printed["trainer"]["plugins"][0]["init_args"]["recipe"]
+    assert (recipe["margin"], recipe["amax_history_len"], recipe["fp8_format"]) == (2, 1024, "HYBRID")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("delayed", "margn"), ("tensorwise", "margin"), ("blockwise", "amax_history_len")]
+)
+def test_a_wrong_field_is_refused_with_the_valid_ones(
+    name: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config["trainer"]["plugins"][0]["init_args"]["recipe"][field] = 0
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", str(tmp_path / "wrong.yaml")])
+    assert stopped.value.code == 2
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{RECIPES[name].__name__} has no field '{field}'" in last_line
+    assert all(valid.name in last_line for valid in dataclasses.fields(RECIPES[name]))
+
+
+def test_hints_are_only_given_for_recipes() -> None:
+    assert recipe_hints("Problem with given class_path 'torch.optim.AdamW':\n  Option 'lrr' is not accepted") == ""
+
+
+def test_fit_trains_from_yaml(tmp_path: Path) -> None:
+    small = ["--model.width", "32", "--model.depth", "3", "--model.heads", "2", "--data.length", "16"]
+    quick = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"]
+    quick += ["--trainer.default_root_dir", str(tmp_path)]  # Lightning saves the configuration there
+    seen: list[int] = []
+    update = FP8Precision.update_scales
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8Precision, "update_scales", lambda plugin: (seen.append(1), update(plugin))[1])
+        main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
+    assert len(seen) == 3
+    assert (tmp_path / "config.yaml").is_file()

@@ -1,0 +1,100 @@
+"""The example's model and data, and what the comparison reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from examples.train_gpt import GPT, StdlibBytes, rotate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def compare_recipes() -> ModuleType:
+    """The script, which imports the file beside it."""
+    path = ROOT / "examples" / "compare_recipes.py"
+    spec = importlib.util.spec_from_file_location("compare_recipes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def test_training_and_validation_share_no_file() -> None:
+    data = StdlibBytes(length=32, train_sequences=4, val_sequences=4)
+    data.setup("fit")
+    train, val = bytes(data.train.text.tolist()), bytes(data.val.text.tolist())
+    files = sorted(Path(next(iter(sys.modules["os"].__file__.rsplit("/", 1)))).glob("*.py"))
+    for index, file in enumerate(files):
+        text = file.read_bytes()
+        if len(text) > 200:
+            assert (text in val) == (index % 10 == 0)
+            assert (text in train) == (index % 10 != 0)
+
+
+def test_a_seed_draws_the_same_training_data_and_validation_never_changes() -> None:
+    first, again, other = (StdlibBytes(length=32, train_sequences=8, seed=seed) for seed in (1, 1, 2))
+    for data in (first, again, other):
+        data.setup("fit")
+    assert torch.equal(first.train[3], again.train[3])
+    assert not torch.equal(first.train.starts, other.train.starts)
+    assert torch.equal(first.val.starts, other.val.starts)
+
+
+def test_the_model_is_causal() -> None:
+    model = GPT(width=32, depth=2, heads=2)
+    tokens = torch.randint(256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    before, after = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(before[:8], after[:8])
+    assert not torch.allclose(before[8:], after[8:])
+
+
+def test_rotary_embedding_depends_on_distance_only() -> None:
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+    frequency = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
+
+    def score(at_q: int, at_k: int) -> torch.Tensor:
+        turned = [rotate(x, (p * frequency).cos(), (p * frequency).sin()) for x, p in ((q, at_q), (k, at_k))]
+        return turned[0] @ turned[1]
+
+    torch.testing.assert_close(score(3, 1), score(10, 8))
+    assert not torch.isclose(score(3, 1), score(3, 2))
+
+
+def test_the_comparison_reports_means_spread_and_distance(compare_recipes: ModuleType) -> None:
+    runs = {
+        f"{recipe}/{seed}": {"val_loss": 2.0, "fp8_layers": 5} for recipe in compare_recipes.RUNS for seed in (0, 1)
+    }
+    runs["mxfp8/0"]["val_loss"], runs["mxfp8/1"]["val_loss"] = 2.0, 2.04
+    rows = compare_recipes.table(runs, seeds=2).splitlines()
+    assert rows[-1] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 5 |"
+    assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 5 |"
+
+
+def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(tmp_path: Path) -> None:
+    tiny = ["--seeds", "1", "--steps", "30", "--width", "32", "--depth", "3", "--batch-size", "2"]
+    command = [sys.executable, str(ROOT / "examples" / "compare_recipes.py"), *tiny, "--out", str(tmp_path / "tiny")]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    runs = json.loads((tmp_path / "tiny.json").read_text())["runs"]
+    assert all(len(run["losses"]) == 30 for run in runs.values())
+    assert {name: run["fp8_layers"] for name, run in runs.items()}["bf16/0"] == 0
+    assert all(run["fp8_layers"] == 5 for name, run in runs.items() if name != "bf16/0")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert "run 1 of" not in again.stdout
+    assert "| blockwise |" in (tmp_path / "tiny.md").read_text()

@@ -1,0 +1,152 @@
+"""Every cast kernel, its compiled PTX run on the CPU with the race detector on, against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.scaled import Layout
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.cuda_kernels.kernel_cases import (
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    Case,
+    assert_same,
+    check_quantize,
+    check_quantize_with_scale,
+    sample,
+)
+
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case, emulator: Emulator) -> None:
+    case.run("cpu")
+    assert emulator.launched
+
+
+@pytest.mark.parametrize("schedule", ["reverse", "random"])
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_the_order_of_threads_changes_nothing(layout: Layout, schedule: str, emulator: Emulator) -> None:
+    emulator.schedule = schedule  # type: ignore[assignment]
+    check_quantize(sample(140, 264, BF16), E4M3.dtype, layout, "cpu")
+
+
+def every_bf16() -> torch.Tensor:
+    """All 2**16 codes: NaN, infinities, zeros of both signs, subnormals."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).view(256, 256)
+
+
+SCALES = [1.0, 448.0, 57344.0, 0.1, 1.0 / 3.0, 2.0**-20, 3.0e38, 1.0e-38, 1.7, 5.0e-42]
+
+
+@pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_bfloat16(scale: float, float8: Float8, emulator: Emulator) -> None:
+    emulator.races = False
+    check_quantize_with_scale(every_bf16(), float8.dtype, scale, "cpu", amax=0.0)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_every_bfloat16_scaled_from_itself(layout: Layout, emulator: Emulator) -> None:
+    emulator.races = False
+    values = every_bf16()
+    check_quantize(values, E4M3.dtype, layout, "cpu")
+    finite = torch.where(values.isfinite(), values, torch.ones_like(values))
+    check_quantize(finite, E4M3.dtype, layout, "cpu")
+    check_quantize(finite.flip(0).t().contiguous(), E4M3.dtype, layout, "cpu")
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -3e38])
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_one_element(layout: Layout, value: float) -> None:
+    check_quantize(torch.tensor([[value]]), E4M3.dtype, layout, "cpu")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_a_special_value_among_others(layout: Layout) -> None:
+    for special in (math.nan, math.inf):
+        x = sample(131, 203, FP32)
+        x[77, 130] = special
+        check_quantize(x, E4M3.dtype, layout, "cpu")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_a_long_and_narrow_tensor(layout: Layout, emulator: Emulator) -> None:
+    emulator.races = False
+    check_quantize(sample(131_072, 17, BF16), E4M3.dtype, layout, "cpu", rowwise=False)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_rows_apart(layout: Layout) -> None:
+    """Views: a slice of columns, every third row, one row broadcast, a transposed tensor."""
+    base = sample(400, 300, BF16)
+    for view in (base[:140, 20:284], base[::3, :264], base[:1, :264].expand(140, 264), base[:264, :140].t()):
+        check_quantize(view, E4M3.dtype, layout, "cpu")
+
+
+@pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.MX_1X32], ids=lambda layout: layout.value)
+def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulator) -> None:
+    """Where rows begin at multiples of them."""
+    base = sample(400, 304, BF16)
+    for view, wide in ((base[:140, 8:272], True), (base[::3, :264], True), (base[:140, 20:284], False)):
+        emulator.launched.clear()
+        check_quantize(view, E4M3.dtype, layout, "cpu", columnwise=False)
+        assert ["vector=8" in kernel.name for kernel in emulator.launched] == [wide] * len(emulator.launched)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (7, 0)])
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
+    """An empty tensor has empty operands, and no kernel is started."""
+    x, config = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
+    for a, b in zip(cuda.quantize(x, config), reference.quantize(x, config)):
+        assert_same(a, b, "empty")
+    assert not emulator.launched
+
+
+def test_more_than_2_31_elements() -> None:
+    """Rows 2**31 elements apart, in what is read and in both copies that are written: addresses do not wrap."""
+    from cuda_kernels.casts.quantize import quantize_tensor_kernel
+    from cuda_kernels.device.tile import tensor_loader
+    from cuda_kernels.host.launch import Launch
+
+    rows, columns, pitch = 3, 8, 2**31
+    values = sample(rows, columns, BF16)
+    # Memory that is never touched is never taken.
+    x = torch.empty(rows * pitch, dtype=BF16).as_strided((rows, columns), (pitch, 1)).copy_(values)
+    out = torch.empty(rows * pitch, dtype=torch.uint8)
+    out_t = torch.empty(columns * pitch, dtype=torch.uint8)
+    scale, inverse = torch.tensor([2.0]), torch.empty(1)
+    kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False, False)
+    start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).start
+    start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
+    codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)
+    assert torch.equal(out.as_strided((rows, columns), (pitch, 1)), codes)
+    assert torch.equal(out_t.as_strided((columns, rows), (pitch, 1)), codes.t())
+
+
+def test_results_are_the_same_every_time(emulator: Emulator) -> None:
+    x = sample(300, 300, BF16)
+    runs = []
+    for seed in range(3):
+        emulator.schedule, emulator.seed = "random", seed
+        runs.append(cuda.quantize(x, "e4m3 tensor rowwise columnwise"))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other):
+            assert_same(a, b, "repeated")
+
+
+def test_an_unknown_layout_of_blocks_is_refused() -> None:
+    from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+    from cuda_kernels.device.tile import tensor_loader
+
+    with pytest.raises(ValueError, match=r"layout='1x64' has no kernel; blocks are 1x128, 128x128, 1x32"):
+        quantize_blocks_kernel(tensor_loader("bfloat16", 4), "e4m3", "1x64", True, True, False)

@@ -1,0 +1,343 @@
+"""Every variant of the matrix products, its compiled PTX run on the CPU with the race detector on, against float64."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_kernels.gemm import wgmma
+from cuda_kernels.host import gemm_selection, launch, machine_code
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.gemm import reference as gemm_reference
+from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.problem import GemmOperand, operand_key, with_kernel_strides
+from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
+from lightning_fp8.scaled import Layout, Role
+from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers, ptx_of
+from tests.cuda_kernels.gemm_cases import CASES, multiplying, numbers, operand
+from tests.cuda_kernels.kernel_cases import E4M3, E5M2, Case
+from tests.ptx_on_cpu import EmulatorError
+
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
+
+PIPELINES = [
+    case
+    for case in CASES
+    if case.name.startswith(("product-tensor-300x264x700", "product-tensor-300x264x1300", "product-blocks-300x264x700"))
+]
+
+Operand = tuple[torch.Tensor, torch.Tensor, Layout]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case, emulator: Emulator) -> None:
+    case.run("cpu")
+    assert [kernel.function.__name__ for kernel in emulator.launched if "gemm" in kernel.name]
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("reverse", "late"), ("random", "random")])
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name)
+def test_the_order_of_threads_and_copies_changes_nothing(
+    case: Case, schedule: str, copies: str, emulator: Emulator
+) -> None:
+    emulator.schedule, emulator.copies = schedule, copies  # type: ignore[assignment]
+    case.run("cpu")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        (DelayedScaling, (96, 160, 208)),
+        (Float8RowwiseScaling, (96, 160, 208)),
+        (Float8BlockScaling, (37, 50, 70)),
+        (MXFP8BlockScaling, (37, 50, 70)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_three_products_of_a_layer(
+    recipe: type, shape: tuple[int, int, int], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels cast, kernels multiply: fprop, dgrad and wgrad are the reference's, and no operand is copied between."""
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
+    dispatch.clear_plan_cache()
+    tokens, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(rows, columns, generator=generator).bfloat16()
+        for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    bias = torch.randn(outputs, generator=generator).bfloat16()
+    roles = {Role.INPUT: x, Role.WEIGHT: w, Role.GRAD_OUTPUT: dy}
+    results = []
+    for module, products in ((cuda, gemm), (reference, gemm_reference)):
+        row, column = {}, {}
+        for role, tensor in roles.items():
+            cast = recipe().cast(role)
+            data, scale, data_t, scale_t = module.quantize(tensor, quantize_config(cast, True, True))
+            row[role] = data, scale, cast.layout
+            column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
+        if module is cuda and recipe is not MXFP8BlockScaling:
+            for data, scale, layout in (*row.values(), *column.values()):
+                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_kernel_aligned
+        main_grad = torch.ones(outputs, inputs)
+
+        def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
+            return *a[:2], *b[:2], scaled_mm_config(a[2], b[2], out, fast)
+
+        of_weight = column[Role.GRAD_OUTPUT], column[Role.INPUT]
+        products.scaled_mm_accumulate(main_grad, *product(*of_weight, torch.float32))
+        results.append(
+            (
+                products.scaled_mm(*product(row[Role.INPUT], row[Role.WEIGHT], fast=True), bias),
+                products.scaled_mm(*product(row[Role.GRAD_OUTPUT], column[Role.WEIGHT])),
+                products.scaled_mm(*product(*of_weight)),
+                main_grad,
+            )
+        )
+    names = [kernel.name for kernel in emulator.launched if kernel.name.startswith("gemm")]
+    assert len(names) == (0 if recipe is MXFP8BlockScaling else 4)
+    for actual, right in zip(*results):
+        tolerance = 2.0**-8 if actual.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
+    dispatch.clear_plan_cache()
+
+
+def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
+    """With 13 bits behind the leading product's point in the tensor core, 4,096 products of one sign lose digits.
+
+    Summed up 128 at a time they keep them.
+    """
+    emulator.accumulation, emulator.races = "hopper", False
+    errors = []
+    x = torch.rand(16, 4096, generator=torch.Generator().manual_seed(0))
+    for fast in (True, False):
+        a = operand(x, E4M3, "tensor", True)
+        right = a.dequantize().double() @ a.dequantize().double().t()
+        with multiplying("90a", 1, 1, 64, 1):
+            data, scale = with_kernel_strides((a.data, a.scale_inv), Layout.TENSOR)
+            config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
+            actual = gemm.scaled_mm(data, scale, data, scale, config)
+        errors.append(float(((actual - right) / right).abs().max()))
+    fast_error, promoted_error = errors
+    assert promoted_error < 1e-3 < fast_error
+
+
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> None:
+    """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
+    a, b, one, amax = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
+    a[7, 5] = value
+    operands = [
+        part for x in (a, b) for part in with_kernel_strides((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)
+    ]
+    with multiplying(*tile):
+        config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        out = gemm.scaled_mm_observed(*operands, config, None, amax)
+    torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
+    expected = out.abs().max()
+    torch.testing.assert_close(amax, expected, equal_nan=True, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> None:
+    """Rows of A, and of the result that is added to, as many apart: addresses do not wrap."""
+    emulator.races = False
+    a, b = (
+        operand(numbers(3, 128, 0, True), E4M3, "tensor", True),
+        operand(numbers(16, 128, 1, True), E4M3, "tensor", True),
+    )
+    # Memory that is never touched is never taken.
+    far = torch.empty(2 * 2**31 + 128, dtype=torch.uint8).as_strided((3, 128), (2**31, 1))
+    far.copy_(a.data.view(torch.uint8))
+    out = torch.empty(2 * 2**30 + 16).as_strided((3, 16), (2**30, 1)).fill_(1.0)
+    with multiplying(*tile):
+        config = scaled_mm_config(a.layout, b.layout, torch.float32)
+        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, config)
+    assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
+
+
+def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the variable says so, in a kernel of another name, which computes the same where all goes well."""
+    wait = re.compile(r"mbarrier\.try_wait[^;]*;")
+    case = next(case for case in CASES if case.name.startswith("product-tensor-16x16x16-1/1/64/1"))
+    (kernel,) = kernels_of(case.run)
+    assert "trap;" not in ptx_of(kernel)
+    monkeypatch.setenv(wgmma.TRAP_VARIABLE, "1")
+    wgmma.gemm_kernel.cache_clear()
+    try:
+        case.run("cpu")
+        (trapping,) = emulator.launched
+        assert trapping.name == f"{kernel.name[:-1]} trap)"
+        assert machine_code.key(trapping, "cubin", "90a") != machine_code.key(kernel, "cubin", "90a")
+        assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
+        emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
+        with pytest.raises(EmulatorError, match="trap"):
+            case.run("cpu")
+    finally:
+        wgmma.gemm_kernel.cache_clear()
+
+
+def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices, transposed views and scales in another order are laid out first; what lies beside a slice is not read."""
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
+    dispatch.clear_plan_cache()
+    a, b = (operand(torch.randn(rows, 203), E4M3, layout, True) for rows, layout in ((40, "1x128"), (30, "128x128")))
+    right = (a.dequantize().double() @ b.dequantize().double().t()).float()
+    wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
+    wide[:, 5:208] = a.data.view(torch.uint8)
+    places = [wide.view(E4M3)[:, 5:208], a.data.t().contiguous().t(), a.data]
+    config = scaled_mm_config(a.layout, b.layout, torch.float32)
+    for data in places:
+        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), config)
+        torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert len(emulator.launched) == 3
+    dispatch.clear_plan_cache()
+
+
+@pytest.mark.parametrize("stride", [2, 0])
+def test_scales_of_rows_that_are_not_side_by_side(
+    stride: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
+    dispatch.clear_plan_cache()
+    a, b = (operand(torch.randn(64, 64), E4M3, "row", True) for _ in range(2))
+    wide = torch.full((128, 1), torch.nan)
+    scale = wide[::2].copy_(a.scale_inv) if stride else a.scale_inv[:1].expand(64, 1)
+    assert scale.stride(0) == stride
+    right = (a.data.double() * scale.double()) @ b.dequantize().double().t()
+    actual = gemm.scaled_mm(a.data, scale, b.data, b.scale_inv, "row row float32")
+    torch.testing.assert_close(actual, right.float(), rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert len(emulator.launched) == 1
+    dispatch.clear_plan_cache()
+
+
+def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the caller's to know, and the next call may have enough."""
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
+    dispatch.clear_plan_cache()
+    a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, "tensor", True)
+
+    def out_of_memory(*args: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    operands = a.data, a.scale_inv, a.data, a.scale_inv, "tensor tensor bfloat16"
+    with monkeypatch.context() as full:
+        full.setattr(torch, "_scaled_mm", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            gemm.scaled_mm(*operands)
+    right = torch.ones(32, 32, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: right)
+    assert gemm.scaled_mm(*operands) is right
+    dispatch.clear_plan_cache()
+
+
+def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other pairs of layouts are computed exactly; so is what torch._scaled_mm refuses, with one warning."""
+    x = torch.randint(-3, 4, (32, 64)).float()
+    a, b = operand(x, E4M3, "row", True), operand(x, E4M3, "tensor", True)
+    right = (a.dequantize() @ b.dequantize().t()).bfloat16()
+    mixed = gemm.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, "row tensor bfloat16")
+    assert torch.equal(mixed, right)
+
+    def refuses(*args: object, **named: object) -> None:
+        raise RuntimeError("not on this card")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
+    dispatch.clear_plan_cache()
+    data, scale = with_kernel_strides((b.data, b.scale_inv), Layout.TENSOR)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16"), right)
+    assert [str(each.message).split(":")[0] for each in caught] == [
+        "torch._scaled_mm refuses (32, 64) x (64, 32) on cpu"
+    ]
+    assert not emulator.launched
+    dispatch.clear_plan_cache()
+
+
+@pytest.mark.parametrize("backend", ["numba", "cublaslt"])
+def test_a_bias_with_gaps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever multiplies gets it without: torch._scaled_mm takes no other."""
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, **rest: Any) -> torch.Tensor:
+        assert bias.is_contiguous()
+        return (a.float() @ b.float() * rest["scale_a"] * rest["scale_b"] + bias).to(rest["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
+    dispatch.clear_plan_cache()
+    a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
+    bias = torch.arange(64).bfloat16()[::2]
+    placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = gemm.scaled_mm(*placed, "tensor tensor bfloat16", bias)
+    dispatch.clear_plan_cache()
+    assert torch.equal(actual, (a.dequantize() @ b.dequantize().t() + bias).bfloat16())
+
+
+def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch._scaled_mm takes it gets, and the rest is exact; one warning for all."""
+    monkeypatch.delitem(launch.EXECUTORS, "cpu")
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
+    taken: list[torch.Size] = []
+
+    def noted(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **rest: Any
+    ) -> torch.Tensor:
+        taken.append(a.shape)
+        return (a.float() @ b.float() * scale_a * scale_b).to(rest["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    dispatch.clear_plan_cache()
+    x = torch.randint(-3, 4, (32, 64)).float()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
+            a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
+            right = (a.dequantize() @ b.dequantize().t()).bfloat16()
+            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+            torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
+    dispatch.clear_plan_cache()
+    assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
+    assert taken == [(32, 64)]
+
+
+@pytest.mark.parametrize("layouts", ["1x128 128x128", "1x32 1x32"])
+def test_what_no_kernel_multiplies_is_said_once(
+    layouts: str, monkeypatch: pytest.MonkeyPatch, emulator: Emulator
+) -> None:
+    """On a device that runs kernels: Blackwell of the data centre has none for GEMMs, and nobody one for MXFP8."""
+    monkeypatch.setattr(launch, "architecture_of", lambda device: "100a")
+    dispatch.clear_plan_cache()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for columns in (64, 128):
+            x = torch.randint(-3, 4, (32, columns)).float()
+            a, b = (operand(x, E4M3, layout, True) for layout in layouts.split())
+            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+            actual = gemm.scaled_mm(*placed, f"{layouts} bfloat16")
+            assert torch.equal(actual, (a.dequantize() @ b.dequantize().t()).bfloat16())
+    dispatch.clear_plan_cache()
+    (said,) = (str(each.message) for each in caught)
+    assert re.search("No FP8 GEMM .* plain torch does, slower.*recipe='tensorwise'", said)
+    assert not emulator.launched
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
+def test_nothing_to_multiply(shape: tuple[int, int, int], emulator: Emulator) -> None:
+    m, n, k = shape
+    op, one = gemm.scaled_mm, torch.tensor(1.0)
+    a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3)
+    assert torch.equal(op(a, one, b, one, "tensor tensor float32", torch.ones(n)), torch.ones(m, n))
+    assert not emulator.launched

@@ -1,0 +1,81 @@
+"""The emulated tests would notice a missing synchronisation: each one, removed from a kernel's PTX, is caught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from cuda_kernels.kernel import Kernel
+from tests.cuda_kernels import attention_kernel_cases, fused_cases, test_mutated_products
+from tests.cuda_kernels.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
+from tests.cuda_kernels.kernel_cases import CASES, Case
+
+pytestmark = needs_compilers
+
+SYNCHRONISATION = re.compile(
+    r"^\s*(?:bar\.sync|barrier\.|bar\.warp\.sync|fence\.|mbarrier\.|membar)[^;]*;", re.MULTILINE
+)
+
+FUSED = (
+    "norm-rms-bf16-given",
+    "norm-rms-bf16-scale=0",
+    "norm-rms-bf16-long-both-known",
+    "norm-layer-bf16-1x128",
+    "norm-layer-fp16-ragged-rows",
+    "norm-layer-bf16-long-128x128",
+    "norm_backward-rms-bf16-long",
+    "norm_backward-layer-bf16-long",
+    "norm_backward-layer-fp32-ragged",
+    "swiglu_backward-bf16-given-bias",
+    "swiglu_backward-bf16-scale=0-bias",
+)
+
+MUTATED = [
+    *(case for case in CASES if re.fullmatch(r"quantize-[^-]*-bfloat16-e4m3fn-140x264-?", case.name)),
+    *(
+        case
+        for case in CASES
+        if case.name.startswith(
+            ("given-bfloat16-e4m3fn-140x264-scale=3.7", "given-bfloat16-e4m3fn-140x264-scale=0.0", "observe-bf16")
+        )
+    ),
+    *(case for case in CASES if case.name in ("update_scales-1024x70", "update_scales-257x9")),
+    *(case for case in fused_cases.CASES if case.name in FUSED),
+    *(
+        case
+        for case in attention_kernel_cases.CASES
+        if case.name == "cast_heads-float32-128-lengths=[200,131]-centered=True-special=True"
+    ),
+]
+
+CASES_OF: dict[Kernel, list[Case]] = {}
+for _case in MUTATED:
+    for _kernel in kernels_of(_case.run):
+        CASES_OF.setdefault(_kernel, []).append(_case)
+
+
+def mutants(ptx: str) -> Iterator[tuple[int, str]]:
+    """The kernel without one of its synchronisations, and the line where it was."""
+    for found in SYNCHRONISATION.finditer(ptx):
+        yield ptx.count("\n", 0, found.end()) + 1, ptx[: found.start()] + ptx[found.end() :]
+
+
+@pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
+def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
+    assert not is_noticed(CASES_OF[kernel], kernel, ptx_of(kernel)), "it is wrong as it is"
+    found = list(mutants(ptx_of(kernel)))
+    unnoticed = [line for line, mutant in found if not is_noticed(CASES_OF[kernel], kernel, mutant)]
+    assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
+
+
+ALONE = {"attention_delta"}
+"""In all variants each warp works alone, and shuffles are all that its lanes do together."""
+
+
+def test_every_kernel_is_mutated() -> None:
+    """But for variants in which each warp works alone, in one variant at least."""
+    products = {kernel.function.__name__ for case in test_mutated_products.OF for kernel in kernels_of(case.run)}
+    mutated = {kernel.function.__name__ for kernel in CASES_OF if list(mutants(ptx_of(kernel)))}
+    assert mutated | products | ALONE == builders()

@@ -1,0 +1,80 @@
+"""The emulated tests of the products would notice a broken synchronisation.
+
+The compiler repeats statements: what a statement of the source became is removed together, where it can be told apart
+by its text and by whether producer or consumers run it; other barriers and fences one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuda_kernels.attention_backward_cases import CASES as ATTENTION_BACKWARD
+from tests.cuda_kernels.attention_kernel_cases import CASES as ATTENTION
+from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
+from tests.cuda_kernels.gemm_cases import CASES
+from tests.cuda_kernels.kernel_cases import Case
+
+pytestmark = needs_compilers
+
+ONE_BY_ONE = re.compile(
+    r"^\s*(?:barrier\.cluster\.arrive[^;]*;\s*barrier\.cluster\.wait"
+    r"|bar\.sync|bar\.arrive|bar\.warp\.sync|fence\.proxy|cp\.async\.bulk\.wait_group|cp\.async\.wait_group)[^;]*;",
+    re.MULTILINE,
+)
+TOGETHER = (
+    r"mbarrier\.init[^;]*;",
+    r"mbarrier\.arrive\.shared[^;]*;",
+    r"mbarrier\.arrive\.expect_tx[^;]*;",
+    r"\{[^{}]*mbarrier\.try_wait[^{}]*\}",
+    r"\{[^{}]*mapa[^{}]*\}",
+)
+WAITS_AND_ARRIVALS = re.compile(r"\{[^{}]*mbarrier\.try_wait[^{}]*\}|mbarrier\.arrive\.shared[^;]*;")
+"""One by one where warpgroups alternate: a wait for the turn has the text of any other."""
+TURN = re.compile(r"bar\.sync %r\d+, %r\d+;")
+"""Attention's warpgroups wait for their turn to multiply: for speed alone, as no result needs it."""
+ROLES = re.compile(r"setmaxnreg[^;]*;")
+
+MUTATED = (
+    "product-tensor-300x264x700-1/1/256/2-fast",
+    "product-blocks-300x264x700-2/1/128/2",
+    "product-row-300x392x700-2/1/160/2",
+    "product-blocks-300x264x700-128/128",
+    "product-tensor-300x264x1300-2/1/128/1/1",
+    "attention_forward-64-many keys",
+    "attention_dq-64-many keys",
+    "attention_dkv-64-many queries",
+)
+OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD) if case.name.startswith(MUTATED)]
+
+
+def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, str]]:
+    """What was removed, and the kernel without it."""
+    for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if pingpong else (ONE_BY_ONE,):
+        for found in pattern.finditer(ptx):
+            line = ptx.count("\n", 0, found.end()) + 1
+            yield f"{found[0].strip()} in line {line}", ptx[: found.start()] + ptx[found.end() :]
+    starts = [0, *(found.end() for found in ROLES.finditer(ptx)), len(ptx)]
+    for text in TOGETHER:
+        for begin, end in zip(starts, starts[1:]):
+            part, count = re.subn(text, "", ptx[begin:end])
+            if count:
+                yield f"{count} times {text} from {begin} on", ptx[:begin] + part + ptx[end:]
+
+
+@pytest.mark.parametrize("case", OF, ids=lambda case: case.name)
+def test_every_synchronisation_is_needed(case: Case) -> None:
+    (kernel,) = kernels_of(case.run)
+    assert not is_noticed([case], kernel, ptx_of(kernel))
+    attention = "attention" in kernel.name
+    found = list(mutants(ptx_of(kernel), attention or "pingpong" in kernel.name))
+    if attention:
+        found = [(what, mutant) for what, mutant in found if not TURN.match(what)]
+    assert len(found) > (15 if "smem_epilogue" in kernel.name else 1)
+    assert not [what for what, mutant in found if not is_noticed([case], kernel, mutant)]
+
+
+def test_what_is_mutated() -> None:
+    assert len(OF) == len(MUTATED)

@@ -1,0 +1,65 @@
+"""DDP on two processes: ranks share their scales by one collective per optimizer step, and resume to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.te_models import expected_rows, lightning_checkpoints
+from tests.distributed.launch import run_on_two_ranks
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path: Path) -> None:
+    first, second = run_on_two_ranks("ddp", "scales", str(tmp_path), str(accumulate), folder=tmp_path)
+    steps = 4 // accumulate
+    assert first["steps"] == second["steps"] == steps
+    assert len(first["amax"]) == steps
+    for one, two in zip(first["amax"], second["amax"]):
+        assert one != two  # their data differ
+    assert first["scales"] == second["scales"]
+    assert len(first["scales"]) == 4
+    # 448 / max over the ranks, for the first step's input of the first FP8 layer
+    largest = max(first["amax"][0][0], second["amax"][0][0])
+    assert first["scales"][accumulate - 1][0] == pytest.approx(448 / largest, rel=1e-6)
+    for rank in (first, second):
+        assert rank["updates"] == [["all_reduce"]] * steps
+        assert rank["more_than_bf16"] == {"all_reduce": steps}
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+    for report in run_on_two_ranks("ddp", "resume", str(tmp_path), folder=tmp_path):
+        assert len(report) == 6
+        for name, result in report.items():
+            assert result == {"losses": True, "weights": True, "count": 4}, name
+
+
+def test_transformer_engines_files_resume(tmp_path: Path) -> None:
+    written = lightning_checkpoints(tmp_path)
+    for report in run_on_two_ranks("ddp", "te_resume", str(tmp_path), folder=tmp_path):
+        assert report.keys() == written.keys()
+        for version, result in report.items():
+            expected = {name: float(scale) for name, (scale, _) in expected_rows(written[version][0]["states"]).items()}
+            scales = result.pop("scales")
+            assert len(scales) == 6
+            assert scales == {name: expected[name] for name in scales}, version
+            assert result == {"losses": True, "weights": True, "count": 6}, version
+
+
+def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
+    first, second = run_on_two_ranks("raw", str(tmp_path), folder=tmp_path)
+    assert first == second  # the same scales from other data, and no rank waits for a collective of another
+    amax_history = first["trainer"]["amax_history"]
+    assert all(amax > 0 for row in amax_history[-4:] for amax in row)  # two epochs of two batches on each rank
+    assert not any(amax for row in amax_history[:-4] for amax in row)
+    for model in first["plain"]:
+        assert all(scale > 0 for scale in model["scale"])
+        assert all(amax > 0 for row in model["amax_history"][-4:] for amax in row)
+    # A collective for each step but the last two's, and those of the first regions, which knew no optimizer yet.
+    assert first["plain"][0]["reduced"] == 2 * 4 - 2 + 4
+
+
+def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> None:
+    """A loop over models, as for folds or trials: ranks would reduce amaxes of other models together, or wait."""
+    assert run_on_two_ranks("cycles", str(tmp_path), folder=tmp_path) == [[2, 2, 2]] * 2

@@ -1,0 +1,433 @@
+"""The emulator of PTX: its interface, its memory checks, and what it says where it gives up."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numba import cuda
+from numba.cuda import types
+
+from tests.emulator.ptx_on_cpu_samples import TARGETS, compiled, needs_gcc, ptx
+from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+
+pytestmark = needs_gcc
+
+ONE = (1, 1, 1)
+WARP = (32, 1, 1)
+
+
+def run(
+    parameters: str, body: str, *args: Any, block: tuple[int, int, int] = ONE, shared: int = 0, **options: Any
+) -> None:
+    Program(ptx(parameters, body, shared=shared)).launch(ONE, block, list(args), **options)
+
+
+def fails(message: str, parameters: str, body: str, *args: Any, **options: Any) -> str:
+    with pytest.raises(EmulatorError, match=message) as error:
+        run(parameters, body, *args, **options)
+    return str(error.value)
+
+
+# Launches
+
+
+def test_parameters_are_packed_by_their_types() -> None:
+    out = torch.zeros(6, dtype=torch.int64)
+    body = """
+    cvta.to.global.u64 %d0, out;
+    st.global.u64 [%d0], a; st.global.u32 [%d0+8], b; st.global.f32 [%d0+16], c; st.global.f64 [%d0+24], d;
+    cvt.s64.s16 %d1, e; st.global.b64 [%d0+32], %d1; st.global.b32 [%d0+40], f;
+    """
+    run("out:u64 a:s64 b:u32 c:f32 d:f64 e:b16 f:b32", body, out, -5, 2**32 - 7, 1.5, 3, 2**16 - 1, 2.5)
+    assert out[0] == -5
+    assert out[1] == 2**32 - 7
+    assert out[2:3].view(torch.float32)[0] == 1.5
+    assert out[3:4].view(torch.float64)[0] == 3.0
+    assert out[4] == -1
+    assert out[5:6].view(torch.float32)[0] == 2.5
+
+
+@pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1), (1, 2, 2)])
+def test_every_thread_of_every_block_runs_once(cluster: tuple[int, int, int]) -> None:
+    grid, block = (4, 2, 6), (5, 3, 2)
+    out = torch.zeros(grid[2], grid[1], grid[0], block[2], block[1], block[0], dtype=torch.int32)
+    body = """
+    mov.u32 %r0, %ctaid.z;
+    mov.u32 %r1, %nctaid.y; mov.u32 %r2, %ctaid.y; mad.lo.u32 %r0, %r0, %r1, %r2;
+    mov.u32 %r1, %nctaid.x; mov.u32 %r2, %ctaid.x; mad.lo.u32 %r0, %r0, %r1, %r2;
+    mov.u32 %r1, %ntid.z; mov.u32 %r2, %tid.z; mad.lo.u32 %r0, %r0, %r1, %r2;
+    mov.u32 %r1, %ntid.y; mov.u32 %r2, %tid.y; mad.lo.u32 %r0, %r0, %r1, %r2;
+    mov.u32 %r1, %ntid.x; mov.u32 %r2, %tid.x; mad.lo.u32 %r0, %r0, %r1, %r2;
+    mul.wide.u32 %d0, %r0, 4; add.u64 %d0, out, %d0;
+    red.global.add.u32 [%d0], 1;
+    """
+    Program(ptx("out:u64", body)).launch(grid, block, [out], cluster=cluster)
+    assert torch.equal(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": (1025, 1, 1)}, "1025 threads"),
+        ({"grid": (0, 1, 1)}, "three positive numbers"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "divisor of grid"),
+        ({"grid": (17, 1, 1), "cluster": (17, 1, 1)}, "at most 16 blocks"),
+        ({"dynamic_shared": 227 * 1024 + 1}, "bytes of shared memory"),
+        ({"args": []}, "takes 1 arguments, not 0"),
+        ({"args": [2**64]}, "does not fit 64 bits"),
+        ({"args": [1.5]}, "is not of this type"),
+        ({"args": [TensorMap(torch.zeros(16), (4,))]}, "passed by value"),
+    ],
+)
+def test_launches_that_a_driver_would_refuse(options: dict[str, Any], message: str) -> None:
+    launch = {"grid": ONE, "block": ONE, "args": [0]} | options
+    with pytest.raises(EmulatorError, match=message):
+        Program(ptx("a:u64", "")).launch(**launch)
+
+
+def test_limits_in_the_ptx_hold() -> None:
+    text = ptx("", "").replace("kernel()", "kernel() .maxntid 64, 1, 1 .reqnctapercluster 2, 1, 1")
+    program = Program(text)
+    program.launch((2, 1, 1), (64, 1, 1), [], cluster=(2, 1, 1))
+    with pytest.raises(EmulatorError, match="65 threads: the kernel is for 64"):
+        program.launch((2, 1, 1), (65, 1, 1), [], cluster=(2, 1, 1))
+    with pytest.raises(EmulatorError, match="the kernel is for \\(2, 1, 1\\)"):
+        program.launch((2, 1, 1), (64, 1, 1), [])
+
+
+# Memory
+
+
+def test_each_access_is_checked_against_the_arguments() -> None:
+    x = torch.arange(8, dtype=torch.int32)
+    run("x:u64", "ld.global.b32 %r0, [x+28];", x)
+    message = fails(
+        "out-of-bounds global read of 4 bytes at byte 32 of argument 0, which has 32",
+        "x:u64",
+        "ld.global.b32 %r0, [x+32];",
+        x,
+    )
+    assert "block (0, 0, 0), thread (0, 0, 0)" in message
+    assert "ld.global.b32 %r0, [x+32];" in message
+    fails("out-of-bounds global write of 4 bytes at byte -4", "x:u64", "st.global.b32 [x+-4], 0;", x)
+    fails(
+        "out-of-bounds global write of 16 bytes at byte 32",
+        "x:u64",
+        "st.global.v4.b32 [x+32], {%r0, %r0, %r0, %r0};",
+        x,
+    )
+    fails("out-of-bounds global atomic", "x:u64", "red.global.add.u32 [x+64], 1;", x)
+    fails("out-of-bounds global read", "x:u64", "ld.b32 %r0, [x+32];", x)
+    fails("misaligned read of 4 bytes", "x:u64", "ld.global.b32 %r0, [x+2];", x)
+    fails("misaligned write of 8 bytes", "x:u64", "st.global.v2.b32 [x+4], {%r0, %r0};", x)
+
+
+def test_null_pointers() -> None:
+    fails("read of 4 bytes through a null pointer", "x:u64", "ld.global.b32 %r0, [x];", None)
+
+
+def test_a_view_allows_its_storage() -> None:
+    x = torch.arange(8, dtype=torch.int32)
+    out = torch.zeros(1, dtype=torch.int32)
+    run("x:u64 out:u64", "ld.global.b32 %r0, [x+-8]; st.global.b32 [out], %r0;", x[2:5], out)
+    assert out.item() == 0
+    run("x:u64 out:u64", "ld.global.b32 %r0, [x+20]; st.global.b32 [out], %r0;", x[2:5], out)
+    assert out.item() == 7
+
+
+@pytest.mark.parametrize("store", ["st.global.b32 [x], 1;", "red.global.add.u32 [x], 1;", "st.b32 [x], 1;"])
+def test_read_only_arguments(store: str) -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    run("x:u64", store, x)
+    assert x[0] == 1
+    fails("to argument 0, which is read-only", "x:u64", store, x, read_only=[0])
+
+
+def test_shared_memory_has_bounds() -> None:
+    run("", "st.shared.b32 [memory+12], 1; ld.shared.b32 %r0, [memory+12];", shared=16)
+    fails("out-of-bounds shared write of 4 bytes at byte 16 of 16", "", "st.shared.b32 [memory+16], 1;", shared=16)
+    fails("out-of-bounds shared read of 4 bytes at byte -4", "", "ld.shared.b32 %r0, [memory+-4];", shared=16)
+    fails("misaligned shared read of 8 bytes at byte 4", "", "ld.shared.b64 %d0, [memory+4];", shared=16)
+    generic = "mov.u64 %d0, memory; cvta.shared.u64 %d0, %d0; "
+    run("", generic + "st.b32 [%d0+12], 1;", shared=16)
+    fails("out-of-bounds", "", generic + "st.b32 [%d0+16], 1;", shared=16)
+
+
+def test_local_memory_has_bounds() -> None:
+    depot = ".local .align 8 .b8 depot[16]; mov.u64 %d0, depot; cvta.local.u64 %d1, %d0; "
+    out = torch.zeros(1, dtype=torch.int32)
+    run("out:u64", depot + "st.local.b32 [%d0+12], 7; ld.b32 %r0, [%d1+12]; st.global.b32 [out], %r0;", out)
+    assert out.item() == 7
+    fails("out-of-bounds access of 4 bytes at 16 of 16", "", depot + "st.local.b32 [%d0+16], 7;")
+
+
+def test_constants_and_variables_of_the_module() -> None:
+    out = torch.zeros(2, dtype=torch.int32)
+    text = ptx(
+        "out:u64", "ld.global.b32 %r0, [table+4]; ld.global.b32 %r1, [counter]; st.global.v2.b32 [out], {%r0, %r1};"
+    )
+    variables = ".global .align 4 .u32 table[3] = {7, 8, 9}; .global .u32 counter = 5;\n.visible"
+    Program(text.replace(".visible", variables)).launch(ONE, ONE, [out])
+    assert out.tolist() == [8, 5]
+
+
+def test_functions_are_called_with_copies_of_their_arguments() -> None:
+    function = """
+    .func (.param .b32 result) twice_plus(.param .b32 x, .param .b64 y)
+    {
+    .reg .b32 %r<3>; .reg .b64 %d<2>;
+    ld.param.b32 %r0, [x]; ld.param.b64 %d0, [y]; cvt.u32.u64 %r1, %d0;
+    mad.lo.u32 %r2, %r0, 2, %r1;
+    st.param.b32 [result], %r2;
+    ret;
+    }
+    .visible"""
+    body = """
+    { .param .b32 p0; st.param.b32 [p0], 20; .param .b64 p1; st.param.b64 [p1], 2; .param .b32 r;
+    call.uni (r), twice_plus, (p0, p1); ld.param.b32 %r0, [r]; }
+    st.global.b32 [out], %r0;
+    """
+    out = torch.zeros(1, dtype=torch.int32)
+    Program(ptx("out:u64", body).replace(".visible", function)).launch(ONE, ONE, [out])
+    assert out.item() == 42
+
+
+LOADS = ["ld", "ld.cg", "ld.volatile", "ld.volatile.global", "ld.relaxed.gpu.global", "ld.acquire.sys"]
+LOADS += [f"ld.global{hint}" for hint in (".nc", ".nc.L1::no_allocate", ".L1::evict_last.L2::128B", ".ca", ".lu")]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_hints_of_loads_change_nothing(load: str) -> None:
+    x, out = torch.tensor([3, 4, 5, 6], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    body = f"{load}.v4.b32 {{%r0, %r1, %r2, %r3}}, [x]; st.global.cs.v4.b32 [out], {{%r0, %r1, %r2, %r3}};"
+    run("x:u64 out:u64", body, x, out)
+    assert torch.equal(out, x)
+
+
+def test_loads_extend_by_the_sign_of_their_type() -> None:
+    x, out = torch.tensor([-5], dtype=torch.int16), torch.zeros(4, dtype=torch.int32)
+    body = """
+    ld.global.s8 %r0, [x]; ld.global.u8 %r1, [x]; ld.global.s16 %r2, [x]; ld.global.u16 %r3, [x];
+    st.global.v4.b32 [out], {%r0, %r1, %r2, %r3};
+    """
+    run("x:u64 out:u64", body, x, out)
+    assert out.tolist() == [-5, 251, -5, 65531]
+
+
+def _add_float(values: list[float]) -> float:
+    total = torch.tensor(0.0)
+    for value in values:
+        total = total + value
+    return float(total)
+
+
+ATOMICS: dict[str, tuple[torch.dtype, Callable[[list[Any]], Any]]] = {
+    "add.u32": (torch.int32, sum),
+    "max.u32": (torch.int32, max),
+    "min.s32": (torch.int32, lambda values: min(0, *values)),
+    "or.b32": (torch.int32, lambda values: 31),
+    "add.u64": (torch.int64, sum),
+    "add.f32": (torch.float32, _add_float),
+    "inc.u32": (torch.int32, lambda values: sum(1 for _ in values) % 32),
+}
+
+
+@pytest.mark.parametrize("operation", ATOMICS)
+@pytest.mark.parametrize("opcode", ["red", "atom"])
+def test_atomics_on_global_memory(opcode: str, operation: str) -> None:
+    dtype, reference = ATOMICS[operation]
+    kind = operation.split(".")[1]
+    register = {"u64": "%d1", "f32": "%f1"}.get(kind, "%r1")
+    values = torch.arange(32).to(dtype) if dtype != torch.float32 else torch.arange(32) / 3
+    if operation == "inc.u32":
+        values.fill_(31)
+    out = torch.zeros(1, dtype=dtype)
+    destination = f"{register.replace('1', '2')}, " if opcode == "atom" else ""
+    body = f"""
+    mov.u32 %r0, %tid.x; mul.wide.u32 %d0, %r0, {values.element_size()}; add.u64 %d0, x, %d0;
+    ld.global.{kind.replace("s", "b")} {register}, [%d0];
+    {opcode}.relaxed.gpu.global.{operation} {destination}[out], {register};
+    """
+    run("x:u64 out:u64", body, values, out, block=WARP)
+    assert out.item() == reference(values.tolist())
+
+
+def test_compare_and_swap_lets_other_threads_go_on() -> None:
+    """A lock: every thread tries until it gets it."""
+    out = torch.zeros(2, dtype=torch.int32)
+    body = """
+    AGAIN: atom.global.cas.b32 %r0, [out], 0, 1; setp.ne.u32 %p0, %r0, 0; @%p0 bra AGAIN;
+    ld.volatile.global.b32 %r1, [out+4]; add.u32 %r1, %r1, 1; st.volatile.global.b32 [out+4], %r1;
+    atom.global.exch.b32 %r2, [out], 0;
+    """
+    run("out:u64", body, out, block=WARP, schedule="random")
+    assert out.tolist() == [0, 32]
+
+
+def words(body: str, count: int, shared: int = 0, **options: Any) -> list[int]:
+    """Registers %r0, %r1 ... of a thread after `body`."""
+    out = torch.zeros(count, dtype=torch.int32)
+    stores = " ".join(f"st.global.b32 [out+{4 * k}], %r{k};" for k in range(count))
+    run("out:u64", f"{body} {stores}", out, shared=shared, **options)
+    return out.tolist()
+
+
+def test_selections() -> None:
+    body = """
+    mov.b32 %r8, -3; mov.f32 %f0, 0fBF800000;
+    slct.b32.s32 %r0, 1, 2, %r8; slct.b32.f32 %r1, 1, 2, %f0; slct.b32.s32 %r2, 1, 2, 0;
+    set.lt.u32.s32 %r3, %r8, 0; set.gt.f32.s32 %f1, %r8, 0; mov.b32 %r4, %f1;
+    cnot.b32 %r5, %r8; cnot.b32 %r6, %r4;
+    """
+    assert words(body, 7) == [2, 2, 1, -1, 0, 0, 1]
+
+
+def test_properties_of_floats() -> None:
+    infinity, nan, subnormal = "0f7F800000", "0f7FC00000", "0f00000001"
+    for name, expected in (
+        ("finite", [0, 0, 1]),
+        ("infinite", [1, 0, 0]),
+        ("notanumber", [0, 1, 0]),
+        ("number", [1, 0, 1]),
+        ("normal", [0, 0, 0]),
+        ("subnormal", [0, 0, 1]),
+    ):
+        tests = (
+            f"testp.{name}.f32 %p0, {x}; selp.b32 %r{k}, 1, 0, %p0;" for k, x in enumerate((infinity, nan, subnormal))
+        )
+        assert words(" ".join(tests), 3) == expected, name
+    assert words("copysign.f32 %f0, 0f80000000, 0f3F800000; mov.b32 %r0, %f0;", 1) == [-(2**31) + 0x3F800000]
+
+
+def test_generic_addresses_know_their_space() -> None:
+    body = """
+    mov.u64 %d0, memory; cvta.shared.u64 %d1, %d0; cvta.to.shared.u64 %d2, %d1;
+    isspacep.shared %p0, %d1; selp.b32 %r0, 1, 0, %p0; isspacep.global %p0, %d1; selp.b32 %r1, 1, 0, %p0;
+    isspacep.shared %p0, out; selp.b32 %r2, 1, 0, %p0; isspacep.global %p0, out; selp.b32 %r3, 1, 0, %p0;
+    mapa.u64 %d3, %d1, 0; st.b32 [%d3], 9; ld.shared.b32 %r4, [memory];
+    sub.u64 %d4, %d2, %d0; cvt.u32.u64 %r5, %d4;
+    """
+    assert words(body, 6, shared=16) == [1, 0, 0, 1, 9, 0]
+    fails("not in shared memory", "x:u64", "cvta.to.shared.u64 %d0, x;", torch.zeros(1))
+    fails("block 1 of a cluster of 1", "", "mov.u32 %r0, memory; mapa.shared::cluster.u32 %r1, %r0, 1;", shared=16)
+
+
+def test_hints_have_no_effect() -> None:
+    body = """
+    prefetch.global.L2 [out]; griddepcontrol.launch_dependents; griddepcontrol.wait; nanosleep.u32 100;
+    createpolicy.fractional.L2::evict_first.b64 %d0, 0f3F800000;
+    mov.u32 %r1, 5; st.global.L2::cache_hint.b32 [out], %r1, %d0; ld.global.L2::cache_hint.b32 %r0, [out], %d0;
+    """
+    assert words(body, 1) == [5]
+
+
+def test_special_registers() -> None:
+    body = """
+    mov.u32 %r0, %laneid; mov.u32 %r1, %warpid; mov.u32 %r2, %lanemask_lt; mov.u32 %r3, %lanemask_ge;
+    mov.u32 %r4, WARP_SZ; mov.u32 %r5, %dynamic_smem_size; mov.u32 %r6, %cluster_nctarank;
+    mov.u32 %r7, %tid.x; setp.ne.u32 %p0, %r7, 37; @%p0 exit;
+    """
+    expected = [5, 1, 31, -32, 32, 64, 1]
+    assert words(body, 7, block=(64, 1, 1), dynamic_shared=64) == expected
+
+
+# What is not supported
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcgen05.fence::before_thread_sync;",
+        "add.rz.f32 %f0, %f1, %f2;",
+        "add.cc.u32 %r0, %r1, %r2;",
+        "cvt.rna.tf32.f32 %r0, %f0;",
+        "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r0,%r1}, {%r2}, {%r3}, {%r0,%r1};",
+        "ld.acquire.cta.shared.b32 %r0, [memory];",
+        "cp.async.ca.shared.global [memory], [%d0], 12;",
+        "mov.u32 %r0, %clock;",
+        "call.uni vprintf, (%r0);",
+        "bra NOWHERE;",
+        "add.u32 %r0, %undeclared, 1;",
+        "activemask.b32 %r0;",
+        "prmt.b32.f4e %r0, %r1, %r2, %r3;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, %d0, %d1, %p0, 1, 1, 0, 1;",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.min.u32 [%d0], [memory], 16;",
+    ],
+)
+def test_what_is_not_supported_is_named_with_its_line(text: str) -> None:
+    module = ptx("", f"mov.u32 %r0, 1;\n{text}", shared=16)
+    line = next(k for k, x in enumerate(module.splitlines(), 1) if x == text)
+    with pytest.raises(EmulatorError, match=re.escape(f"PTX line {line}: not supported")) as error:
+        Program(module)
+    assert text.rstrip(";") in str(error.value)
+
+
+def test_text_that_is_no_ptx() -> None:
+    with pytest.raises(EmulatorError, match="PTX line 2: unsupported directive: hello"):
+        Program("\nhello")
+    with pytest.raises(EmulatorError, match="0 entries"):
+        Program(".version 9.0\n.target sm_90a\n")
+    with pytest.raises(EmulatorError, match="2 entries"):
+        Program(ptx("", "") + ptx("", "").replace("kernel", "other").partition(".address_size 64")[2])
+    with pytest.raises(EmulatorError, match="without an end"):
+        Program(ptx("", "").rstrip().rstrip("}"))
+
+
+def test_traps_are_reported() -> None:
+    fails("trap", "", "mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 3; @%p0 trap;", block=WARP)
+
+
+# Compilation
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_numba_name_the_line_of_their_source(target: str) -> None:
+    def kernel(x: Any, n: Any) -> None:
+        i = cuda.grid(1)
+        x[i + n] = x[i]
+
+    text = compiled(kernel, types.void(types.CPointer(types.float32), types.int32), 32, target, lineinfo=True)
+    program = Program(text)
+    x = torch.arange(64.0)
+    program.launch(ONE, WARP, [x, 32])
+    assert torch.equal(x[32:], x[:32])
+    with pytest.raises(EmulatorError, match="out-of-bounds global write") as error:
+        program.launch(ONE, WARP, [x, 33])
+    line = kernel.__code__.co_firstlineno + 2
+    assert f"{Path(__file__).name}:{line}" in str(error.value)
+    assert "thread (31, 0, 0)" in str(error.value)
+
+
+def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setenv("PTX_ON_CPU_CACHE", str(tmp_path))
+    text = ptx("x:u64", "st.global.b32 [x], 41;")
+    Program(text)
+    compiled_files = set(tmp_path.iterdir())
+    assert len(compiled_files) == 1
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("gcc was called"))
+    Program(text).launch(ONE, ONE, [x])
+    assert x.item() == 41
+    assert set(tmp_path.iterdir()) == compiled_files
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Two processes that compile the same at the same time both get a whole file."""
+    script = (
+        "from tests.ptx_on_cpu import Program\n"
+        "from tests.emulator.ptx_on_cpu_samples import ptx\n"
+        "Program(ptx('', 'mov.u32 %r0, 1;')).launch((1, 1, 1), (1, 1, 1), [])\n"
+    )
+    environment = os.environ | {"PTX_ON_CPU_CACHE": str(tmp_path)}
+    command, folder = [sys.executable, "-c", script], Path(__file__).parents[2]
+    processes = [subprocess.Popen(command, env=environment, cwd=folder) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".so", ".so"]  # the runtime and the kernel

@@ -1,0 +1,229 @@
+"""A kernel's key changes when anything that is compiled into it does, and for nothing else: tried on copies."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from cuda_kernels.device.language import UniTuple, asm, device, f32, i32, lowered
+from cuda_kernels.host import machine_code
+from cuda_kernels.host.fingerprint import fingerprint
+from cuda_kernels.kernel import Kernel
+
+ROOT = Path(__file__).parents[2]
+
+KEYS = """
+import json, sys
+class NoCompiler:
+    def find_spec(self, name, path=None, target=None):
+        assert name.split(".")[0] not in ("numba", "llvmlite", "torch"), name
+sys.meta_path.insert(0, NoCompiler())
+from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
+from cuda_kernels.device import rows, tile
+from cuda_kernels.gemm import mma, wgmma
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
+from cuda_kernels.host import machine_code
+from cuda_kernels.norm import backward, bands, cast, statistics
+rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
+plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
+sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
+kernels = {
+    "amax": amax.amax_kernel(plain, True),
+    "row_amax": amax.row_amax_kernel(plain, True, True),
+    "quantize": quantize.quantize_tensor_kernel(plain, "e4m3", True, True, True, True),
+    "quantize_rows": quantize.quantize_rows_kernel(plain, "e4m3", True, True, False),
+    "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", "1x32", True, True, False),
+    "quantize_gelu": quantize.quantize_tensor_kernel(
+        activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
+    "quantize_norm": quantize.quantize_tensor_kernel(
+        statistics.normalized_loader(rms, True), "e4m3", True, True, True, False),
+    "sums": column_sums.column_sums_kernel("float32"),
+    "statistics": statistics.statistics_of_rows_kernel("bfloat16", False, spread),
+    "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),
+    "bands": bands.normalize_bands_kernel(rms, True, "e4m3", True, True),
+    "norm_backward": backward.norm_backward_kernel(
+        rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
+    "scales": update_scales.update_scales_kernel(False),
+    **{
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        for each in products
+    },
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
+}
+print(json.dumps({name: machine_code.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
+"""
+
+
+def keys(folder: Path) -> dict[str, str]:
+    """Of some of each kind of kernel, of the package in ``folder``; no compiler can be imported meanwhile."""
+    done = subprocess.run([sys.executable, "-c", KEYS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same wherever the package lies."""
+    here = keys(ROOT)
+    assert len(set(here.values())) == len(here)
+    assert keys(copied(tmp_path_factory.mktemp("copy"))) == here
+    return here
+
+
+def copied(folder: Path) -> Path:
+    shutil.copytree(ROOT / "cuda_kernels", folder / "cuda_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_norm", "normalize", "bands"}
+PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
+GEMMS = {"mma", *PRODUCTS}
+EDITS = [
+    ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),
+    ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
+    ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
+    ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
+    ("gemm/epilogue.py", "thread >> 5) * 16", "thread >> 5) * 8", set()),  # stores from registers are in none of these
+    ("gemm/epilogue.py", "start + 2 * (lane & 3)", "start + 4 * (lane & 3)", PRODUCTS),
+    ("gemm/spec.py", '("out", buffers * EPI_TILE_BYTES)', '("out", 2 * buffers * EPI_TILE_BYTES)', PRODUCTS),
+    ("gemm/spec.py", "EPI_TILE_BYTES = 64 * 128", "EPI_TILE_BYTES = 128 * 128", PRODUCTS),
+    ("device/ptx.py", "cvt.rn.satfinite.{name}x2.f32 lo", "cvt.rn.satfinite.{name}x2.f32  lo", CASTS | GEMMS),
+    ("device/ptx.py", '"cvt.rn.bf16x2.f32"', '"cvt.rn.relu.bf16x2.f32"', GEMMS | {"norm_backward"}),
+    ("device/ptx.py", '"cvt.rn.bf16.f32"', '"cvt.rn.relu.bf16.f32"', GEMMS),
+    ("device/fragments.py", "return UniTuple(f32, count)", "return UniTuple(f32, 1 * count)", GEMMS),
+    ("device/language.py", 'u32: Any = Type("uint32")', 'u32: Any = Type("int32")', None),
+    ("kernel.py", "number = int(digits[:-1])", "number = 1 + int(digits[:-1])", None),
+    ("references.py", "sorted(", "list(", None),
+    ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
+    ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
+    ("casts/update_scales.py", "COLUMNS = 32", "COLUMNS = 16", {"scales"}),
+    ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "changed"), EDITS, ids=[f"{edit[0]}: {edit[2]}" for edit in EDITS])
+def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
+    name: str, old: str, new: str, changed: set[str] | None, before: dict[str, str], tmp_path: Path
+) -> None:
+    """``changed``: exactly these; None: all.
+
+    Stores of fragments take their instructions from ``device/ptx.py``, of which each edit counts for them.
+    """
+    path = copied(tmp_path) / "cuda_kernels" / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    after = keys(tmp_path)
+    assert {each for each in before if before[each] != after[each]} == (set(before) if changed is None else changed)
+
+
+WORDS = ["sizes", "sm90"]
+"""Of ``device``: instructions. What their functions return counts, not their bodies."""
+MODULES = [path.relative_to(ROOT / "cuda_kernels").as_posix() for path in sorted((ROOT / "cuda_kernels").rglob("*.py"))]
+
+
+def in_every_body(source: str) -> str:
+    """``source`` with one more statement in each of its functions."""
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef))]
+    for statement in sorted((body[-1] for body in bodies), key=lambda node: -node.lineno):
+        lines.insert(statement.lineno - 1, " " * statement.col_offset + "pass\n")
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_is_a_kernels_or_the_hosts(module: str, before: dict[str, str], tmp_path: Path) -> None:
+    """An edit of all functions of a module changes keys if anything of it is compiled, and none if nothing is."""
+    path = copied(tmp_path) / "cuda_kernels" / module
+    path.write_text(in_every_body(path.read_text()))
+    same = keys(tmp_path) == before
+    room, _, name = module.removesuffix(".py").rpartition("/")
+    only_host = room.startswith("host") or name == "__init__"
+    assert same == (only_host or (room == "device" and name in WORDS) or module == "gemm/spec.py"), module
+
+
+class Box(NamedTuple):
+    rows: int
+    columns: int
+
+
+def test_what_a_function_names_counts() -> None:
+    def call(one: object) -> Callable[[float], float]:
+        return lambda x: one + x  # type: ignore[operator, no-any-return]
+
+    twice = asm("add.f32 $0, $1, $1;", f32, f32)
+    words = [1, 2, 1.0, True, np.float32(1), np.float64(1), (1, 2), (2, 1), i32, f32, UniTuple(f32, 2), None, "1"]
+    words += [twice, asm("add.f32 $0, $1, $1;", f32, f32, pure=True), device(call(1)), device(call(2)), np]
+    words += [lowered("fragments", "zeros")(4), lowered("fragments", "zeros")(8), lowered("fragments", "add")(4)]
+    texts = [fingerprint(call(word)) for word in words]
+    assert len(set(texts)) == len(texts)
+    assert fingerprint(call(device(call(1)))) == fingerprint(call(device(call(1))))
+    # What these hold is reached by the names of attributes, which are no part of a function's references.
+    for word in ([1], machine_code, Kernel, Box(1, 2)):
+        with pytest.raises(TypeError, match=re.escape(f"names {word!r}; it may name numbers")):
+            fingerprint(call(word))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_lambda_is_told_from_others_by_its_lines(module: str) -> None:
+    """Of a lambda's text, inspect gives all lines, if none ends outside of brackets, and nothing but its lines."""
+    path = ROOT / "cuda_kernels" / module
+    lines = path.read_text().splitlines(keepends=True)
+    found = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.Lambda)]
+    assert len({node.lineno for node in found}) == len(found)
+    for node in found:
+        assert len(inspect.getblock(lines[node.lineno - 1 :])) == node.end_lineno - node.lineno + 1, node.lineno
+
+
+def test_a_file_that_is_edited_after_its_import_gives_another_key(tmp_path: Path) -> None:
+    """Numba compiles what was imported, not what the file says by now."""
+    folder = copied(tmp_path)
+    program = """
+import sys
+from pathlib import Path
+from cuda_kernels.gemm import mma, raster
+from cuda_kernels.host import machine_code
+from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling
+path = Path(raster.__file__)
+if "early" in sys.argv:
+    path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
+kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
+print(machine_code.key(kernel, "cubin", "89"))
+"""
+    found = [
+        subprocess.run([sys.executable, "-c", program, *late], cwd=folder, capture_output=True, text=True, check=True)
+        for late in (["early"], [])
+    ]
+    assert found[0].stdout != found[1].stdout
+
+
+def test_keys_do_not_depend_on_how_numpy_writes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with np.printoptions(legacy="1.25"):
+        before = fingerprint(np.float32(0.1))
+    assert before == fingerprint(np.float32(0.1)) != fingerprint(np.float64(np.float32(0.1)))
+
+
+def test_launch_bounds_and_parameters_count() -> None:
+    def kernel(x):  # type: ignore[no-untyped-def]
+        pass
+
+    declared = [
+        Kernel("a", kernel, (i32,), 32),
+        Kernel("a", kernel, (f32,), 32),
+        Kernel("a", kernel, (i32,), 64),
+        Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
+        Kernel("b", kernel, (i32,), 32),
+    ]
+    found = {machine_code.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}
+    assert len(found) == 9  # side by side on cards with GDDR memory: 2 - 1 = 1

@@ -1,0 +1,116 @@
+"""Every kernel compiled for every architecture: registers, spills, the assembler's advice, and the instructions."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
+from cuda_kernels.kernel import Kernel
+from tests.cuda_kernels import attention_backward_cases, attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+from tests.cuda_kernels.emulated import builders, compiled, kernels_of
+from tests.machine_code import sass
+from tests.machine_code.cubin import ATTRIBUTES, entry_of
+
+REGISTERS = 65536
+"""32-bit registers of a multiprocessor."""
+SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
+"""The most a block may have."""
+
+ATTENTION = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
+CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *ATTENTION]
+KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
+
+
+def instructions(code: bytes) -> Counter[str]:
+    """How often each machine instruction appears."""
+    return Counter(each.name for each in sass.parsed(sass.disassembled(code)))
+
+
+def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
+    return sorted(name for name in found if name.startswith(prefixes))
+
+
+def variants() -> Iterator[Any]:
+    """Every variant for Hopper, if it is for it, and two of each kernel for the other architectures."""
+    seen: Counter[str] = Counter()
+    for kernel in KERNELS.values():
+        name = kernel.function.__name__
+        for arch in kernel.architectures if seen[name] < 2 else kernel.architectures[:1]:
+            yield pytest.param(kernel, arch, id=f"{kernel.name}-{arch}")
+        seen[name] += 1
+
+
+@pytest.mark.parametrize(("kernel", "arch"), variants())
+def test_kernel(kernel: Kernel, arch: str) -> None:
+    report, code = compiled(kernel, arch)
+    registers = int(re.findall(r"Used (\d+) registers", report)[0])
+    assert registers * kernel.threads * kernel.min_blocks_on(arch) <= REGISTERS
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report) == [
+        ("0",) * 3
+    ]
+    assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
+    assert kernel.shared_bytes <= min(SHARED_BYTES[arch] for arch in kernel.architectures)
+
+    found = instructions(code)
+    assert sum(found.values()) > 50
+    assert not starting_with(found, "LDL", "STL"), "local memory"
+    assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
+    name = kernel.function.__name__
+    casts = name.startswith(("quantize", "normalize", "cast", "attention")) and name != "attention_delta"
+    assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
+    if re.search("aligned=True|vector=[48]", kernel.name):
+        assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"
+    if "vector=8" in kernel.name:
+        assert not starting_with(found, "LDG.E.NA.64"), "rows alone are read 16 bytes at a time"
+        assert "rowwise=True" not in kernel.name or starting_with(found, "STG.E.64")
+    if "columnwise=True" in kernel.name:
+        assert starting_with(found, "STG.E.128"), "columns leave 16 bytes at a time"
+        assert starting_with(found, "LDS.128")
+        assert starting_with(found, "STS.128")
+
+
+@pytest.mark.parametrize(("kernel", "arch"), variants())
+def test_the_machine_code_is_what_a_launch_assumes(kernel: Kernel, arch: str) -> None:
+    """Parameters, threads, clusters, registers and stack, as the driver reads them from the cubin."""
+    report, code = compiled(kernel, arch)
+    entry = entry_of(code)
+    sizes = [struct.calcsize("@" + each) for each in kernel.formats]
+    assert [size for _, size in entry.parameters] == sizes
+    last, size = entry.parameters[-1]
+    assert last + size == entry.parameter_bytes
+    places = [offset - entry.parameters[0][0] for offset, _ in entry.parameters]
+    assert places == [struct.calcsize("@" + "".join(kernel.formats[: i + 1])) - size for i, size in enumerate(sizes)]
+    assert (entry.threads, entry.cluster, entry.stack_bytes) == (kernel.threads, kernel.cluster, 0)
+    assert entry.registers == int(re.findall(r"Used (\d+) registers", report)[0])
+    if kernel.architectures == ("90a",):  # what setmaxnreg gives away and takes comes out of the same pool
+        warpgroups = kernel.threads // 128
+        assert _PRODUCERS_REGISTERS + (warpgroups - 1) * _REGISTERS <= warpgroups * entry.registers
+
+
+def test_attributes_of_machine_code_have_these_numbers() -> None:
+    """By NVIDIA's disassembler, which names them in the order in which they lie in the file."""
+    listing = sass.disassembled(compiled(PRODUCTS[0], "90a")[1], "-hex")
+    named = re.findall(r"nvinfo : (EIATTR_\w+)\n.*?\.byte\s+0x[0-9a-f]+, (0x[0-9a-f]+)", listing, re.DOTALL)
+    assert ATTRIBUTES.items() <= {name: int(number, 16) for name, number in named}.items()
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: kernel.name)
+def test_products_use_tensor_cores(kernel: Kernel) -> None:
+    hopper = kernel.architectures == ("90a",)
+    for arch in kernel.architectures:
+        found = instructions(compiled(kernel, arch)[1])
+        wanted = ("QGMMA", "UTMALDG", "USETMAXREG", "SYNCS") if hopper else ("QMMA", "LDSM", "LDGSTS")
+        assert all(starting_with(found, name) for name in wanted)
+        stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "smem_epilogue" in kernel.name else "STG"
+        assert starting_with(found, stored)
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert {kernel.function.__name__ for kernel in KERNELS.values()} == builders()
