@@ -19,6 +19,7 @@ from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_no
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.attention import arguments, masks
 from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.rng import SavedStates
 from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -58,7 +59,7 @@ class DotProductAttention(FP8Module):
         bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
         tp_size: heads are divided by it; ``tp_group`` changes nothing.
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
-            does.
+            does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset``.
         layer_number, attention_type, name: taken, and without effect.
@@ -225,6 +226,9 @@ class DotProductAttention(FP8Module):
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
         core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
+            if dropout and self._rng_state_tracker is not None:
+                contexts = nullcontext(), SavedStates(self._rng_state_tracker())
+                return checkpoint(core, q, k, v, use_reentrant=False, context_fn=lambda: contexts).flatten(-2)
             return checkpoint(core, q, k, v, use_reentrant=False).flatten(-2)
         return core(q, k, v).flatten(-2)
 
