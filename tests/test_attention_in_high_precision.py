@@ -79,19 +79,31 @@ def test_softmax_with_a_sink() -> None:
     assert off_by_one.reason == "softmax_type='off-by-one'", "known before a forward"
     assert not off_by_one.state_dict()
     learnable = DotProductAttention(4, 16, qkv_format="bshd", softmax_type="learnable", num_gqa_groups=2)
-    assert {name: tuple(p.shape) for name, p in learnable.named_parameters()} == {"softmax_offset": (1, 4, 1, 1)}
+    assert {name: tuple(p.shape) for name, p in learnable.named_parameters()} == {"softmax_offset": (4,)}
     with torch.no_grad():
-        learnable.softmax_offset.copy_(torch.randn(1, 4, 1, 1))
+        learnable.softmax_offset.copy_(torch.randn(4))
     k, v = K[:, :, :2], V[:, :, :2]
     with fp8_autocast(**FP8), pytest.warns(UserWarning, match="softmax_type='learnable'"):
         o = learnable(Q, k, v)
     sink = learnable.softmax_offset.detach().double().requires_grad_()
     k, v = (heads(x).repeat_interleave(2, 1) for x in (k, v))
-    truth = weighed(heads(Q), k, v, sink=sink, see=CAUSAL)
+    truth = weighed(heads(Q), k, v, sink=sink[:, None, None], see=CAUSAL)
     same(o.detach(), truth.detach())
     o.sum().backward()
     (right,) = torch.autograd.grad(truth.sum(), sink)
     torch.testing.assert_close(learnable.softmax_offset.grad.double(), right, rtol=1e-3, atol=1e-4)
+
+
+def test_a_learnable_sink_loads_as_transformer_engine_stores_it_and_as_we_did() -> None:
+    module = DotProductAttention(4, 16, softmax_type="learnable")
+    for shape in ((4,), (1, 4, 1, 1)):
+        stored = torch.randn(shape)
+        given = {"softmax_offset": stored}
+        module.load_state_dict(given)
+        assert torch.equal(module.softmax_offset, stored.flatten())
+        assert given["softmax_offset"] is stored
+    with pytest.raises(RuntimeError, match="size mismatch for softmax_offset"):
+        module.load_state_dict({"softmax_offset": torch.randn(1, 3, 1, 1)})
 
 
 def test_arbitrary_masks_with_rows_that_see_nothing() -> None:

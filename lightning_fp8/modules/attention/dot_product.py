@@ -61,7 +61,7 @@ class DotProductAttention(FP8Module):
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
-        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
             anything.
@@ -127,7 +127,7 @@ class DotProductAttention(FP8Module):
         self.layer_number, self.name = layer_number, name
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(1, self.sizes.heads, 1, 1, dtype=torch.float32))
+            self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
         self.reason = self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
         self.use_history(AmaxHistory(self.history_rows()))
 
@@ -218,7 +218,7 @@ class DotProductAttention(FP8Module):
             core_attention_bias_type,
             core_attention_bias,
             alibi_slopes,
-            q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else getattr(self, "softmax_offset", None),
+            self._sink(q),
             q,
             self.softmax_scale,
         )
@@ -231,6 +231,19 @@ class DotProductAttention(FP8Module):
                 return checkpoint(core, q, k, v, use_reentrant=False, context_fn=lambda: contexts).flatten(-2)
             return checkpoint(core, q, k, v, use_reentrant=False).flatten(-2)
         return core(q, k, v).flatten(-2)
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """``[1, H, 1, 1]``, or one that broadcasts to it."""
+        if self.softmax_type == "learnable":
+            return self.softmax_offset.reshape(1, -1, 1, 1)
+        return q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take a ``softmax_offset`` of ``[1, H, 1, 1]``, its former shape, too."""
+        offset = state_dict.get(f"{prefix}softmax_offset")
+        if isinstance(offset, Tensor) and offset.shape == (1, self.sizes.heads, 1, 1):
+            state_dict[f"{prefix}softmax_offset"] = offset.flatten()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
