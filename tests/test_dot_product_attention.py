@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -71,6 +72,34 @@ def test_every_mask_format_and_head_is_attentions_definition(
     for each, n in zip(found, (queries, queries, keys, keys)):
         assert not any(rows.any() for rows in padding_of(each, n, qkv_format)), "padding is 0 and takes no gradient"
         assert each.dtype == torch.bfloat16
+
+
+CONSTRUCTOR = (
+    "num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type window_size "
+    "bottom_right_diagonal sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type "
+    "cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name"
+)
+FORWARD = (
+    "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded "
+    "cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size bottom_right_diagonal "
+    "checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill "
+    "inference_params pad_between_seqs fp8_output bf16_backward num_splits score_mod"
+)
+
+
+@pytest.mark.parametrize(("method", "names"), [("__init__", CONSTRUCTOR), ("forward", FORWARD)])
+def test_arguments_are_in_transformer_engines_order(method: str, names: str) -> None:
+    own = list(inspect.signature(getattr(DotProductAttention, method)).parameters.values())[1:]
+    assert " ".join(each.name for each in own).startswith(names)
+    assert {each.kind for each in own} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_arguments_by_position() -> None:
+    module = DotProductAttention(4, 16, 2, 0.25, "bshd", "no_mask")
+    assert (module.sizes.groups, module.attention_dropout, module.attn_mask_type) == (2, 0.25, "no_mask")
+    q, k = torch.randn(3, 5, 4, 16), torch.randn(3, 5, 2, 16)
+    plain = DotProductAttention(4, 16, 2)
+    assert torch.equal(plain(q, k, k, None, "bshd"), plain(q, k, k, qkv_format="bshd"))
 
 
 WINDOWS = [

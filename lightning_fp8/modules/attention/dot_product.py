@@ -37,7 +37,7 @@ class _Call(NamedTuple):
 
 
 class DotProductAttention(FP8Module):
-    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments.
+    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
     Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
     in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
@@ -61,7 +61,7 @@ class DotProductAttention(FP8Module):
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
-        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset [h]``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
             anything.
@@ -82,7 +82,6 @@ class DotProductAttention(FP8Module):
         self,
         num_attention_heads: int,
         kv_channels: int | tuple[int, int],
-        *,
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
@@ -102,8 +101,8 @@ class DotProductAttention(FP8Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
-        num_splits: int | None = None,
         name: str | None = None,
+        num_splits: int | None = None,
     ) -> None:
         super().__init__()
         arguments.refuse_what_is_not_here(
@@ -137,7 +136,6 @@ class DotProductAttention(FP8Module):
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        *,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
