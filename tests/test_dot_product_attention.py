@@ -139,6 +139,17 @@ def test_windows_that_are_taken_otherwise_are_told() -> None:
             run(DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type=mask, window_size=window), x, "bshd")
 
 
+def test_a_window_is_fitted_to_the_constructors_mask_type() -> None:
+    """As ``check_set_window_size`` does in Transformer Engine's constructor, before forward has its own type."""
+    with pytest.warns(UserWarning, match=r"window_size=\(5, 3\) .* is taken for \(5, 0\)"):
+        module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="causal", window_size=(5, 3))
+    x = drawn_batch([(40, 40)], 1, 1, 32, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(module, x, "bshd", attn_mask_type="no_mask")
+    assert_near([each[0] for each in found], of_definition(x, Band(5, 0, True)), 0.001)
+
+
 def test_true_in_a_mask_is_masked_out() -> None:
     """As in Transformer Engine; torch's own attention means the opposite."""
     x = drawn_batch([(5, 5)], 2, 2, 64)

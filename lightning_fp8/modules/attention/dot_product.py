@@ -121,7 +121,7 @@ class DotProductAttention(FP8Module):
         self.qkv_format = arguments.one_of("qkv_format", qkv_format, FORMATS)
         self.attention_type = arguments.one_of("attention_type", attention_type, ("self", "cross"))
         self.attn_mask_type = masks.mask_type(attn_mask_type)
-        self.window_size = masks.checked_window(window_size)
+        self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
         self.bottom_right_diagonal = bottom_right_diagonal
         self.layer_number, self.name = layer_number, name
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker

@@ -60,22 +60,33 @@ def band_of(attn_mask_type: str, window_size: Window | None, bottom_right_diagon
     the top left, ``causal_bottom_right`` ends it at the bottom right; without either ``bottom_right_diagonal`` decides,
     and None is the bottom right. Source: ``DotProductAttention`` of Transformer Engine, ``check_set_window_size``.
     """
-    sides = window_size or (-1, -1)
-    left, right = (None if size < 0 else size for size in sides)
+    left, right = (None if size < 0 else size for size in fitted_window(attn_mask_type, window_size) or (-1, -1))
     if "causal" not in attn_mask_type:
-        if (left, right) == (None, 0):
-            _say(
-                f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
-                "Engine does; pass attn_mask_type='causal' for a causal mask"
-            )
-            right = None
         return Band(left, right, bottom_right_diagonal is not False)
-    if right:
+    return Band(left, 0, attn_mask_type.endswith("bottom_right"))
+
+
+def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | None:
+    """The window that Transformer Engine takes with this mask type; a warning says where it is another.
+
+    Source: ``check_set_window_size`` of Transformer Engine.
+    """
+    if window_size is None:
+        return None
+    left, right = window_size
+    if "causal" in attn_mask_type and right > 0:
         _say(
-            f"window_size={sides} with attn_mask_type={attn_mask_type!r} is taken for ({sides[0]}, 0): a causal mask "
+            f"window_size={window_size} with attn_mask_type={attn_mask_type!r} is taken for ({left}, 0): a causal mask "
             "sees nothing after the diagonal"
         )
-    return Band(left, 0, attn_mask_type.endswith("bottom_right"))
+        return left, 0
+    if "causal" not in attn_mask_type and (left, right) == (-1, 0):
+        _say(
+            f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
+            "Engine does; pass attn_mask_type='causal' for a causal mask"
+        )
+        return -1, -1
+    return window_size
 
 
 @torch.compiler.assume_constant_result
