@@ -173,6 +173,22 @@ def test_true_in_a_mask_is_masked_out() -> None:
     assert torch.equal(both[0][1, :1], alone[0])
 
 
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
+@pytest.mark.parametrize("name", ["attention_mask", "cu_seqlens"])
+def test_a_mask_without_effect_is_told(name: str, mask: str) -> None:
+    module, (q, k, v) = DotProductAttention(1, 32, qkv_format="bshd"), torch.randn(3, 2, 4, 1, 32)
+    padding = torch.tensor([[False, False, False, True], [False, False, True, True]])[:, None, None]
+    given = {"attention_mask": padding} if name == "attention_mask" else {"cu_seqlens_kv": cu_seqlens([3, 2])}
+    right = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, "padding_causal_bottom_right")
+    with pytest.warns(UserWarning, match=f"{name} without effect: .*'{mask}'.*pass attn_mask_type='{right}'") as told:
+        o = module(q, k, v, attn_mask_type=mask, **given)
+    assert len(told) == 1
+    assert torch.equal(o, module(q, k, v, attn_mask_type=mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(q, k, v, attn_mask_type=right, **given)
+
+
 def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
     module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="padding")
     q, k, v = torch.randn(3, 2, 4, 1, 32)

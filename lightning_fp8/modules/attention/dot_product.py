@@ -163,9 +163,11 @@ class DotProductAttention(FP8Module):
         Args:
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
-                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else ignored.
+                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else a warning
+                says that it has no effect.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
-                and a padding type, their lengths added up. Where one is None it is the other, for as many rows.
+                and a padding type, their lengths added up; else a warning says that they have no effect. Where one
+                is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
                 them; ``cu_seqlens_*`` are their lengths added up.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
@@ -199,6 +201,12 @@ class DotProductAttention(FP8Module):
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        if "padding" not in mask_type:
+            masks.warn_of_no_effect(
+                mask_type,
+                attention_mask=attention_mask is not None and mask_type != "arbitrary",
+                cu_seqlens=qkv_format != "thd" and not (cu_seqlens_q is None and cu_seqlens_kv is None),
+            )
         sequences = Sequences.of(
             qkv_format,
             q,

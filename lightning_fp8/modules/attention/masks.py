@@ -89,6 +89,17 @@ def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | N
     return window_size
 
 
+def warn_of_no_effect(attn_mask_type: str, **given: bool) -> None:
+    """Warn that a mask type other than a padding type looks at none of the arguments that are given."""
+    names = " and ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        padding = "padding" if attn_mask_type in ("no_mask", "arbitrary") else f"padding_{attn_mask_type}"
+        _say(
+            f"{names} without effect: attn_mask_type={attn_mask_type!r} hides no padding; pass "
+            f"attn_mask_type={padding!r}, or 'arbitrary' for a mask of another form"
+        )
+
+
 @torch.compiler.assume_constant_result
 def _say(text: str) -> None:
     """While torch.compile traces, too."""
