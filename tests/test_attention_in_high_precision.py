@@ -154,6 +154,28 @@ def test_a_state_tracker_is_forked_around_dropout() -> None:
     assert len(forks) == 2
 
 
+def test_the_reason_may_be_the_recipe_or_the_module() -> None:
+    module = DotProductAttention(4, 16, qkv_format="bshd")
+    for fp8, recipe, reason in (
+        (True, {"name": "tensorwise"}, "the recipe has fp8_dpa=False"),
+        (False, {"name": "tensorwise"}, "this module has fp8=False"),
+        (False, FP8["fp8_recipe"], "this module has fp8=False"),
+        (True, FP8["fp8_recipe"], ""),
+    ):
+        module.fp8 = fp8
+        with warnings.catch_warnings(), fp8_autocast(fp8_recipe=recipe):
+            warnings.simplefilter("error")
+            module(Q, K, V)
+        assert module.reason == reason
+        assert (module.record.fp8 == 1) == (not reason)
+        module(Q, K, V)
+        assert module.reason == reason, "outside fp8_autocast nobody asked"
+    module.attention_dropout = 0.5
+    with pytest.warns(UserWarning, match="attention_dropout=0.5"), fp8_autocast(**FP8):
+        module(Q, K, V)
+    assert module.reason == "attention_dropout=0.5 in training"
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 def test_ragged_sequences_with_alibi(qkv_format: str, bias: bool) -> None:

@@ -67,8 +67,8 @@ class DotProductAttention(FP8Module):
             anything.
 
     Attributes:
-        reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before any why it will; empty
-            where nothing is in the way of FP8.
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
+            under every recipe. Empty where it ran, or may run, in FP8. A compiled forward leaves it alone.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -230,7 +230,7 @@ class DotProductAttention(FP8Module):
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        core = self._way_to_run(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
             if dropout and self._rng_state_tracker is not None:
                 contexts = nullcontext(), SavedStates(self._rng_state_tracker())
@@ -251,28 +251,36 @@ class DotProductAttention(FP8Module):
             state_dict[f"{prefix}softmax_offset"] = offset.flatten()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _way_to_run(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
         context = autocast.current_context()
-        again = autocast.in_backward()
-        if again:  # recomputation repeats what its forward did, outside every region
+        recomputing = autocast.in_backward()
+        if recomputing:  # it repeats what its forward did, outside every region
             context = self._last_context or context
-        asked = self.fp8 and (context.recipe.fp8_dpa or context.recipe.fp8_mha)
-        in_fp8 = asked and context.enabled and not reason
-        if asked and context.enabled and reason:
+        recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
+        if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
             _say(reason)
-        if not (again or torch.compiler.is_compiling()):
-            if self._last_context is not context:
-                self._last_context = context  # slow in a module, so only where it changes
-            if asked and self.reason != reason:
-                self.reason = reason
-            (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
+        if not recipe_wants_fp8:
+            reason = "the recipe has fp8_dpa=False"
+        if not self.fp8:
+            reason = "this module has fp8=False"
+        in_fp8 = context.enabled and not reason
+        if not (recomputing or torch.compiler.is_compiling()):
+            self._note(context, in_fp8, reason, q)
         observe = torch.is_grad_enabled() and self.training and context.observe
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
-        if asked and context.calibrating and not context.enabled:
+        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled:
             return lambda q, k, v: self._calibrating(call, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
+
+    def _note(self, context: FP8Context, in_fp8: bool, reason: str, q: Tensor) -> None:
+        """Record the forward of q."""
+        if self._last_context is not context:
+            self._last_context = context  # slow in a module, so only where it changes
+        if context.enabled and self.reason != reason:
+            self.reason = reason
+        (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
 
     def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
