@@ -197,6 +197,13 @@ def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
         module(q, k, v, left)
     with pytest.raises(ValueError, match=r"2 sequences of 4 rows must be bool \[2, 1, 1, 4\]"):
         module(q, k, v, left[..., :3])
+    end = left.flip(-1)
+    assert torch.equal(module(q, k, v, end), module(q, k, v, end[:, 0, 0]))
+    for turned in (end[:, 0, 0].T, end[:, 0], end.flatten()):
+        with pytest.raises(
+            ValueError, match=r"must be bool \[2, 1, 1, 4\] or \[2, 4\], True where masked out; this is"
+        ):
+            module(q, k, v, turned)
     with pytest.raises(ValueError, match="'padding' needs attention_mask, or cu_seqlens_q"):
         module(q, k, v)
 

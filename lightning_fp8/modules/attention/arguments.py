@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,12 @@ def refuse_what_is_not_here(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if not (value is None or value is False or (name == "num_splits" and value == 1)):
             raise NotImplementedError(f"{name}={value!r} is not here: {_INSTEAD[name]}")
+
+
+@torch.compiler.assume_constant_result
+def tell(text: str) -> None:
+    """Warn, also while torch.compile traces."""
+    warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:

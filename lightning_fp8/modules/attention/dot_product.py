@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms
@@ -19,7 +17,7 @@ from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_no
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.attention import arguments, masks
 from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
-from lightning_fp8.modules.attention.rng import SavedStates
+from lightning_fp8.modules.attention.recomputation import checkpointed
 from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -232,10 +230,7 @@ class DotProductAttention(FP8Module):
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
         core = self._way_to_run(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
-            if dropout and self._rng_state_tracker is not None:
-                contexts = nullcontext(), SavedStates(self._rng_state_tracker())
-                return checkpoint(core, q, k, v, use_reentrant=False, context_fn=lambda: contexts).flatten(-2)
-            return checkpoint(core, q, k, v, use_reentrant=False).flatten(-2)
+            return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
 
     def _sink(self, q: Tensor) -> Tensor | None:
@@ -259,7 +254,7 @@ class DotProductAttention(FP8Module):
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
         if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
-            _say(reason)
+            arguments.tell(f"DotProductAttention runs in high precision: {reason}")
         if not recipe_wants_fp8:
             reason = "the recipe has fp8_dpa=False"
         if not self.fp8:
@@ -347,9 +342,3 @@ class DotProductAttention(FP8Module):
             f"heads={self.sizes.heads}, groups={self.sizes.groups}, channels={self.sizes.channels}, "
             f"qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
         )
-
-
-@torch.compiler.assume_constant_result
-def _say(reason: str) -> None:
-    """While torch.compile traces, too."""
-    warnings.warn(f"DotProductAttention runs in high precision: {reason}", UserWarning, stacklevel=4)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.modules.attention.arguments import tell
 from lightning_fp8.ops.attention import Band
 
 MASK_TYPES = (
@@ -75,13 +75,13 @@ def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | N
         return None
     left, right = window_size
     if "causal" in attn_mask_type and right > 0:
-        _say(
+        tell(
             f"window_size={window_size} with attn_mask_type={attn_mask_type!r} is taken for ({left}, 0): a causal mask "
             "sees nothing after the diagonal"
         )
         return left, 0
     if "causal" not in attn_mask_type and (left, right) == (-1, 0):
-        _say(
+        tell(
             f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
             "Engine does; pass attn_mask_type='causal' for a causal mask"
         )
@@ -94,16 +94,10 @@ def warn_of_no_effect(attn_mask_type: str, **given: bool) -> None:
     names = " and ".join(name for name, is_given in given.items() if is_given)
     if names:
         padding = "padding" if attn_mask_type in ("no_mask", "arbitrary") else f"padding_{attn_mask_type}"
-        _say(
+        tell(
             f"{names} without effect: attn_mask_type={attn_mask_type!r} hides no padding; pass "
             f"attn_mask_type={padding!r}, or 'arbitrary' for a mask of another form"
         )
-
-
-@torch.compiler.assume_constant_result
-def _say(text: str) -> None:
-    """While torch.compile traces, too."""
-    warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
@@ -117,10 +111,13 @@ def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
     Raises:
         ValueError: another shape or dtype; a row that is masked out before one that is not (on a card an assertion).
     """
-    if attention_mask.dtype != torch.bool or attention_mask.numel() != sequences * rows:
+    if attention_mask.dtype != torch.bool or attention_mask.shape not in (
+        (sequences, 1, 1, rows),
+        (sequences, rows),
+    ):
         raise ValueError(
-            f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}], True "
-            f"where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
+            f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}] or "
+            f"[{sequences}, {rows}], True where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
         )
     counts = ~attention_mask.reshape(sequences, rows)
     lengths = counts.sum(1, dtype=torch.int32)

@@ -1,10 +1,14 @@
-"""The random states of a tracker, such as Megatron's and Transformer Engine's, for a recomputation."""
+"""Attention computed again in the backward pass, under the random states of its forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 class RNGStatesTracker(Protocol):
@@ -53,3 +57,21 @@ def _copies(states: dict[str, Any]) -> dict[str, Any]:
 
 def _copy(state: Any) -> Any:
     return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def checkpointed(
+    core: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    get_tracker: Callable[[], Any] | None,
+) -> Tensor:
+    """``core(q, k, v)``, computed again in the backward pass; what a tracker draws there is what it drew here.
+
+    Raises:
+        TypeError: the tracker gives and takes no states.
+    """
+    if get_tracker is None:
+        return checkpoint(core, q, k, v, use_reentrant=False)
+    contexts = nullcontext(), SavedStates(get_tracker())
+    return checkpoint(core, q, k, v, use_reentrant=False, context_fn=lambda: contexts)
