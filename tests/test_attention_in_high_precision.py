@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
+from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
 from tests.attention_modules import RAGGED, cu_seqlens, drawn_batch, run
@@ -246,6 +247,9 @@ def test_softmax_scale() -> None:
         ({"softmax_type": "sink"}, ValueError, "softmax_type='sink' is unknown; use one of 'vanilla', 'off-by-one'"),
         ({"softmax_scale": "1"}, TypeError, "softmax_scale='1' must be a number"),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf must be finite"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale=0.0 must be finite and above 0; pass None for 1 / sqrt"),
+        ({"softmax_scale": -0.5}, ValueError, "softmax_scale=-0.5 .*; pass None .* or negate the queries"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan must be finite and above 0"),
         ({"window_size": (4,)}, ValueError, r"window_size=\(4,\) must be two integers"),
         ({"window_size": (4, -2)}, ValueError, r"window_size=\(4, -2\) must be two integers"),
         ({"cp_group": object()}, NotImplementedError, "cp_group=.* is not here: context parallelism"),
@@ -334,6 +338,14 @@ def test_lengths_that_do_not_fit() -> None:
         module(x, x, x, cu_seqlens_q=cu, cu_seqlens_q_padded=torch.tensor([0, 2, 6]))
     with pytest.raises(ValueError, match="lengths of queries"), fp8_autocast(**FP8):
         module(X, X, X, qkv_format="bshd", attn_mask_type="padding", cu_seqlens_q=torch.tensor([0, 9, 10]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, math.nan, math.inf])
+def test_the_function_refuses_the_same_scales(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"softmax_scale={scale} must be finite and above 0"):
+        fp8_attention(X, X, X, softmax_scale=scale)
+    with pytest.raises(TypeError, match="softmax_scale='1' must be a number"):
+        fp8_attention(X, X, X, softmax_scale="1")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.arguments import require_number
+from lightning_fp8.functions.attention import require_softmax_scale
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -68,14 +68,11 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     """``1 / sqrt(channels)`` where it is None.
 
     Raises:
-        ValueError, TypeError: not a finite number.
+        ValueError, TypeError: not a finite number above 0.
     """
     if softmax_scale is None:
         return float(channels**-0.5)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(kv_channels)")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale={softmax_scale!r} must be finite")
+    require_softmax_scale(softmax_scale)
     return float(softmax_scale)
 
 
