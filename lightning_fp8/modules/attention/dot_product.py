@@ -285,7 +285,7 @@ class DotProductAttention(FP8Module):
         dtype = autocast_dtype(q.device.type) or q.dtype
         rows = call.sequences
         o = fp8_attention(
-            *rows.taken(q.to(dtype), k.to(dtype), v.to(dtype)),
+            *rows.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
             qkv_format=rows.qkv_format,
             band=call.band,
             softmax_scale=self.softmax_scale,
@@ -294,7 +294,7 @@ class DotProductAttention(FP8Module):
             slots=self._slots,
             observe=observe,
         )
-        return rows.put_back(o)
+        return rows.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
         """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
@@ -320,10 +320,10 @@ class DotProductAttention(FP8Module):
 
     def _high_precision(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, tracker = call.sequences, self._rng_state_tracker
-        heads, lengths = rows.to_heads(*rows.taken(q, k, v))
+        heads, lengths = rows.to_heads(*rows.without_gaps(q, k, v))
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
-        return rows.put_back(rows.from_heads(o))
+        return rows.with_gaps(rows.from_heads(o))
 
     def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
         sizes = self.sizes
