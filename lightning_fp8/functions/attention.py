@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,10 +77,13 @@ def fp8_attention(
 
     Raises:
         TypeError: dtypes that differ or are none of the three.
-        ValueError: another format, or shapes, heads, devices or ``cu_seqlens`` that do not fit.
+        ValueError: another format, or shapes, heads, devices or ``cu_seqlens`` that do not fit; a ``softmax_scale``
+            that is not finite and above 0.
         RuntimeError: a transform of torch.func is active.
     """
     _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
+    if softmax_scale is not None:
+        require_softmax_scale(softmax_scale)
     refuse_transforms("Attention", q, k, v)
     if reason := why_not_fp8(q, k, v):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
@@ -164,6 +168,20 @@ def _check(
         check_cu_seqlens(name, cu_seqlens, qkv_format, sequences)
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and len(cu_seqlens_q) != len(cu_seqlens_kv):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} values and cu_seqlens_kv {len(cu_seqlens_kv)}")
+
+
+def require_softmax_scale(softmax_scale: Any) -> None:
+    """Raises:
+    TypeError: not a number.
+    ValueError: not finite, or not above 0, for which torch's attention gives NaN.
+    """
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(
+            f"softmax_scale={softmax_scale!r} must be finite and above 0; pass None for 1 / sqrt(channels of a head), "
+            "or negate the queries for a negative scale"
+        )
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
+from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
 from tests.attention.attention_modules import RAGGED, cu_seqlens, drawn_batch, run
@@ -79,19 +80,31 @@ def test_softmax_with_a_sink() -> None:
     assert off_by_one.reason == "softmax_type='off-by-one'", "known before a forward"
     assert not off_by_one.state_dict()
     learnable = DotProductAttention(4, 16, qkv_format="bshd", softmax_type="learnable", num_gqa_groups=2)
-    assert {name: tuple(p.shape) for name, p in learnable.named_parameters()} == {"softmax_offset": (1, 4, 1, 1)}
+    assert {name: tuple(p.shape) for name, p in learnable.named_parameters()} == {"softmax_offset": (4,)}
     with torch.no_grad():
-        learnable.softmax_offset.copy_(torch.randn(1, 4, 1, 1))
+        learnable.softmax_offset.copy_(torch.randn(4))
     k, v = K[:, :, :2], V[:, :, :2]
     with fp8_autocast(**FP8), pytest.warns(UserWarning, match="softmax_type='learnable'"):
         o = learnable(Q, k, v)
     sink = learnable.softmax_offset.detach().double().requires_grad_()
     k, v = (heads(x).repeat_interleave(2, 1) for x in (k, v))
-    truth = weighed(heads(Q), k, v, sink=sink, see=CAUSAL)
+    truth = weighed(heads(Q), k, v, sink=sink[:, None, None], see=CAUSAL)
     same(o.detach(), truth.detach())
     o.sum().backward()
     (right,) = torch.autograd.grad(truth.sum(), sink)
     torch.testing.assert_close(learnable.softmax_offset.grad.double(), right, rtol=1e-3, atol=1e-4)
+
+
+def test_a_learnable_sink_loads_as_transformer_engine_stores_it_and_as_we_did() -> None:
+    module = DotProductAttention(4, 16, softmax_type="learnable")
+    for shape in ((4,), (1, 4, 1, 1)):
+        stored = torch.randn(shape)
+        given = {"softmax_offset": stored}
+        module.load_state_dict(given)
+        assert torch.equal(module.softmax_offset, stored.flatten())
+        assert given["softmax_offset"] is stored
+    with pytest.raises(RuntimeError, match="size mismatch for softmax_offset"):
+        module.load_state_dict({"softmax_offset": torch.randn(1, 3, 1, 1)})
 
 
 def test_arbitrary_masks_with_rows_that_see_nothing() -> None:
@@ -140,6 +153,28 @@ def test_a_state_tracker_is_forked_around_dropout() -> None:
     assert len(forks) == 2
     dropping.eval()(Q, K, V)
     assert len(forks) == 2
+
+
+def test_the_reason_may_be_the_recipe_or_the_module() -> None:
+    module = DotProductAttention(4, 16, qkv_format="bshd")
+    for fp8, recipe, reason in (
+        (True, {"name": "tensorwise"}, "the recipe has fp8_dpa=False"),
+        (False, {"name": "tensorwise"}, "this module has fp8=False"),
+        (False, FP8["fp8_recipe"], "this module has fp8=False"),
+        (True, FP8["fp8_recipe"], ""),
+    ):
+        module.fp8 = fp8
+        with warnings.catch_warnings(), fp8_autocast(fp8_recipe=recipe):
+            warnings.simplefilter("error")
+            module(Q, K, V)
+        assert module.reason == reason
+        assert (module.record.fp8 == 1) == (not reason)
+        module(Q, K, V)
+        assert module.reason == reason, "outside fp8_autocast nobody asked"
+    module.attention_dropout = 0.5
+    with pytest.warns(UserWarning, match="attention_dropout=0.5"), fp8_autocast(**FP8):
+        module(Q, K, V)
+    assert module.reason == "attention_dropout=0.5 in training"
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -212,6 +247,9 @@ def test_softmax_scale() -> None:
         ({"softmax_type": "sink"}, ValueError, "softmax_type='sink' is unknown; use one of 'vanilla', 'off-by-one'"),
         ({"softmax_scale": "1"}, TypeError, "softmax_scale='1' must be a number"),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf must be finite"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale=0.0 must be finite and above 0; pass None for 1 / sqrt"),
+        ({"softmax_scale": -0.5}, ValueError, "softmax_scale=-0.5 .*; pass None .* or negate the queries"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan must be finite and above 0"),
         ({"window_size": (4,)}, ValueError, r"window_size=\(4,\) must be two integers"),
         ({"window_size": (4, -2)}, ValueError, r"window_size=\(4, -2\) must be two integers"),
         ({"cp_group": object()}, NotImplementedError, "cp_group=.* is not here: context parallelism"),
@@ -300,6 +338,14 @@ def test_lengths_that_do_not_fit() -> None:
         module(x, x, x, cu_seqlens_q=cu, cu_seqlens_q_padded=torch.tensor([0, 2, 6]))
     with pytest.raises(ValueError, match="lengths of queries"), fp8_autocast(**FP8):
         module(X, X, X, qkv_format="bshd", attn_mask_type="padding", cu_seqlens_q=torch.tensor([0, 9, 10]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, math.nan, math.inf])
+def test_the_function_refuses_the_same_scales(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"softmax_scale={scale} must be finite and above 0"):
+        fp8_attention(X, X, X, softmax_scale=scale)
+    with pytest.raises(TypeError, match="softmax_scale='1' must be a number"):
+        fp8_attention(X, X, X, softmax_scale="1")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -73,6 +74,34 @@ def test_every_mask_format_and_head_is_attentions_definition(
         assert each.dtype == torch.bfloat16
 
 
+CONSTRUCTOR = (
+    "num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type window_size "
+    "bottom_right_diagonal sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type "
+    "cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name"
+)
+FORWARD = (
+    "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded "
+    "cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size bottom_right_diagonal "
+    "checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill "
+    "inference_params pad_between_seqs fp8_output bf16_backward num_splits score_mod"
+)
+
+
+@pytest.mark.parametrize(("method", "names"), [("__init__", CONSTRUCTOR), ("forward", FORWARD)])
+def test_arguments_are_in_transformer_engines_order(method: str, names: str) -> None:
+    own = list(inspect.signature(getattr(DotProductAttention, method)).parameters.values())[1:]
+    assert " ".join(each.name for each in own).startswith(names)
+    assert {each.kind for each in own} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_arguments_by_position() -> None:
+    module = DotProductAttention(4, 16, 2, 0.25, "bshd", "no_mask")
+    assert (module.sizes.groups, module.attention_dropout, module.attn_mask_type) == (2, 0.25, "no_mask")
+    q, k = torch.randn(3, 5, 4, 16), torch.randn(3, 5, 2, 16)
+    plain = DotProductAttention(4, 16, 2)
+    assert torch.equal(plain(q, k, k, None, "bshd"), plain(q, k, k, qkv_format="bshd"))
+
+
 WINDOWS = [
     ("causal", (30, 0), None, Band(30, 0)),
     ("causal", (30, 5), None, Band(30, 0)),
@@ -110,6 +139,17 @@ def test_windows_that_are_taken_otherwise_are_told() -> None:
             run(DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type=mask, window_size=window), x, "bshd")
 
 
+def test_a_window_is_fitted_to_the_constructors_mask_type() -> None:
+    """As ``check_set_window_size`` does in Transformer Engine's constructor, before forward has its own type."""
+    with pytest.warns(UserWarning, match=r"window_size=\(5, 3\) .* is taken for \(5, 0\)"):
+        module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="causal", window_size=(5, 3))
+    x = drawn_batch([(40, 40)], 1, 1, 32, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(module, x, "bshd", attn_mask_type="no_mask")
+    assert_near([each[0] for each in found], of_definition(x, Band(5, 0, True)), 0.001)
+
+
 def test_true_in_a_mask_is_masked_out() -> None:
     """As in Transformer Engine; torch's own attention means the opposite."""
     x = drawn_batch([(5, 5)], 2, 2, 64)
@@ -133,6 +173,22 @@ def test_true_in_a_mask_is_masked_out() -> None:
     assert torch.equal(both[0][1, :1], alone[0])
 
 
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
+@pytest.mark.parametrize("name", ["attention_mask", "cu_seqlens"])
+def test_a_mask_without_effect_is_told(name: str, mask: str) -> None:
+    module, (q, k, v) = DotProductAttention(1, 32, qkv_format="bshd"), torch.randn(3, 2, 4, 1, 32)
+    padding = torch.tensor([[False, False, False, True], [False, False, True, True]])[:, None, None]
+    given = {"attention_mask": padding} if name == "attention_mask" else {"cu_seqlens_kv": cu_seqlens([3, 2])}
+    right = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, "padding_causal_bottom_right")
+    with pytest.warns(UserWarning, match=f"{name} without effect: .*'{mask}'.*pass attn_mask_type='{right}'") as told:
+        o = module(q, k, v, attn_mask_type=mask, **given)
+    assert len(told) == 1
+    assert torch.equal(o, module(q, k, v, attn_mask_type=mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(q, k, v, attn_mask_type=right, **given)
+
+
 def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
     module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="padding")
     q, k, v = torch.randn(3, 2, 4, 1, 32)
@@ -141,6 +197,13 @@ def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
         module(q, k, v, left)
     with pytest.raises(ValueError, match=r"2 sequences of 4 rows must be bool \[2, 1, 1, 4\]"):
         module(q, k, v, left[..., :3])
+    end = left.flip(-1)
+    assert torch.equal(module(q, k, v, end), module(q, k, v, end[:, 0, 0]))
+    for turned in (end[:, 0, 0].T, end[:, 0], end.flatten()):
+        with pytest.raises(
+            ValueError, match=r"must be bool \[2, 1, 1, 4\] or \[2, 4\], True where masked out; this is"
+        ):
+            module(q, k, v, turned)
     with pytest.raises(ValueError, match="'padding' needs attention_mask, or cu_seqlens_q"):
         module(q, k, v)
 

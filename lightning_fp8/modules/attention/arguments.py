@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.arguments import require_number
+from lightning_fp8.functions.attention import require_softmax_scale
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -67,14 +68,11 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     """``1 / sqrt(channels)`` where it is None.
 
     Raises:
-        ValueError, TypeError: not a finite number.
+        ValueError, TypeError: not a finite number above 0.
     """
     if softmax_scale is None:
         return float(channels**-0.5)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(kv_channels)")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale={softmax_scale!r} must be finite")
+    require_softmax_scale(softmax_scale)
     return float(softmax_scale)
 
 
@@ -102,6 +100,12 @@ def refuse_what_is_not_here(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if not (value is None or value is False or (name == "num_splits" and value == 1)):
             raise NotImplementedError(f"{name}={value!r} is not here: {_INSTEAD[name]}")
+
+
+@torch.compiler.assume_constant_result
+def tell(text: str) -> None:
+    """Warn, also while torch.compile traces."""
+    warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms
@@ -19,6 +17,7 @@ from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_no
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.attention import arguments, masks
 from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.recomputation import checkpointed
 from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -36,7 +35,7 @@ class _Call(NamedTuple):
 
 
 class DotProductAttention(FP8Module):
-    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments.
+    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
     Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
     in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
@@ -58,16 +57,16 @@ class DotProductAttention(FP8Module):
         bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
         tp_size: heads are divided by it; ``tp_group`` changes nothing.
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
-            does.
+            does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
-        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``, which has the parameter ``softmax_offset``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
             anything.
 
     Attributes:
-        reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before any why it will; empty
-            where nothing is in the way of FP8.
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
+            under every recipe. Empty where it ran, or may run, in FP8. A compiled forward leaves it alone.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -81,7 +80,6 @@ class DotProductAttention(FP8Module):
         self,
         num_attention_heads: int,
         kv_channels: int | tuple[int, int],
-        *,
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
@@ -101,8 +99,8 @@ class DotProductAttention(FP8Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
-        num_splits: int | None = None,
         name: str | None = None,
+        num_splits: int | None = None,
     ) -> None:
         super().__init__()
         arguments.refuse_what_is_not_here(
@@ -121,12 +119,12 @@ class DotProductAttention(FP8Module):
         self.qkv_format = arguments.one_of("qkv_format", qkv_format, FORMATS)
         self.attention_type = arguments.one_of("attention_type", attention_type, ("self", "cross"))
         self.attn_mask_type = masks.mask_type(attn_mask_type)
-        self.window_size = masks.checked_window(window_size)
+        self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
         self.bottom_right_diagonal = bottom_right_diagonal
         self.layer_number, self.name = layer_number, name
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(1, self.sizes.heads, 1, 1, dtype=torch.float32))
+            self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
         self.reason = self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
         self.use_history(AmaxHistory(self.history_rows()))
 
@@ -136,7 +134,6 @@ class DotProductAttention(FP8Module):
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        *,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -164,9 +161,11 @@ class DotProductAttention(FP8Module):
         Args:
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
-                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else ignored.
+                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else a warning
+                says that it has no effect.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
-                and a padding type, their lengths added up. Where one is None it is the other, for as many rows.
+                and a padding type, their lengths added up; else a warning says that they have no effect. Where one
+                is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
                 them; ``cu_seqlens_*`` are their lengths added up.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
@@ -200,6 +199,12 @@ class DotProductAttention(FP8Module):
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        if "padding" not in mask_type:
+            masks.warn_of_no_effect(
+                mask_type,
+                attention_mask=attention_mask is not None and mask_type != "arbitrary",
+                cu_seqlens=qkv_format != "thd" and not (cu_seqlens_q is None and cu_seqlens_kv is None),
+            )
         sequences = Sequences.of(
             qkv_format,
             q,
@@ -217,39 +222,60 @@ class DotProductAttention(FP8Module):
             core_attention_bias_type,
             core_attention_bias,
             alibi_slopes,
-            q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else getattr(self, "softmax_offset", None),
+            self._sink(q),
             q,
             self.softmax_scale,
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self._core(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        core = self._way_to_run(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
-            return checkpoint(core, q, k, v, use_reentrant=False).flatten(-2)
+            return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
 
-    def _core(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """``[1, H, 1, 1]``, or one that broadcasts to it."""
+        if self.softmax_type == "learnable":
+            return self.softmax_offset.reshape(1, -1, 1, 1)
+        return q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take a ``softmax_offset`` of ``[1, H, 1, 1]``, its former shape, too."""
+        offset = state_dict.get(f"{prefix}softmax_offset")
+        if isinstance(offset, Tensor) and offset.shape == (1, self.sizes.heads, 1, 1):
+            state_dict[f"{prefix}softmax_offset"] = offset.flatten()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _way_to_run(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
         context = autocast.current_context()
-        again = autocast.in_backward()
-        if again:  # recomputation repeats what its forward did, outside every region
+        recomputing = autocast.in_backward()
+        if recomputing:  # it repeats what its forward did, outside every region
             context = self._last_context or context
-        asked = self.fp8 and (context.recipe.fp8_dpa or context.recipe.fp8_mha)
-        in_fp8 = asked and context.enabled and not reason
-        if asked and context.enabled and reason:
-            _say(reason)
-        if not (again or torch.compiler.is_compiling()):
-            if self._last_context is not context:
-                self._last_context = context  # slow in a module, so only where it changes
-            if asked and self.reason != reason:
-                self.reason = reason
-            (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
+        recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
+        if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
+            arguments.tell(f"DotProductAttention runs in high precision: {reason}")
+        if not recipe_wants_fp8:
+            reason = "the recipe has fp8_dpa=False"
+        if not self.fp8:
+            reason = "this module has fp8=False"
+        in_fp8 = context.enabled and not reason
+        if not (recomputing or torch.compiler.is_compiling()):
+            self._note(context, in_fp8, reason, q)
         observe = torch.is_grad_enabled() and self.training and context.observe
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
-        if asked and context.calibrating and not context.enabled:
+        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled:
             return lambda q, k, v: self._calibrating(call, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
+
+    def _note(self, context: FP8Context, in_fp8: bool, reason: str, q: Tensor) -> None:
+        """Record the forward of q."""
+        if self._last_context is not context:
+            self._last_context = context  # slow in a module, so only where it changes
+        if context.enabled and self.reason != reason:
+            self.reason = reason
+        (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
 
     def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
@@ -259,7 +285,7 @@ class DotProductAttention(FP8Module):
         dtype = autocast_dtype(q.device.type) or q.dtype
         rows = call.sequences
         o = fp8_attention(
-            *rows.taken(q.to(dtype), k.to(dtype), v.to(dtype)),
+            *rows.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
             qkv_format=rows.qkv_format,
             band=call.band,
             softmax_scale=self.softmax_scale,
@@ -268,7 +294,7 @@ class DotProductAttention(FP8Module):
             slots=self._slots,
             observe=observe,
         )
-        return rows.put_back(o)
+        return rows.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
         """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
@@ -294,10 +320,10 @@ class DotProductAttention(FP8Module):
 
     def _high_precision(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, tracker = call.sequences, self._rng_state_tracker
-        heads, lengths = rows.to_heads(*rows.taken(q, k, v))
+        heads, lengths = rows.to_heads(*rows.without_gaps(q, k, v))
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
-        return rows.put_back(rows.from_heads(o))
+        return rows.with_gaps(rows.from_heads(o))
 
     def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
         sizes = self.sizes
@@ -316,9 +342,3 @@ class DotProductAttention(FP8Module):
             f"heads={self.sizes.heads}, groups={self.sizes.groups}, channels={self.sizes.channels}, "
             f"qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
         )
-
-
-@torch.compiler.assume_constant_result
-def _say(reason: str) -> None:
-    """While torch.compile traces, too."""
-    warnings.warn(f"DotProductAttention runs in high precision: {reason}", UserWarning, stacklevel=4)

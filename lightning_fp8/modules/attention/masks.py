@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.modules.attention.arguments import tell
 from lightning_fp8.ops.attention import Band
 
 MASK_TYPES = (
@@ -60,28 +60,44 @@ def band_of(attn_mask_type: str, window_size: Window | None, bottom_right_diagon
     the top left, ``causal_bottom_right`` ends it at the bottom right; without either ``bottom_right_diagonal`` decides,
     and None is the bottom right. Source: ``DotProductAttention`` of Transformer Engine, ``check_set_window_size``.
     """
-    sides = window_size or (-1, -1)
-    left, right = (None if size < 0 else size for size in sides)
+    left, right = (None if size < 0 else size for size in fitted_window(attn_mask_type, window_size) or (-1, -1))
     if "causal" not in attn_mask_type:
-        if (left, right) == (None, 0):
-            _say(
-                f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
-                "Engine does; pass attn_mask_type='causal' for a causal mask"
-            )
-            right = None
         return Band(left, right, bottom_right_diagonal is not False)
-    if right:
-        _say(
-            f"window_size={sides} with attn_mask_type={attn_mask_type!r} is taken for ({sides[0]}, 0): a causal mask "
-            "sees nothing after the diagonal"
-        )
     return Band(left, 0, attn_mask_type.endswith("bottom_right"))
 
 
-@torch.compiler.assume_constant_result
-def _say(text: str) -> None:
-    """While torch.compile traces, too."""
-    warnings.warn(text, UserWarning, stacklevel=4)
+def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | None:
+    """The window that Transformer Engine takes with this mask type; a warning says where it is another.
+
+    Source: ``check_set_window_size`` of Transformer Engine.
+    """
+    if window_size is None:
+        return None
+    left, right = window_size
+    if "causal" in attn_mask_type and right > 0:
+        tell(
+            f"window_size={window_size} with attn_mask_type={attn_mask_type!r} is taken for ({left}, 0): a causal mask "
+            "sees nothing after the diagonal"
+        )
+        return left, 0
+    if "causal" not in attn_mask_type and (left, right) == (-1, 0):
+        tell(
+            f"window_size=(-1, 0) with attn_mask_type={attn_mask_type!r} is taken for (-1, -1), as Transformer "
+            "Engine does; pass attn_mask_type='causal' for a causal mask"
+        )
+        return -1, -1
+    return window_size
+
+
+def warn_of_no_effect(attn_mask_type: str, **given: bool) -> None:
+    """Warn that a mask type other than a padding type looks at none of the arguments that are given."""
+    names = " and ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        padding = "padding" if attn_mask_type in ("no_mask", "arbitrary") else f"padding_{attn_mask_type}"
+        tell(
+            f"{names} without effect: attn_mask_type={attn_mask_type!r} hides no padding; pass "
+            f"attn_mask_type={padding!r}, or 'arbitrary' for a mask of another form"
+        )
 
 
 def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
@@ -95,10 +111,13 @@ def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
     Raises:
         ValueError: another shape or dtype; a row that is masked out before one that is not (on a card an assertion).
     """
-    if attention_mask.dtype != torch.bool or attention_mask.numel() != sequences * rows:
+    if attention_mask.dtype != torch.bool or attention_mask.shape not in (
+        (sequences, 1, 1, rows),
+        (sequences, rows),
+    ):
         raise ValueError(
-            f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}], True "
-            f"where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
+            f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}] or "
+            f"[{sequences}, {rows}], True where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
         )
     counts = ~attention_mask.reshape(sequences, rows)
     lengths = counts.sum(1, dtype=torch.int32)

@@ -22,15 +22,15 @@ class Sequences(NamedTuple):
     Attributes:
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
-        places_q, places_kv: the rows of ``thd`` that belong to one; None is all.
+        rows_of_sequences_q, rows_of_sequences_kv: the rows of ``thd`` that belong to one; None is all.
         rows: of queries in ``thd``, with what lies between sequences.
     """
 
     qkv_format: str
     cu_seqlens_q: Tensor | None
     cu_seqlens_kv: Tensor | None
-    places_q: Tensor | None = None
-    places_kv: Tensor | None = None
+    rows_of_sequences_q: Tensor | None = None
+    rows_of_sequences_kv: Tensor | None = None
     rows: int = 0
 
     @classmethod
@@ -66,8 +66,10 @@ class Sequences(NamedTuple):
                 check_cu_seqlens(name, cu, qkv_format, None)
             assert of_q is not None
             assert of_kv is not None
-            places_q, places_kv = (_between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded))
-            return cls(qkv_format, of_q, of_kv, places_q, places_kv, q.shape[0])
+            rows_of_sequences_q, rows_of_sequences_kv = (
+                _between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded)
+            )
+            return cls(qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0])
         if any(padded is not None for padded in cu_seqlens_padded):
             raise ValueError(
                 f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
@@ -81,18 +83,18 @@ class Sequences(NamedTuple):
             check_cu_seqlens(name, cu, qkv_format, q.shape[batch])
         return cls(qkv_format, of_q, of_kv)
 
-    def taken(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that belong to a sequence."""
-        q = q if self.places_q is None else q.index_select(0, self.places_q)
-        if self.places_kv is not None:
-            k, v = k.index_select(0, self.places_kv), v.index_select(0, self.places_kv)
+        q = q if self.rows_of_sequences_q is None else q.index_select(0, self.rows_of_sequences_q)
+        if self.rows_of_sequences_kv is not None:
+            k, v = k.index_select(0, self.rows_of_sequences_kv), v.index_select(0, self.rows_of_sequences_kv)
         return q, k, v
 
-    def put_back(self, o: Tensor) -> Tensor:
+    def with_gaps(self, o: Tensor) -> Tensor:
         """The output's rows where the queries' were; 0 between them."""
-        if self.places_q is None:
+        if self.rows_of_sequences_q is None:
             return o
-        return o.new_zeros(self.rows, *o.shape[1:]).index_copy(0, self.places_q, o)
+        return o.new_zeros(self.rows, *o.shape[1:]).index_copy(0, self.rows_of_sequences_q, o)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
         """Each as ``[B, H, L, D]``, and the sequences' lengths."""
