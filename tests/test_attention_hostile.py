@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import DotProductAttention, Linear, fp8_autocast
+from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
+from lightning_fp8.autocast import FP8Context, fp8_context
+from lightning_fp8.delayed.history import AmaxHistory
 
 FP8 = {"name": "delayed", "fp8_dpa": True, "amax_history_len": 4}
 
@@ -38,3 +42,38 @@ def test_attentions_rows_are_updated_as_often_as_linears(micro_batches: int) -> 
     assert model.qkv.history is not model.attention.history
     assert model.attention.history.updates == model.qkv.history.updates
     assert model.attention.history.stepped
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_calibration_brings_the_rows_where_the_tensors_are(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = DotProductAttention(2, 8, qkv_format="bshd")
+    module.history.scale = torch.zeros(6, device="meta")  # stands for rows that lie elsewhere
+    moved: list[torch.device] = []
+    monkeypatch.setattr(AmaxHistory, "to", lambda self, device: moved.append(device))
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    context = FP8Context(make_recipe({"name": recipe, "fp8_dpa": True}), enabled=False, calibrating=True)
+    with fp8_context(context):
+        module(q, k, v)
+    assert moved == [torch.device("cpu")]
+    assert (module.history.recipe is context.recipe) == (recipe == "delayed")
+
+
+def test_rows_move_with_a_module_that_has_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, moved = DotProductAttention(2, 8), []
+    monkeypatch.setattr(AmaxHistory, "to", lambda self, device: moved.append(device))
+    card = torch.device("cuda", 0)
+    module._apply(lambda x: SimpleNamespace(device=card))
+    module.half()
+    module.to("meta")
+    assert moved == [card, torch.device("cpu")]
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_meta_tensors_are_not_observed(calibrating: bool) -> None:
+    module, q = DotProductAttention(2, 8, qkv_format="bshd"), torch.empty(1, 5, 2, 8, device="meta")
+    with fp8_autocast(not calibrating, calibrating=calibrating, fp8_recipe=FP8):
+        o = module(q, q, q)
+    assert o.is_meta
+    assert o.shape == (1, 5, 16)
+    assert module.history.scale.device == torch.device("cpu")
+    assert not module.history.amax.any()

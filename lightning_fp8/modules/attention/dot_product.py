@@ -244,11 +244,11 @@ class DotProductAttention(FP8Module):
             if asked and self.reason != reason:
                 self.reason = reason
             (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
-        observe = torch.is_grad_enabled() and self.training and context.observe
+        observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
-        if asked and context.calibrating and not context.enabled:
-            return lambda q, k, v: self._calibrating(call, q, k, v)
+        if asked and context.calibrating and not context.enabled and not q.is_meta:
+            return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
 
     def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -273,16 +273,17 @@ class DotProductAttention(FP8Module):
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
         """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
         history = self.history
-        if torch.compiler.is_compiling() or history is None or not isinstance(recipe, DelayedScaling):
+        if torch.compiler.is_compiling() or history is None:
             return
-        if history.recipe is not recipe:
+        if isinstance(recipe, DelayedScaling) and history.recipe is not recipe:
             history.follow(recipe)
         if history.scale.device != device and len(history.names) == len(self.roles):
             history.to(device)
 
-    def _calibrating(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _calibrating(self, call: _Call, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_transforms("DotProductAttention", q, k, v)
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        self._follow(recipe, q.device)
         slots = self._slots
         assert slots is not None
         for x in (q, k, v):
