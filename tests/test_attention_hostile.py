@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.history import AmaxHistory
+from tests.attention_modules import Batch, cu_seqlens, drawn_batch, padding_of, run, taken_apart
 
 FP8 = {"name": "delayed", "fp8_dpa": True, "amax_history_len": 4}
 
@@ -77,3 +79,31 @@ def test_meta_tensors_are_not_observed(calibrating: bool) -> None:
     assert o.shape == (1, 5, 16)
     assert module.history.scale.device == torch.device("cpu")
     assert not module.history.amax.any()
+
+
+# ------------------------------------------------------------------------------------------------------ high precision
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+def test_nan_in_padding_stays_there_in_high_precision(qkv_format: str, mask: str, softmax_type: str) -> None:
+    lengths = [(7, 9), (3, 5)]
+    queries, keys = zip(*lengths)
+    x = drawn_batch(lengths, 2, 1, 8, torch.float32)
+    module, bshd = (
+        DotProductAttention(2, 8, num_gqa_groups=1, qkv_format=each, attn_mask_type=mask, softmax_type=softmax_type)
+        for each in (qkv_format, "bshd")
+    )
+    given = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)}
+    found = run(module, x, qkv_format, math.nan, **given)
+    plain = "causal" if "causal" in mask else "no_mask"
+    alone = [
+        run(bshd, Batch(*([each] for each in sequence)), "bshd", attn_mask_type=plain)
+        for sequence in zip(*x)
+    ]
+    for each, n, right in zip(found, (queries, queries, keys, keys), zip(*alone)):
+        for rows, expected in zip(taken_apart(each, n, qkv_format), right):
+            torch.testing.assert_close(rows, expected[0])
+        for rows in padding_of(each, n, qkv_format):
+            assert torch.equal(rows, torch.zeros_like(rows))
