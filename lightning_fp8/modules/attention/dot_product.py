@@ -197,6 +197,7 @@ class DotProductAttention(FP8Module):
         q, k, v = query_layer, key_layer, value_layer
         qkv_format = self.qkv_format if qkv_format is None else arguments.one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
+        arguments.check_dtypes(q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
