@@ -107,3 +107,55 @@ def test_nan_in_padding_stays_there_in_high_precision(qkv_format: str, mask: str
             torch.testing.assert_close(rows, expected[0])
         for rows in padding_of(each, n, qkv_format):
             assert torch.equal(rows, torch.zeros_like(rows))
+
+
+# ------------------------------------------------------------------------------------------------ lengths and dtypes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("qkv_format", "starts", "message"),
+    [
+        ("bshd", [0, 60, 80], r"cu_seqlens_q=\[0, 60, 80\] has a sequence of length 60; the tensor has 40 rows"),
+        ("sbhd", [0, 40, 81], "has a sequence of length 41; the tensor has 40 rows"),
+        ("bshd", [0, 30, 20], r"cu_seqlens_q=\[0, 30, 20\] does not rise from 0"),
+        ("bshd", [5, 25, 45], r"cu_seqlens_q=\[5, 25, 45\] does not rise from 0"),
+        ("thd", [5, 25, 40], "does not rise from 0"),
+        ("thd", [0, 25, 41], "ends at row 41; the tensor has 40 rows"),
+    ],
+)
+def test_starts_of_sequences_that_do_not_fit(qkv_format: str, starts: list[int], message: str, enabled: bool) -> None:
+    shape = {"bshd": (2, 40, 2, 8), "sbhd": (40, 2, 2, 8), "thd": (40, 2, 8)}[qkv_format]
+    q, k, v = torch.randn(3, *shape)
+    module = DotProductAttention(2, 8, qkv_format=qkv_format, attn_mask_type="padding")
+    with pytest.raises(ValueError, match=message), fp8_autocast(enabled, fp8_recipe=FP8):
+        module(q, k, v, cu_seqlens_q=torch.tensor(starts))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_one_dtype_unless_torch_autocast_makes_it_one(enabled: bool) -> None:
+    module = DotProductAttention(2, 8, qkv_format="bshd")
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    with pytest.raises(TypeError, match=r"torch\.float32, torch\.bfloat16 and torch\.bfloat16; give all in one dtype"):
+        with fp8_autocast(enabled, fp8_recipe=FP8):
+            module(q, k.bfloat16(), v.bfloat16())
+    with fp8_autocast(enabled, fp8_recipe=FP8), torch.autocast("cpu", torch.bfloat16):
+        assert module(q, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("tail", [(20, 20), (0, 150)])
+def test_rows_behind_the_last_sequence_are_padding(tail: tuple[int, int], enabled: bool) -> None:
+    lengths = [(25, 25), (150, 130)]
+    queries, keys = zip(*lengths)
+    x = drawn_batch(lengths, 2, 1, 16)
+    of_rows = (tail[0], tail[1], tail[1], tail[0])
+    longer = Batch(*([*each, each[0].new_full((n, *each[0].shape[1:]), math.nan)] for each, n in zip(x, of_rows)))
+    module = DotProductAttention(2, 16, num_gqa_groups=1, qkv_format="thd", attn_mask_type="padding_causal")
+    given = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)}
+    with fp8_autocast(enabled, fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        right, found = (run(module, each, "thd", **given) for each in (x, longer))
+    for one, other, rows in zip(right, found, (queries, queries, keys, keys)):
+        assert torch.equal(other[: sum(rows)], one)
+        assert torch.equal(other[sum(rows) :], torch.zeros_like(other[sum(rows) :]))
+    assert [len(each) for each in found] == [175 + tail[0], 175 + tail[0], 155 + tail[1], 155 + tail[1]]
