@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.scaled import Role
 from tests.attention_modules import Batch, cu_seqlens, drawn_batch, padding_of, run, taken_apart
 
 FP8 = {"name": "delayed", "fp8_dpa": True, "amax_history_len": 4}
@@ -79,6 +80,18 @@ def test_meta_tensors_are_not_observed(calibrating: bool) -> None:
     assert o.shape == (1, 5, 16)
     assert module.history.scale.device == torch.device("cpu")
     assert not module.history.amax.any()
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
+def test_gradients_that_nobody_asks_for_are_not_observed(needed: tuple[int, ...]) -> None:
+    module, qkv = DotProductAttention(2, 8, qkv_format="bshd"), [*torch.randn(3, 1, 5, 2, 8)]
+    qkv[0] *= 4.0  # dq, dk and dv are of different sizes
+    leaves = [x.requires_grad_(index in needed) for index, x in enumerate(qkv)]
+    with fp8_autocast(fp8_recipe=FP8):
+        o = module(*leaves)
+    o.sum().backward()
+    largest = max(leaves[index].grad.abs().max() for index in needed)
+    assert module.slots[Role.DQKV].amax == largest
 
 
 # ------------------------------------------------------------------------------------------------------ high precision

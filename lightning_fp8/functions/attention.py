@@ -128,14 +128,14 @@ class AttentionFunction(torch.autograd.Function):
         _observe(ctx.slots, Role.DO, do)
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
         gradients = attention_backward(do, o, Kept(*kept), ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
-        _observe(ctx.slots, Role.DQKV, *gradients)
-        needed = (gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad))
+        needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
+        _observe(ctx.slots, Role.DQKV, *needed)
         return *needed, *[None] * 5
 
 
-def _observe(slots: Slots | None, role: Role, *tensors: Tensor) -> None:
+def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
     if slots is not None:
-        for tensor in tensors:
+        for tensor in (each for each in tensors if each is not None):
             ops.observe(tensor.detach(), slots[role].amax)
 
 
