@@ -1,4 +1,4 @@
-"""DotProductAttention under what goes wrong: padding of NaN, lengths that do not fit, devices, dtypes, micro-batches."""
+"""DotProductAttention where things go wrong: NaN in padding, lengths that do not fit, devices, dtypes, small batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.ops.attention import Band
 from lightning_fp8.scaled import Role
-from tests.attention_modules import Batch, cu_seqlens, drawn_batch, padding_of, run, taken_apart
+from tests.attention_modules import Batch, cu_seqlens, drawn_batch, of_definition, padding_of, run, taken_apart
 
 FP8 = {"name": "delayed", "fp8_dpa": True, "amax_history_len": 4}
 
@@ -111,10 +112,7 @@ def test_nan_in_padding_stays_there_in_high_precision(qkv_format: str, mask: str
     given = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)}
     found = run(module, x, qkv_format, math.nan, **given)
     plain = "causal" if "causal" in mask else "no_mask"
-    alone = [
-        run(bshd, Batch(*([each] for each in sequence)), "bshd", attn_mask_type=plain)
-        for sequence in zip(*x)
-    ]
+    alone = [run(bshd, Batch(*([each] for each in sequence)), "bshd", attn_mask_type=plain) for sequence in zip(*x)]
     for each, n, right in zip(found, (queries, queries, keys, keys), zip(*alone)):
         for rows, expected in zip(taken_apart(each, n, qkv_format), right):
             torch.testing.assert_close(rows, expected[0])
@@ -149,9 +147,9 @@ def test_starts_of_sequences_that_do_not_fit(qkv_format: str, starts: list[int],
 def test_one_dtype_unless_torch_autocast_makes_it_one(enabled: bool) -> None:
     module = DotProductAttention(2, 8, qkv_format="bshd")
     q, k, v = torch.randn(3, 1, 5, 2, 8)
-    with pytest.raises(TypeError, match=r"torch\.float32, torch\.bfloat16 and torch\.bfloat16; give all in one dtype"):
-        with fp8_autocast(enabled, fp8_recipe=FP8):
-            module(q, k.bfloat16(), v.bfloat16())
+    told = r"torch\.float32, torch\.bfloat16 and torch\.bfloat16; give all in one dtype"
+    with pytest.raises(TypeError, match=told), fp8_autocast(enabled, fp8_recipe=FP8):
+        module(q, k.bfloat16(), v.bfloat16())
     with fp8_autocast(enabled, fp8_recipe=FP8), torch.autocast("cpu", torch.bfloat16):
         assert module(q, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
 
@@ -172,3 +170,23 @@ def test_rows_behind_the_last_sequence_are_padding(tail: tuple[int, int], enable
         assert torch.equal(other[: sum(rows)], one)
         assert torch.equal(other[sum(rows) :], torch.zeros_like(other[sum(rows) :]))
     assert [len(each) for each in found] == [175 + tail[0], 175 + tail[0], 155 + tail[1], 155 + tail[1]]
+
+
+# ------------------------------------------------------------------------------------------------------ keys' mean
+
+
+@pytest.mark.parametrize(("center_keys", "least", "most"), [(True, 0.2, 0.3), (False, 0.0, 0.06)])
+def test_a_later_key_spoils_earlier_rows_of_centered_keys(center_keys: bool, least: float, most: float) -> None:
+    """The limit that docs/attention.md states, and the way out."""
+    x = drawn_batch([(256, 256)], 2, 2, 64)
+    x.k[0][-1] = 3000.0
+    module = DotProductAttention(2, 64, qkv_format="bshd", center_keys=center_keys)
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        o = run(module, x, "bshd")[0][0, :128].double()
+    truth = of_definition(x, Band(right=0))[0][:128]
+    assert least <= (o - truth).norm() / truth.norm() <= most
+
+
+def test_center_keys_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="center_keys='no' must be True or False"):
+        DotProductAttention(2, 64, center_keys="no")

@@ -167,9 +167,7 @@ def _check(
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} values and cu_seqlens_kv {len(cu_seqlens_kv)}")
 
 
-def check_cu_seqlens(
-    name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int
-) -> None:
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
     """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
 
     Values are looked at on the host alone: asking a card would wait for it.

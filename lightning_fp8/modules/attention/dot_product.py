@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
@@ -64,6 +64,7 @@ class DotProductAttention(FP8Module):
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
             anything.
+        center_keys: cast keys without their mean over the sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:
         reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before any why it will; empty
@@ -103,6 +104,7 @@ class DotProductAttention(FP8Module):
         return_max_logit: bool = False,
         num_splits: int | None = None,
         name: str | None = None,
+        center_keys: bool = True,
     ) -> None:
         super().__init__()
         arguments.refuse_what_is_not_here(
@@ -124,6 +126,8 @@ class DotProductAttention(FP8Module):
         self.window_size = masks.checked_window(window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.layer_number, self.name = layer_number, name
+        require_bool("center_keys", center_keys)
+        self.center_keys = center_keys
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(1, self.sizes.heads, 1, 1, dtype=torch.float32))
@@ -266,6 +270,7 @@ class DotProductAttention(FP8Module):
             softmax_scale=self.softmax_scale,
             cu_seqlens_q=rows.cu_seqlens_q,
             cu_seqlens_kv=rows.cu_seqlens_kv,
+            center_keys=self.center_keys,
             slots=self._slots,
             observe=observe,
         )
