@@ -1,4 +1,4 @@
-"""DotProductAttention where things go wrong: NaN in padding, lengths that do not fit, devices, dtypes, small batches."""
+"""DotProductAttention where things go wrong: NaN in padding, lengths that do not fit, devices, dtypes, batches."""
 
 from __future__ import annotations
 

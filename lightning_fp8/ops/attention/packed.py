@@ -32,9 +32,9 @@ def pack(x: Tensor, cu_seqlens: Tensor, rows: int | None = None) -> Tensor:
     rows = packed_rows if rows is None else rows
     lengths = _lengths(cu_seqlens, rows)
     packed = x.transpose(1, 2)[_places(lengths, x.shape[2])]
-    return (
-        packed if rows == packed_rows else torch.cat([packed, packed.new_zeros(rows - packed_rows, *packed.shape[1:])])
-    )
+    if rows == packed_rows:
+        return packed
+    return torch.cat([packed, packed.new_zeros(rows - packed_rows, *packed.shape[1:])])
 
 
 def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:
