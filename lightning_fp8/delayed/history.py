@@ -55,7 +55,7 @@ class AmaxHistory:
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
         unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
-        owners: the modules whose parameters tell an optimizer that steps these amaxes.
+        owners: the modules whose parameters tell an optimizer that steps these amaxes; any does where they have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
@@ -142,8 +142,12 @@ class AmaxHistory:
         self.recipe = recipe
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
-        """Whether a parameter of an owner is among these, compared by ``id``."""
-        return any(id(parameter) in parameters for owner in self.owners for parameter in owner.parameters())
+        """Whether a parameter of an owner is among these, compared by ``id``.
+
+        Owners without any parameter, as attention has none, follow every optimizer.
+        """
+        own = [id(parameter) for owner in self.owners for parameter in owner.parameters()]
+        return any(each in parameters for each in own) or (not own and len(self.owners) > 0)
 
     def wait(self) -> None:
         """Count a training forward since the last update, and warn once when there are too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -67,7 +68,7 @@ def fp8_attention(
         band: which keys a query sees; None is all of its sequence.
         softmax_scale: None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: of ``thd`` where each sequence starts; else their differences
-            are the sequences' lengths, and rows after them padding, which gives 0 and takes no gradient.
+            are the sequences' lengths. Rows after them are padding, which gives 0 and takes no gradient.
         center_keys: cast keys without their mean over the sequence, which changes nothing but digits.
         slots: rows of an amax history, of q, k and v together, the output, and their gradients.
         observe: whether to collect amaxes there.
@@ -131,14 +132,14 @@ class AttentionFunction(torch.autograd.Function):
         _observe(ctx.slots, Role.DO, do)
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
         gradients = attention_backward(do, o, Kept(*kept), ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
-        _observe(ctx.slots, Role.DQKV, *gradients)
-        needed = (gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad))
+        needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
+        _observe(ctx.slots, Role.DQKV, *needed)
         return *needed, *[None] * 5
 
 
-def _observe(slots: Slots | None, role: Role, *tensors: Tensor) -> None:
+def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
     if slots is not None:
-        for tensor in tensors:
+        for tensor in (each for each in tensors if each is not None):
             ops.observe(tensor.detach(), slots[role].amax)
 
 
@@ -164,8 +165,8 @@ def _check(
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
     sequences = None if batch is None else q.shape[batch]
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-        check_cu_seqlens(name, cu_seqlens, qkv_format, sequences)
+    for name, x, cu_seqlens in (("cu_seqlens_q", q, cu_seqlens_q), ("cu_seqlens_kv", k, cu_seqlens_kv)):
+        check_cu_seqlens(name, cu_seqlens, qkv_format, sequences, x.shape[1 if qkv_format == "bshd" else 0])
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and len(cu_seqlens_q) != len(cu_seqlens_kv):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} values and cu_seqlens_kv {len(cu_seqlens_kv)}")
 
@@ -184,9 +185,14 @@ def require_softmax_scale(softmax_scale: Any) -> None:
         )
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None) -> None:
-    """Raises:
-    ValueError: it is missing, no integers ``[B + 1]``, or of another batch.
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
+    """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
+
+    Values are looked at on the host alone: asking a card would wait for it.
+
+    Raises:
+        ValueError: it is missing, no integers ``[B + 1]``, of another batch, does not rise from 0, or says more rows
+            than there are.
     """
     if cu_seqlens is None:
         if qkv_format == "thd":
@@ -199,3 +205,13 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequ
         )
     if sequences is not None and len(cu_seqlens) != sequences + 1:
         raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
+    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type != "cpu":
+        return
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}={starts} does not rise from 0; it is the sequences' lengths added up, 0 first")
+    longest = starts[-1] if qkv_format == "thd" else max(lengths, default=0)
+    if longest > rows:
+        what = "ends at row" if qkv_format == "thd" else "has a sequence of length"
+        raise ValueError(f"{name}={starts} {what} {longest}; the tensor has {rows} rows in {qkv_format!r}")

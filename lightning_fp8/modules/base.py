@@ -86,9 +86,13 @@ class FP8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        device = next((parameter.device for parameter in self.parameters()), None)
-        if self.history is not None and device is not None and device.type != "meta":
-            self.history.to(device)  # its dtype stays float32 whatever fn casts to
+        history = self.history
+        if history is not None:
+            device = next((parameter.device for parameter in self.parameters()), None)
+            if device is None:  # attention has no parameters: where fn would put one that lies where its rows do
+                device = fn(history.scale.new_empty(0)).device
+            if device.type != "meta":
+                history.to(device)  # its dtype stays float32 whatever fn casts to
         return self
 
     def _load_from_state_dict(

@@ -329,14 +329,14 @@ def test_lengths_that_do_not_fit() -> None:
     module, x = DotProductAttention(4, 16, qkv_format="thd"), torch.randn(6, 4, 16)
     with pytest.raises(ValueError, match="qkv_format='thd' needs cu_seqlens_q, where each sequence starts"):
         module(x, x, x)
-    for wrong in ([0, 4], [1, 6], [0, 4, 2, 6]):
+    for wrong, message in (([0, 7], "ends at row 7"), ([1, 6], "does not rise"), ([0, 4, 2, 6], "does not rise")):
         for enabled in (True, False):
-            with pytest.raises(ValueError, match="does not rise from 0 to the 6 rows"), fp8_autocast(enabled, **FP8):
+            with pytest.raises(ValueError, match=message), fp8_autocast(enabled, **FP8):
                 module(x, x, x, cu_seqlens_q=torch.tensor(wrong))
     cu = torch.tensor([0, 3, 6])
     with pytest.raises(ValueError, match=r"do not fit between \[0, 2, 6\]"):
         module(x, x, x, cu_seqlens_q=cu, cu_seqlens_q_padded=torch.tensor([0, 2, 6]))
-    with pytest.raises(ValueError, match="lengths of queries"), fp8_autocast(**FP8):
+    with pytest.raises(ValueError, match="has a sequence of length 9; the tensor has 3 rows"), fp8_autocast(**FP8):
         module(X, X, X, qkv_format="bshd", attn_mask_type="padding", cu_seqlens_q=torch.tensor([0, 9, 10]))
 
 

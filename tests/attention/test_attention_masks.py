@@ -96,7 +96,7 @@ def test_packing_goes_there_and_back() -> None:
     assert torch.equal(padded[2, :, :135], x[5:140].transpose(0, 1))
     assert not padded[2, :, 135:].any()
     assert torch.equal(pack(padded, RAGGED), x)
-    with pytest.raises(ValueError, match="does not rise from 0 to the 400 rows"):
+    with pytest.raises(ValueError, match="does not rise from 0 to at most the tensor's 400 rows"):
         unpack(x, torch.tensor([0, 5, 3, 400]))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fp8.arguments import require_number
 from lightning_fp8.functions.attention import require_softmax_scale
+from lightning_fp8.modules.linear_layer import autocast_dtype
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -106,6 +107,17 @@ def refuse_what_is_not_here(asked: Mapping[str, Any]) -> None:
 def tell(text: str) -> None:
     """Warn, also while torch.compile traces."""
     warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises:
+    TypeError: dtypes differ, and torch.autocast makes them no one.
+    """
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
+        raise TypeError(
+            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
+            "run in torch.autocast"
+        )
 
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:

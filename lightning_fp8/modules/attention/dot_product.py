@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
@@ -61,8 +61,8 @@ class DotProductAttention(FP8Module):
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused where they ask for
-            anything.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused if they ask for it.
+        center_keys: cast keys without their mean over the sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:
         reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
@@ -101,6 +101,7 @@ class DotProductAttention(FP8Module):
         return_max_logit: bool = False,
         name: str | None = None,
         num_splits: int | None = None,
+        center_keys: bool = True,
     ) -> None:
         super().__init__()
         arguments.refuse_what_is_not_here(
@@ -122,6 +123,8 @@ class DotProductAttention(FP8Module):
         self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
         self.bottom_right_diagonal = bottom_right_diagonal
         self.layer_number, self.name = layer_number, name
+        require_bool("center_keys", center_keys)
+        self.center_keys = center_keys
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
@@ -196,6 +199,7 @@ class DotProductAttention(FP8Module):
         q, k, v = query_layer, key_layer, value_layer
         qkv_format = self.qkv_format if qkv_format is None else arguments.one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
+        arguments.check_dtypes(q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
@@ -262,11 +266,11 @@ class DotProductAttention(FP8Module):
         in_fp8 = context.enabled and not reason
         if not (recomputing or torch.compiler.is_compiling()):
             self._note(context, in_fp8, reason, q)
-        observe = torch.is_grad_enabled() and self.training and context.observe
+        observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
-        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled:
-            return lambda q, k, v: self._calibrating(call, q, k, v)
+        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
+            return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
 
     def _note(self, context: FP8Context, in_fp8: bool, reason: str, q: Tensor) -> None:
@@ -291,6 +295,7 @@ class DotProductAttention(FP8Module):
             softmax_scale=self.softmax_scale,
             cu_seqlens_q=rows.cu_seqlens_q,
             cu_seqlens_kv=rows.cu_seqlens_kv,
+            center_keys=self.center_keys,
             slots=self._slots,
             observe=observe,
         )
@@ -299,16 +304,17 @@ class DotProductAttention(FP8Module):
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
         """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
         history = self.history
-        if torch.compiler.is_compiling() or history is None or not isinstance(recipe, DelayedScaling):
+        if torch.compiler.is_compiling() or history is None:
             return
-        if history.recipe is not recipe:
+        if isinstance(recipe, DelayedScaling) and history.recipe is not recipe:
             history.follow(recipe)
         if history.scale.device != device and len(history.names) == len(self.roles):
             history.to(device)
 
-    def _calibrating(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _calibrating(self, call: _Call, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_transforms("DotProductAttention", q, k, v)
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        self._follow(recipe, q.device)
         slots = self._slots
         assert slots is not None
         for x in (q, k, v):

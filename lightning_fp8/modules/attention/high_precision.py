@@ -81,6 +81,11 @@ def attention(
         return scaled_dot_product_attention(
             q, k, v, None, extras.dropout, is_causal=causal, scale=softmax_scale, enable_gqa=share
         )
+    padding = None
+    if lengths is not None:  # 0 times what padding holds is 0 of finite numbers alone
+        padding = _padding(lengths.queries, queries)
+        q = q.masked_fill(padding, 0)
+        k, v = (x.masked_fill(_padding(lengths.keys, keys), 0) for x in (k, v))
     of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (queries, keys)))
     unseen = hidden(band, slice(0, queries), slice(0, keys), of, padded=lengths is not None)
     unseen = None if unseen is None else unseen[:, None]
@@ -104,7 +109,13 @@ def attention(
         mask = torch.cat([mask.expand(-1, q.shape[1], -1, -1), sink], 3)
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
     o = scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
-    return o if blind is None else o.masked_fill(blind, 0.0)
+    zero = padding if blind is None else blind
+    return o if zero is None else o.masked_fill(zero, 0.0)
+
+
+def _padding(lengths: Tensor, rows: int) -> Tensor:
+    """True where a padded batch holds no row of a sequence: ``[B, 1, L, 1]``."""
+    return (torch.arange(rows, device=lengths.device) >= lengths[:, None])[:, None, :, None]
 
 
 def _alibi(slopes: Tensor, queries: int, keys: int, band: Band, lengths: Lengths) -> Tensor:

@@ -62,8 +62,10 @@ class Sequences(NamedTuple):
             of_q = of_kv if of_q is None else of_q
             of_kv = of_q
         if qkv_format == "thd":
-            for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
-                check_cu_seqlens(name, cu, qkv_format, None)
+            for name, cu, x, padded in zip(("cu_seqlens_q", "cu_seqlens_kv"), (of_q, of_kv), (q, k), cu_seqlens_padded):
+                check_cu_seqlens(name, cu, qkv_format, None, x.shape[0])
+                if padded is not None:
+                    check_cu_seqlens(f"{name}_padded", padded, qkv_format, None, x.shape[0])
             assert of_q is not None
             assert of_kv is not None
             rows_of_sequences_q, rows_of_sequences_kv = (
@@ -79,8 +81,8 @@ class Sequences(NamedTuple):
         if of_q is None and padding is not None:
             pair = padding if isinstance(padding, (tuple, list)) else (padding, padding)
             of_q, of_kv = (cu_seqlens_of(mask, x.shape[batch], x.shape[length]) for mask, x in zip(pair, (q, k)))
-        for name, cu in (("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_kv)):
-            check_cu_seqlens(name, cu, qkv_format, q.shape[batch])
+        for name, cu, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_kv", of_kv, k)):
+            check_cu_seqlens(name, cu, qkv_format, q.shape[batch], x.shape[length])
         return cls(qkv_format, of_q, of_kv)
 
     def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +108,9 @@ class Sequences(NamedTuple):
 
     def from_heads(self, o: Tensor) -> Tensor:
         """``[B, H, L, D]`` in the format, contiguous."""
-        return from_heads(o, self.qkv_format, self.cu_seqlens_q)
+        return from_heads(
+            o, self.qkv_format, self.cu_seqlens_q, self.rows if self.rows_of_sequences_q is None else None
+        )
 
 
 def _between(cu_seqlens: Tensor, padded: Tensor | None) -> Tensor | None:

@@ -32,9 +32,10 @@ def attention_forward(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     o, m, l = forward(q8, k8, v8, scale, band, lengths, q.dtype)  # noqa: E741
     if qkv_format == "thd" and cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        q8, k8, v8 = pack_codes(q8, cu_seqlens_q), pack_codes(k8, cu_seqlens_kv), pack_codes(v8, cu_seqlens_kv)
-        m, l = pack(m, cu_seqlens_q), pack(l, cu_seqlens_q)  # noqa: E741
-    return from_heads(o, qkv_format, cu_seqlens_q), m, l, *q8, *k8, *v8
+        q8 = pack_codes(q8, cu_seqlens_q, len(q))
+        k8, v8 = (pack_codes(codes, cu_seqlens_kv, len(k)) for codes in (k8, v8))
+        m, l = (pack(statistic, cu_seqlens_q, len(q)) for statistic in (m, l))  # noqa: E741
+    return from_heads(o, qkv_format, cu_seqlens_q, len(q)), m, l, *q8, *k8, *v8
 
 
 def attention_backward(
@@ -67,8 +68,9 @@ def attention_backward(
     scale = q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     do8 = cast(do_heads, lengths=queries)
     dq, dk, dv = backward(do8, q, k, v, o_heads, m, l, scale, band, lengths, do.dtype)
-    dq = from_heads(dq, qkv_format, cu_seqlens_q)
-    return dq, from_heads(dk, qkv_format, cu_seqlens_kv), from_heads(dv, qkv_format, cu_seqlens_kv)
+    dq = from_heads(dq, qkv_format, cu_seqlens_q, len(q8))
+    dk, dv = (from_heads(gradient, qkv_format, cu_seqlens_kv, len(k8)) for gradient in (dk, dv))
+    return dq, dk, dv
 
 
 for _op in (attention_forward, attention_backward):

@@ -13,7 +13,7 @@ def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Ten
     """``[B, H, L, D]`` of a tensor in ``qkv_format``, and the sequences' lengths ``[B]``; None where all are ``L``.
 
     Raises:
-        ValueError: ``thd`` without ``cu_seqlens``, or one that does not rise from 0 to the tensor's rows.
+        ValueError: ``thd`` without ``cu_seqlens``, or one that does not rise from 0 to at most the tensor's rows.
     """
     if qkv_format == "thd":
         if cu_seqlens is None:
@@ -23,17 +23,17 @@ def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Ten
     return heads, None if cu_seqlens is None else cu_seqlens[1:] - cu_seqlens[:-1]
 
 
-def from_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> Tensor:
-    """``[B, H, L, D]`` in ``qkv_format``, contiguous."""
+def from_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Tensor:
+    """``[B, H, L, D]`` in ``qkv_format``, contiguous; of ``thd`` with so many ``rows``, see :func:`pack`."""
     if qkv_format == "thd":
         assert cu_seqlens is not None
-        return pack(x, cu_seqlens)
+        return pack(x, cu_seqlens, rows)
     return (x.transpose(1, 2) if qkv_format == "bshd" else x.permute(2, 0, 1, 3)).contiguous()
 
 
-def pack_codes(codes: Codes, cu_seqlens: Tensor) -> Codes:
-    """Codes of padded sequences without the padding: ``[T, H, D]`` and ``[T // 128 + B, H]``."""
-    data = pack(codes.data.view(torch.uint8), cu_seqlens).view(codes.data.dtype)
+def pack_codes(codes: Codes, cu_seqlens: Tensor, rows: int) -> Codes:
+    """Codes of padded sequences in T ``rows``, without the padding: ``[T, H, D]`` and ``[T // 128 + B, H]``."""
+    data = pack(codes.data.view(torch.uint8), cu_seqlens, rows).view(codes.data.dtype)
     places, is_block = _places_of_blocks(cu_seqlens, codes.scale_inv.shape[2])
     scale_inv = codes.scale_inv.new_ones(len(data) // BLOCK + len(cu_seqlens) - 1, codes.scale_inv.shape[1])
     scale_inv[places[is_block]] = codes.scale_inv.transpose(1, 2)[is_block]

@@ -2,8 +2,8 @@
 
 Queries, keys, values and gradients come in one of Transformer Engine's formats, any strides: ``bshd [B, L, H, D]``,
 ``sbhd [L, B, H, D]``, or ``thd [T, H, D]``, sequences one after the other. Outputs and gradients are contiguous in the
-same format. ``cu_seqlens``, integers ``[B + 1]``, says where each sequence of ``thd`` starts; with the other formats
-its differences are lengths, and the rows after them padding.
+same format. ``cu_seqlens``, integers ``[B + 1]``, says where each sequence of ``thd`` starts, and rows behind the last
+one are padding; with the other formats its differences are lengths, and the rows after them padding.
 
 ``softmax_scale`` is ``c`` of ``softmax(c q kᵀ)``; None is ``1 / sqrt(D)``.
 
