@@ -43,7 +43,7 @@ CARD, STREAM = torch.device("cuda", 0), 99
 class Noted(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("kernel", "stream")]
     _fields_ += [("grid", ctypes.c_uint64 * 3), ("block", ctypes.c_uint64 * 3), ("shared", ctypes.c_uint64)]
-    _fields_ += [("parameters", ctypes.c_ubyte * 1024), ("name", ctypes.c_char * 4096), ("launches", ctypes.c_uint64)]
+    _fields_ += [("parameters", ctypes.c_ubyte * 4096), ("name", ctypes.c_char * 4096), ("launches", ctypes.c_uint64)]
 
 
 class Layout(ctypes.Structure):
@@ -85,7 +85,7 @@ class Started:
             assert self.noted.launches == before + 1, f"{kernel.name} did not start"
             assert (self.noted.kernel, self.noted.stream, self.noted.shared) == (0x4711, STREAM, kernel.shared_bytes)
             assert (*self.noted.grid, *self.noted.block) == (blocks, 1, 1, kernel.threads, 1, 1)
-            assert kernel.function.__name__ in self.noted.name.decode()
+            assert kernel.function.__name__ in self.noted.name.decode(), (kernel.name, self.noted.name)
             for (offset, size), kind, value in zip(entry.parameters, kernel.parameter_kinds, values):
                 read = bytes(self.noted.parameters[offset : offset + size])
                 assert read == in_memory(kind, value), f"{kernel.name}: a parameter {kind} at {offset}"

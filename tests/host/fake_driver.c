@@ -12,7 +12,7 @@ enum { SUCCESS, INVALID_VALUE, INVALID_CONTEXT = 201, NOT_FOUND = 500, OUT_OF_RE
 
 static struct {
     uint64_t kernel, stream, grid[3], block[3], shared;
-    unsigned char parameters[1024];
+    unsigned char parameters[4096];
     char name[4096];
     uint64_t launches, shared_limit;
 } noted;

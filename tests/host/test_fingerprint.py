@@ -29,6 +29,10 @@ class NoCompiler:
     def find_spec(self, name, path=None, target=None):
         assert name.split(".")[0] not in ("numba", "llvmlite", "torch"), name
 sys.meta_path.insert(0, NoCompiler())
+from cuda_kernels.attention import forward
+from cuda_kernels.attention.backward import delta, dkv, dq
+from cuda_kernels.attention.casts import cast as heads_cast, heads, means
+from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import rows, tile
 from cuda_kernels.gemm import mma, wgmma
@@ -61,6 +65,13 @@ kernels = {
     },
     "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
+    "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_delta": delta.attention_delta_kernel(64),
+    "attention_dq": dq.attention_dq_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_dkv": dkv.attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
+    "quantize_heads": heads_cast.quantize_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4), True, True, True),
+    "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
+    "mean_heads": means.mean_heads_kernel(64),
 }
 print(json.dumps({name: machine_code.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
 """
@@ -90,6 +101,8 @@ def copied(folder: Path) -> Path:
 CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_norm", "normalize", "bands"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
+ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv")}
+ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
@@ -117,7 +130,7 @@ EDITS = [
 def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     name: str, old: str, new: str, changed: set[str] | None, before: dict[str, str], tmp_path: Path
 ) -> None:
-    """``changed``: exactly these; None: all.
+    """``changed``: of what is not attention's exactly these; None: all, attention's too.
 
     Stores of fragments take their instructions from ``device/ptx.py``, of which each edit counts for them.
     """
@@ -125,11 +138,14 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     after = keys(tmp_path)
-    assert {each for each in before if before[each] != after[each]} == (set(before) if changed is None else changed)
+    found = {each for each in before if before[each] != after[each]}
+    assert found == set(before) if changed is None else found - ATTENTION == changed
 
 
 WORDS = ["sizes", "sm90"]
 """Of ``device``: instructions. What their functions return counts, not their bodies."""
+PLANS = ["gemm/spec.py", *(f"attention/{name}.py" for name in ("spec", "backward/memory", "backward/statistics"))]
+"""Descriptions and offsets, computed before a kernel is made: the values that it names count."""
 MODULES = [path.relative_to(ROOT / "cuda_kernels").as_posix() for path in sorted((ROOT / "cuda_kernels").rglob("*.py"))]
 
 
@@ -150,7 +166,7 @@ def test_every_module_is_a_kernels_or_the_hosts(module: str, before: dict[str, s
     same = keys(tmp_path) == before
     room, _, name = module.removesuffix(".py").rpartition("/")
     only_host = room.startswith("host") or name == "__init__"
-    assert same == (only_host or (room == "device" and name in WORDS) or module == "gemm/spec.py"), module
+    assert same == (only_host or (room == "device" and name in WORDS) or module in PLANS), module
 
 
 class Box(NamedTuple):
