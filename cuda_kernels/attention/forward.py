@@ -8,7 +8,7 @@ the product in float32 by the instruction that rescales the sum anyway: the tens
 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products. One warpgroup's exponentials run beside the
 other's products (FlashAttention-3, arXiv:2407.08608, section 3.1).
 
-The numerics are those of ``lightning_fp8.ops.attention.reference.forward``: scales of Q and K are in the factor of the
+The numerics are those of the reference's ``forward``: scales of Q and K are in the factor of the
 scores; that of V is what a sum is a multiple of, so that it changes with a factor of the whole sum.
 """
 
@@ -115,7 +115,7 @@ def _chained(multiply: Any, offsets: tuple[int, ...], keep: int = 0) -> Any:
 
 @cache
 def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
-    """``o`` and the statistics ``m`` and ``l`` of :func:`lightning_fp8.ops.attention.reference.forward`.
+    """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
     Parameters are the tensor maps of Q, K and transposed V (:mod:`.spec` says how they lie); the addresses of the table
     of tiles, of the scales of Q, K and V, of out, m and l; the heads, how many of them share one of K and V, the packed

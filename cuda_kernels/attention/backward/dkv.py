@@ -17,7 +17,7 @@ behind the point, cut off, sums of one sign shrink by up to 1 % in 1024 products
 deterministic. Each 1024, since in that time the tensor cores need some 16,000 cycles, and the 128 KB of a block some
 thousand, beside them.
 
-Numerics: ``lightning_fp8.ops.attention.reference._dk_dv``.
+Numerics: the reference's ``_dk_dv``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _ONE = np.float32(1)
 
 @cache
 def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
-    """``dk`` and ``dv`` of :func:`lightning_fp8.ops.attention.reference.backward`, in ``spec.out``.
+    """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out``.
 
     Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of

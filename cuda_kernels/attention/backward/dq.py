@@ -7,7 +7,7 @@ magnitude, and multiplies it, from registers, with K. That product is added in f
 the tensor cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
 
 While one warpgroup computes exponentials the other multiplies; nothing orders them. The rows of dS are summed up, too:
-with exact numbers that is 0, and :mod:`.dkv` corrects D by it. Numerics: ``lightning_fp8.ops.attention.reference._dq``.
+with exact numbers that is 0, and :mod:`.dkv` corrects D by it. Numerics: the reference's ``_dq``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _ZERO = np.float32(0)
 
 @cache
 def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of :func:`lightning_fp8.ops.attention.reference.backward`, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
 
     Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed ones of K; the addresses of the
     table of tiles, of the scales of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how many of

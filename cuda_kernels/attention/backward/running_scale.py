@@ -1,7 +1,7 @@
 """The scale of a row that many tiles share: 448 over a limit that doubles when a tile's largest magnitude outgrows it.
 
 The limit starts as the largest magnitude of the first tile in which the row is not 0. Sums in units of the scale are
-rescaled when it changes, by powers of two, and so exactly. As ``lightning_fp8.ops.attention.casts.round_rows_running``.
+rescaled when it changes, by powers of two, and so exactly. As the reference's ``round_rows_running``.
 """
 
 from __future__ import annotations

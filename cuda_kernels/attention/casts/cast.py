@@ -1,6 +1,6 @@
 """The cast of attention's operands: E4M3, one scale for each head and 128 rows, row by row and transposed, in one read.
 
-The numerics are those of ``lightning_fp8.ops.attention.casts.cast``: a value that is not finite becomes NaN and takes
+The numerics are those of the reference's ``cast``: a value that is not finite becomes NaN and takes
 no part in a scale; a mean over the sequence may be subtracted first. A block of threads holds 128 rows of a head in
 registers: a thread has four channels of 16 rows, which turn into four columns of 16 codes inside it.
 """
