@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cuda_kernels.device.rows import cast_row_layout
+from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import Norm
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
