@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lightning_fp8.functions.linear
 import lightning_fp8.modules.linear_layer
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.functions.linear import quantize_role
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
