@@ -33,7 +33,7 @@ from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, has_kernels, si
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.quantize import operands
+from lightning_fp8.ops.quantize import casting
 from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 
@@ -71,9 +71,9 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *launched: object) -> None:
         found[kernel.name] = kernel
 
-    before = dict(launch.EXECUTORS), operands.gives_a_view
+    before = dict(launch.EXECUTORS), casting.gives_a_view
     launch.EXECUTORS["cpu"] = note
-    operands.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    casting.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
     dispatch.clear_plan_cache()
     try:
         with _OnCardToo():
@@ -81,7 +81,7 @@ def noted() -> Iterator[dict[str, Kernel]]:
     finally:
         launch.EXECUTORS.clear()
         launch.EXECUTORS.update(before[0])
-        operands.gives_a_view = before[1]
+        casting.gives_a_view = before[1]
         dispatch.clear_plan_cache()
 
 

@@ -17,8 +17,8 @@ from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.ops.gemm import reference as gemm_reference
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.casting import operands_of
 from lightning_fp8.ops.quantize.config import quantize_config
-from lightning_fp8.ops.quantize.operands import operands_of
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 from tests.small import default_device, fp8_trainer, quiet_trainer
