@@ -32,7 +32,7 @@ from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.layout import empty_operand
+from lightning_fp8.ops.core.alignment import empty_operand
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import executing, ptx_of
