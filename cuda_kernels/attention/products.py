@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.device.fragments import slice_words
-from cuda_kernels.device.language import device
+from cuda_kernels.device.language import asm, device, i32
 from cuda_kernels.device.sm90 import SMEM_DESC_K_MAJOR_SW128, wgmma, wgmma_commit, wgmma_rs
 
 _PANEL = 128 * 128 >> 4
@@ -17,6 +17,10 @@ _PANEL = 128 * 128 >> 4
 def descriptor(shared):
     """Of K-major rows of 128 bytes at ``shared``, a multiple of 1024 but for 32-byte steps within the rows."""
     return SMEM_DESC_K_MAJOR_SW128 | ((shared & 0x3FFFF) >> 4)
+
+
+found_again = asm("mov.b32 $0, $1;", i32, i32)
+"""The same number. What follows from it in a loop is computed there: kept ready, it would take registers."""
 
 
 @cache
