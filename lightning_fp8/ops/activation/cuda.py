@@ -24,7 +24,7 @@ from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
 from lightning_fp8.ops.quantize.launches import (
     CastVariant,
@@ -57,7 +57,7 @@ def activation_backward_quantize(
 ) -> Results:
     counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
     variant_key = config, scale is not None, amax is not None, counts_key
-    run = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), variant_key)
+    run = _backward_plan(x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), variant_key)
     return run(dy, x, config, (scale, amax, overflow_counts))
 
 
@@ -96,7 +96,9 @@ class ActivationBackwardLaunches:
 
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
-def _backward_plan(device: torch.device, x_key: Key, dy_key: Key, variant_key: VariantKey) -> Callable[..., Results]:
+def _backward_plan(
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, variant_key: VariantKey
+) -> Callable[..., Results]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     variant = cast_variant(device, variant_key)
     options = parse_activation_config(variant_key[0])

@@ -30,7 +30,7 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
 from lightning_fp8.ops.core.config import NAMES
-from lightning_fp8.ops.core.layout import Key
+from lightning_fp8.ops.core.tensor_keys import PlainKey
 
 Rows = tuple[PackedRows, PackedRows]
 """Of queries and of keys."""
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
     aligned: bool
 
     @classmethod
-    def of(cls, key: Key, qkv_format: str, sequences: int) -> Heads:
+    def of(cls, key: PlainKey, qkv_format: str, sequences: int) -> Heads:
         """Those of a tensor with this key; ``sequences``: of ``thd``."""
         dtype, shape, strides, alignment = key
         # a dimension of size 1 may have any stride, which no address depends on

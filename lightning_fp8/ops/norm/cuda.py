@@ -12,7 +12,7 @@ from cuda_kernels.norm.statistics import Norm
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
 from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
@@ -37,7 +37,7 @@ def norm_quantize(
     counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
     variant_key = config, scale is not None, amax is not None, counts_key
     run = _plan(
-        x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
+        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype, parameters_address % ALIGNMENT,
         bias is not None, variant_key,
     )  # fmt: skip
     return run(x, weight, bias, config, (scale, amax, overflow_counts))
@@ -46,7 +46,7 @@ def norm_quantize(
 @planned(fallback=with_kernel_strides(reference.normalize))
 def _plan(
     device: torch.device,
-    x_key: Key,
+    x_key: PlainKey,
     weight_dtype: torch.dtype,
     parameters_address: int,
     has_bias: bool,

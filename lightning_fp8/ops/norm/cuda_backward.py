@@ -16,8 +16,8 @@ from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_con
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.schema import NormConfig, check_parameters, parse_norm_config
 
@@ -29,7 +29,8 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, nor
     if not weight.is_contiguous():
         weight = weight.contiguous()
     op = _plan(
-        x.device, x.is_cuda and current_device(), key(x), key(dy), weight.dtype, weight.data_ptr() % ALIGNMENT, norm
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
+        weight.data_ptr() % ALIGNMENT, norm,
     )  # fmt: skip
     return op(dy, x, weight, statistics, norm)
 
@@ -88,7 +89,7 @@ class NormBackwardLaunches:
 
 @planned(fallback=reference.norm_backward)
 def _plan(
-    device: torch.device, x_key: Key, dy_key: Key, weight_dtype: torch.dtype, weight_address: int, norm: str
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, weight_address: int, norm: str
 ) -> Callable[..., Gradients]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     address = x.address | dy.address | weight_address

@@ -21,7 +21,7 @@ from cuda_kernels.norm.statistics import (
 )
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses
-from lightning_fp8.ops.core.layout import TensorKey
+from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters
 from lightning_fp8.ops.quantize.launches import CastVariant, cast_launches
 from lightning_fp8.ops.quantize.outputs import CastOutputs

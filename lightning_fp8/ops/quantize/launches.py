@@ -18,7 +18,7 @@ from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
-from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
+from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, memoryless_key
 from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_overflow_counts
