@@ -64,21 +64,23 @@ def activation_backward_quantize(
 class ActivationBackwardLaunches:
     """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, config: ActivationConfig, variant: CastVariant) -> None:
+    def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationConfig, variant: CastVariant) -> None:
         device = x.device
         aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
-        loader = activation_backward_loader(config.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        loader = activation_backward_loader(options.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
         store_loader = None
         self._sums = None
-        if config.bias_dtype:
+        if options.bias_dtype:
             store_loader = summed_loader(loader)
             num_partials = ceil_div(x.rows, WARP_ROWS)
-            self._sums = ColumnSums(device, num_partials, x.columns, config.bias_dtype, num_sets=1)
-        self._cast = cast_launches(variant.config.layout)(device, loader, x.rows, x.columns, variant, store_loader).cast
+            self._sums = ColumnSums(device, num_partials, x.columns, options.bias_dtype, num_sets=1)
+        self._cast = cast_launches(variant.options.layout)(
+            device, loader, x.rows, x.columns, variant, store_loader
+        ).cast
         self._pointer = launch.address_on(device)
         self._strides = x.stride, dy.stride
         self._allocate = allocator(device)
-        self._dbias = (x.columns,), (1,), config.bias_dtype or torch.float32
+        self._dbias = (x.columns,), (1,), options.bias_dtype or torch.float32
         self._no_bias = empty_tensor(device, torch.float32)
 
     def run(self, dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:

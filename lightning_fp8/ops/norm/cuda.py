@@ -61,7 +61,7 @@ def _plan(
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
         return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
-    norm, cast = parse_norm_config(variant_key[0]), variant.config
+    norm, cast = parse_norm_config(variant_key[0]), variant.options
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None

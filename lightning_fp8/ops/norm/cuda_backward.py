@@ -38,8 +38,8 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, nor
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, config: NormConfig) -> None:
-        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not config.rms, config.bias)
+    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormConfig) -> None:
+        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
         if all(each.is_vectorizable(8, 16) for each in inputs):
@@ -53,14 +53,14 @@ class NormBackwardLaunches:
         self._allocate = allocator(device)
         self._checked = CheckedAddresses(device)
         self._device = device
-        self._statistics_shape = config.num_statistics, x.rows
+        self._statistics_shape = options.num_statistics, x.rows
         self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
         self._dweight = (x.columns,), (1,), weight.dtype
         self._strides = x.stride, dy.stride
-        self._no_bias = None if config.bias else empty_tensor(device, weight.dtype)
-        scalars = x.rows, x.columns, float(config.zero_centered)
+        self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
+        scalars = x.rows, x.columns, float(options.zero_centered)
         self._start = launch.Launch(kernel, blocks, scalars, device).start
-        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + config.bias)
+        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
         pointer = self._pointer

@@ -41,7 +41,7 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
     def plan(device: torch.device, x_key: PlainKey, variant_key: VariantKey) -> Op:
         x = TensorKey(*x_key, device)
         variant = cast_variant(device, variant_key)
-        options, text = variant.config, variant_key[0]
+        options, text = variant.options, variant_key[0]
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
             return lambda x, config, io: op(x.contiguous(), config, *io)
