@@ -24,7 +24,7 @@ def missing(builds: Iterable[Build], arch: str) -> list[Build]:
         build
         for kernel, build in kernels.items()
         if not is_carried(compile_cache.source_key(kernel, "cubin", arch))
-        and not is_cached(compile_cache.key(kernel, "cubin", arch))
+        and not is_cached(compile_cache.cache_key(kernel, "cubin", arch))
     ]
 
 

@@ -215,7 +215,7 @@ path = Path(raster.__file__)
 if "early" in sys.argv:
     path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
 kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
-print(compile_cache.key(kernel, "cubin", "89"))
+print(compile_cache.cache_key(kernel, "cubin", "89"))
 """
     found = [
         subprocess.run([sys.executable, "-c", program, *late], cwd=folder, capture_output=True, text=True, check=True)

@@ -134,11 +134,16 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of what is carried does not: it was compiled elsewhere."""
-    key, carried = compile_cache.key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
-    assert len({key, compile_cache.key(KERNEL, "cubin", "89"), compile_cache.key(KERNEL, "ptx", "89"), carried}) == 4
+    key, carried = compile_cache.cache_key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
+    assert (
+        len(
+            {key, compile_cache.cache_key(KERNEL, "cubin", "89"), compile_cache.cache_key(KERNEL, "ptx", "89"), carried}
+        )
+        == 4
+    )
     monkeypatch.setattr(cache_folder, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
     cache_folder.compilers.cache_clear()
-    assert key != compile_cache.key(KERNEL, "cubin", "90a")
+    assert key != compile_cache.cache_key(KERNEL, "cubin", "90a")
     assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
     cache_folder.compilers.cache_clear()
