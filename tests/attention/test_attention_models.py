@@ -271,7 +271,9 @@ def test_modules_of_torch() -> None:
     module = Regression(Torch(nn.Transformer(WIDTH, HEADS, 3, 3, 64, dropout=0.0, batch_first=True)))
     plugin = trained(module)
     fp8 = {name for name, precision in attentions(plugin.summary).items() if precision == "FP8"}
-    assert fp8 == in_model("part.encoder.layers.1.self_attn") | in_model("part.decoder.layers.1.{self_attn,multihead_attn}")
+    assert fp8 == in_model("part.encoder.layers.1.self_attn") | in_model(
+        "part.decoder.layers.1.{self_attn,multihead_attn}"
+    )
 
     module = Regression(Torch(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), need_weights=False))
     assert attentions(trained(module).summary) == {"model.part": "FP8"}
@@ -388,6 +390,36 @@ def test_the_wrapper_goes_with_the_last_model() -> None:
     assert F.scaled_dot_product_attention is not TORCH_SDPA
     del model
     gc.collect()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+def test_somebody_elses_wrapper_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ours it is what ours stands in front of; around ours it calls ours, which is not put around it again."""
+
+    def wrapping(function: Any) -> Any:
+        return lambda *args, **options: function(*args, **options)
+
+    before = wrapping(TORCH_SDPA)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", before)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    plugins: list[FP8FabricPrecision] = []
+    models = [Model().bfloat16() for _ in range(2)]
+    exact = [copy.deepcopy(model)(x) for model in models]
+    for model in models:
+        plugins.append(FP8FabricPrecision("tensorwise", attention=True, skip=("*.qkv", "*.out")))
+        plugins[-1].convert_module(model)
+        ours = F.scaled_dot_product_attention
+        assert ours is not before
+        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapping(ours))
+    for plugin, model, right in zip(plugins, models, exact):
+        assert torch.equal(model(x), right)
+        with plugin.forward_context():
+            assert not torch.equal(model(x), right)
+        plugin.detach_attention()
+        assert torch.equal(model(x), right)
+    monkeypatch.undo()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    trained(Regression(Model()))
     assert F.scaled_dot_product_attention is TORCH_SDPA
 
 
