@@ -70,11 +70,18 @@ def _layers(arch: str) -> Iterator[Kernel]:
 
 def _tests() -> Iterator[Kernel]:
     try:
-        from tests.cuda_kernels import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+        from tests.cuda_kernels import (
+            attention_kernel_cases,
+            attention_mma_cases,
+            fused_cases,
+            gemm_cases,
+            kernel_cases,
+        )
     except ImportError:
         return
     with noted() as found:
-        for case in (*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *attention_kernel_cases.CASES):
+        attention = *attention_kernel_cases.CASES, *attention_mma_cases.CASES
+        for case in (*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *attention):
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")
     yield from found.values()

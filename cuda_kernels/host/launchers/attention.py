@@ -11,11 +11,11 @@ from torch import Tensor
 from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
-from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, Launch, address_on
+from cuda_kernels.host.launchers.attention_kernels import forward_kernel, operand_on
 from cuda_kernels.host.launchers.attention_tiles import PackedRows, cast_table, limits, sequence_table, tile_table
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.tensor_maps import Box
 
 _LOG2_E = math.log2(math.e)
 
@@ -156,14 +156,14 @@ class ForwardLaunch:
             raise ValueError(f"strides={strides} of {spec.out}: rows of the result begin at multiples of 16 bytes")
         table = tile_table(queries, keys, *visible)
         self.table = table.to(device)
-        self._box = map_on(device, Box(ROWS, 128))
-        self._values_box = map_on(device, Box(spec.head_dim, 128))
+        self._box = operand_on(device, Box(ROWS, 128))
+        self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
         scalars = (
             heads[0], heads[0] // heads[1], queries.total, keys.total,
             *limits(visible.left, visible.right), softmax_scale * _LOG2_E, *strides,
         )  # fmt: skip
-        self._launch = Launch(attention_forward_kernel(spec), len(table) * heads[0], scalars, device)
+        self._launch = Launch(forward_kernel(spec, device), len(table) * heads[0], scalars, device)
 
     def start(self, q: PackedCodes, k: PackedCodes, v: PackedCodes, out: Tensor, m: Tensor, l: Tensor) -> None:  # noqa: E741
         """Write ``out``, and the statistics ``m`` and ``l``, float32 ``[H, R]`` of packed rows of queries.
