@@ -25,6 +25,9 @@ from cuda_kernels.device.ptx import (
     load_16_if,
     load_relaxed,
     low_half,
+    pack_halves,
+    store_2,
+    store_f32,
     unsigned_max,
 )
 
@@ -176,6 +179,21 @@ def quad_decoder(dtype: str) -> Any:
             return low(a), high(a), low(b), high(b)
 
     return decode
+
+
+def element_storer(dtype: str) -> Any:
+    """A device function ``(address, value)`` that rounds and stores one element."""
+    pack = pack_halves.get(dtype)
+
+    @device
+    def store_float(address, value):
+        store_f32(address, value)
+
+    @device
+    def store_half(address, value):
+        store_2(address, pack(value, value))
+
+    return store_half if pack else store_float
 
 
 @dataclass(frozen=True)

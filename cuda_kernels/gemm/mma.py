@@ -1,7 +1,7 @@
 """The GEMM on GPUs without wgmma: warps run mma.sync on what cp.async copied, one block for each tile.
 
 All threads of a block copy 128 bytes of each row of A and B, and their scales along K, into the next stage of a ring in
-shared memory, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`); all stages but one are in flight while
+shared memory, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`); all stages but one are in flight while
 one is multiplied.
 """
 
@@ -20,7 +20,6 @@ from cuda_kernels.device.fragments import (
     mma,
     slice_fragment,
     store_fragment_global,
-    swizzle_128b,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
@@ -35,6 +34,7 @@ from cuda_kernels.device.ptx import (
     quotient,
     shared_load_4,
 )
+from cuda_kernels.device.swizzle import swizzle_128b
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord

@@ -148,7 +148,7 @@ class GemmConfig:
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands are aligned to 1024 bytes, as the 128-byte swizzle needs.
+    Operands are aligned to 1024 bytes, as :func:`~cuda_kernels.device.swizzle.swizzle_128b` needs.
     """
     offsets: dict[str, int] = {}
     end = 0

@@ -20,7 +20,6 @@ from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
-    SMEM_DESC_K_MAJOR_SW128,
     address_of,
     cluster_rank,
     cluster_start,
@@ -46,6 +45,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
+from cuda_kernels.device.swizzle import smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
 from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
@@ -243,8 +243,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                     wait(smem + full_offset + 8 * stage_idx, phase)
-                    desc_a = SMEM_DESC_K_MAJOR_SW128 | (((smem + stage_idx * a_bytes + wg_row * TILE_K) & 0x3FFFF) >> 4)
-                    desc_b = SMEM_DESC_K_MAJOR_SW128 | (((smem + b_offset + stage_idx * b_bytes) & 0x3FFFF) >> 4)
+                    desc_a = smem_descriptor(smem + stage_idx * a_bytes + wg_row * TILE_K)
+                    desc_b = smem_descriptor(smem + b_offset + stage_idx * b_bytes)
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,

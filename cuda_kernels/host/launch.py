@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import Tensor
 
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from cuda_kernels.host.toolchain import conflicts, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
@@ -256,7 +256,7 @@ def _load(kernel: Kernel, index: int) -> int:
     driver = _driver()
     arch = architecture(index)
     try:
-        code = machine_code.cubin(kernel, arch)
+        code = compile_cache.cubin(kernel, arch)
     except KernelError:
         raise
     except Exception as error:  # of compilers, whatever they raise

@@ -271,7 +271,9 @@ def test_modules_of_torch() -> None:
     module = Regression(Torch(nn.Transformer(WIDTH, HEADS, 3, 3, 64, dropout=0.0, batch_first=True)))
     plugin = trained(module)
     fp8 = {name for name, precision in attentions(plugin.summary).items() if precision == "FP8"}
-    assert fp8 == in_model("part.encoder.layers.1.self_attn") | in_model("part.decoder.layers.1.{self_attn,multihead_attn}")
+    assert fp8 == in_model("part.encoder.layers.1.self_attn") | in_model(
+        "part.decoder.layers.1.{self_attn,multihead_attn}"
+    )
 
     module = Regression(Torch(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), need_weights=False))
     assert attentions(trained(module).summary) == {"model.part": "FP8"}

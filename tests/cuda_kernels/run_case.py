@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from cuda_kernels.host import launch, machine_code
+from cuda_kernels.host import compile_cache, launch
 from tests.cuda_kernels import (
     attention_backward_cases,
     attention_kernel_cases,
@@ -50,7 +50,7 @@ def compiled(name: str, architecture: str) -> int:
     """How many kernels the case launches, all of them in the cache afterwards."""
     kernels = emulated.kernels_of(CASES[name].run)
     for kernel in kernels:
-        machine_code.cubin(kernel, architecture)
+        compile_cache.cubin(kernel, architecture)
     return len(kernels)
 
 
