@@ -22,8 +22,8 @@ from typing import Any
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
 from bf16_on_cpu import fast_bf16  # the files beside this one
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from train_gpt import GPT, StdlibBytes
 
