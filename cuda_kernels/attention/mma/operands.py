@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, swizzle_128b, zeros
+from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, zeros
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import cp_async_16
+from cuda_kernels.device.swizzle import swizzle_128b
 
 THREADS = 256
 """Of a block: eight warps, which all copy and all multiply, 16 rows of the result each."""
