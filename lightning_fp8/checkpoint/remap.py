@@ -1,4 +1,4 @@
-"""From the keys of a Transformer Engine checkpoint to the names of a model: parameters, and rows of an amax history.
+"""Translation of a Transformer Engine checkpoint's keys to a model's names: parameters, and rows of an amax history.
 
 Pure functions of a state dict and a model's shape. Nothing is loaded here.
 """
@@ -40,6 +40,7 @@ class Remapped:
 
 
 def has_te_state(keys: Iterable[str]) -> bool:
+    """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
     return any(key.rpartition(".")[2] == EXTRA_STATE for key in keys)
 
 

@@ -128,7 +128,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """By ``id`` every name of a module: a shared one has several."""
+    """Every name of each module by its ``id``; a shared one has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(clean_name(name))

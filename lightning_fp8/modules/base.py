@@ -40,7 +40,7 @@ class FP8Module(nn.Module):
 
     @property
     def slots(self) -> Slots | None:
-        """By role the row of the amax history that this module reads its scale from and writes its amax to."""
+        """The row of the amax history for each role: this module reads its scale from it and writes its amax to it."""
         return self._slots
 
     @property

@@ -55,6 +55,7 @@ def activation_backward_quantize(
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
 ) -> Results:
+    """See :mod:`lightning_fp8.ops.activation.schema`."""
     counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
     variant_key = config, scale is not None, amax is not None, counts_key
     run = _backward_plan(x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), variant_key)

@@ -40,6 +40,7 @@ class KernelGemm:
     def run(
         self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        """Start the kernel; it adds to ``out`` if there is one, or else gives a new tensor."""
         if out is None:
             out = self._allocate(*self._out)
         self._start(*a, *b, bias, amax, out)
@@ -57,6 +58,7 @@ class ScaledMm:
     def run(
         self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
         if self._refused:
             return self._fallback(a, b, config, bias, amax, out)
         (data_a, scale_a), (data_b, scale_b) = a, b

@@ -47,6 +47,7 @@ class GemmOperand(NamedTuple):
 
     @classmethod
     def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
+        """The operand that :func:`operand_key` describes."""
         dtype, shape, strides, address, scale_strides, scale_address = key
         scale_shape = layout.scale_shape(*shape)
         return cls(

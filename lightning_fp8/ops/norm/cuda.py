@@ -30,6 +30,7 @@ def norm_quantize(
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
 ) -> Results:
+    """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()

@@ -26,6 +26,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+    """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous():
         weight = weight.contiguous()
     op = _plan(

@@ -78,6 +78,7 @@ quantize = planned_cast(reference.cast, tensor_loaders)
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
+    """See :func:`lightning_fp8.ops.observe`."""
     _observe_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x, amax)
 
 

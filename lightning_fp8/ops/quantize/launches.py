@@ -222,5 +222,5 @@ class BlockCast(CastLaunches):
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
-    """What casts as ``layout`` asks."""
+    """The class whose launches cast as ``layout`` asks."""
     return TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast

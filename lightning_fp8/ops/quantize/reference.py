@@ -42,7 +42,11 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
-    """See :func:`lightning_fp8.ops.observe`."""
+    """See :func:`lightning_fp8.ops.observe`.
+
+    Raises:
+        TypeError, ValueError: x is not floating point; ``amax`` has another dtype, shape or device.
+    """
     require("amax", amax, torch.float32, (), x.device)
     if not x.is_floating_point():
         raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
