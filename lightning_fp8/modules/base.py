@@ -127,7 +127,7 @@ class FP8Module(nn.Module):
     def _load_te_state(self, value: Any) -> None:
         state = read_te_state(value)
         if state.forward is not None:
-            rows = {role: state.row(role) for role in self.roles}
+            te_rows = {role: state.row(role) for role in self.roles}
             slots = self.ensure_slots()
-            for role, row in rows.items():
+            for role, row in te_rows.items():
                 slots[role].history.set_row(slots[role].row, row.scale, row.amax_history)
