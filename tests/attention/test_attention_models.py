@@ -393,6 +393,36 @@ def test_the_wrapper_goes_with_the_last_model() -> None:
     assert F.scaled_dot_product_attention is TORCH_SDPA
 
 
+def test_somebody_elses_wrapper_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ours it is what ours stands in front of; around ours it calls ours, which is not put around it again."""
+
+    def wrapping(function: Any) -> Any:
+        return lambda *args, **options: function(*args, **options)
+
+    before = wrapping(TORCH_SDPA)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", before)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    plugins: list[FP8FabricPrecision] = []
+    models = [Model().bfloat16() for _ in range(2)]
+    exact = [copy.deepcopy(model)(x) for model in models]
+    for model in models:
+        plugins.append(FP8FabricPrecision("tensorwise", attention=True, skip=("*.qkv", "*.out")))
+        plugins[-1].convert_module(model)
+        ours = F.scaled_dot_product_attention
+        assert ours is not before
+        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapping(ours))
+    for plugin, model, right in zip(plugins, models, exact):
+        assert torch.equal(model(x), right)
+        with plugin.forward_context():
+            assert not torch.equal(model(x), right)
+        plugin.detach_attention()
+        assert torch.equal(model(x), right)
+    monkeypatch.undo()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    trained(Regression(Model()))
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
 def test_what_transformers_saves_does_not_name_us(tmp_path: Any) -> None:
     animal("llama")
     module = Fit(animal("llama"))

@@ -21,13 +21,15 @@ from cuda_kernels.host import compile_cache, launch
 from tests.cuda_kernels import (
     attention_backward_cases,
     attention_kernel_cases,
+    attention_op_cases,
     emulated,
     fused_cases,
     gemm_cases,
     kernel_cases,
 )
 
-MODULES = kernel_cases, fused_cases, gemm_cases, attention_kernel_cases, attention_backward_cases
+ATTENTION = attention_kernel_cases, attention_backward_cases, attention_op_cases
+MODULES = kernel_cases, fused_cases, gemm_cases, *ATTENTION
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 NOT_FOR_THIS_CARD = 77
 """What automake's tests exit with when they are skipped."""

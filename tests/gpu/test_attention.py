@@ -20,12 +20,11 @@ from lightning_fp8 import DotProductAttention, fp8_autocast
 from lightning_fp8.ops.attention import AttentionCall, Band, attention_backward, attention_config, attention_forward
 from lightning_fp8.ops.attention.launches import PLANS
 from lightning_fp8.ops.core import dispatch
-from tests.cuda_kernels import attention_backward_cases, attention_kernel_cases
 from tests.cuda_kernels.kernel_cases import BF16, FP16, FP32, Case
-from tests.cuda_kernels.run_case import fits
+from tests.cuda_kernels.run_case import ATTENTION, fits
 
 CARD = torch.device("cuda", 0)
-CASES = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
+CASES = [case for module in ATTENTION for case in module.CASES]
 CAUSAL, WINDOW = Band(right=0), Band(left=100, right=30, bottom_right=True)
 NEAR = 2e-2
 """Relative (Frobenius): codes that float32's last bits and about 14 bits of the tensor cores' sums move."""
