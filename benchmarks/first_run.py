@@ -95,6 +95,7 @@ KERNELS = {
     "SwiGLU backward": "swiglu_backward-bf16-given-bias",
     "attention's cast": "cast_heads-bfloat16-128",
     "attention's cast about a mean": "cast_heads-bfloat16-128-copies=(True,False)-centered=True",
+    "attention's transposed copy": "transpose_heads-64",
     "attention forward": "attention_forward-128-whole tiles",
     "attention's D": "attention_delta-64-padded",
     "attention's dQ": "attention_dq-64-many keys",

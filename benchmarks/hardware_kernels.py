@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.device.fragments import rows_sum, zeros
@@ -42,7 +43,7 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
     multiply = make_register_product(n, 4) if from_registers else make_product(n, 4)
     shared_bytes = (128 + n) * 128
 
-    def product_rate(out, repetitions):
+    def product_rate(out: Any, repetitions: Any) -> None:
         smem = dynamic_shared()
         thread = i32(cuda.threadIdx.x)
         for index in range(thread, shared_bytes // 16, THREADS):
@@ -78,7 +79,7 @@ def copy_rate_kernel(add: bool) -> Kernel:
     copy = tma_reduce_add if add else tma_store
     shared_bytes = COPY_ROWS * COPY_COLUMNS * 4
 
-    def copy_rate(out, repetitions):
+    def copy_rate(out: Any, repetitions: Any) -> None:
         grid_constant_params()
         smem = dynamic_shared()
         for index in range(i32(cuda.threadIdx.x), shared_bytes // 16, THREADS):
@@ -92,6 +93,4 @@ def copy_rate_kernel(add: bool) -> Kernel:
                 tma_store_wait(3)
             tma_store_wait(0)
 
-    return Kernel(
-        f"copy_rate({add=})", copy_rate, (tensor_map, i32), THREADS, shared_bytes, architectures=("90a",)
-    )
+    return Kernel(f"copy_rate({add=})", copy_rate, (tensor_map, i32), THREADS, shared_bytes, architectures=("90a",))
