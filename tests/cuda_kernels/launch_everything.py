@@ -126,6 +126,7 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     from tests.cuda_kernels import (
         attention_backward_cases,
         attention_kernel_cases,
+        attention_mma_cases,
         fused_cases,
         gemm_cases,
         kernel_cases,
@@ -139,7 +140,8 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
         found.setdefault(kind, (kernel, blocks, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
-        attention = *attention_kernel_cases.CASES, *attention_backward_cases.CASES
+        modules = attention_kernel_cases, attention_backward_cases, attention_mma_cases
+        attention = [case for module in modules for case in module.CASES]
         for case in (*gemm_cases.CASES, *kernel_cases.CASES, *fused_cases.CASES, *attention):
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")

@@ -134,7 +134,7 @@ class Problem(NamedTuple):
 
 
 class ForwardPlan:
-    """The forward pass on Hopper: casts, then one kernel. V gets both copies; the row copy is for the backward pass.
+    """The forward pass: casts, then one kernel. V gets both copies; the row copy is for the backward pass.
 
     Raises:
         KernelError: a kernel cannot be compiled or loaded.
@@ -197,7 +197,11 @@ class BackwardPlan:
 
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    "forward": {"90a": (ForwardPlan, HEAD_DIMS)},
+    "forward": {
+        "90a": (ForwardPlan, HEAD_DIMS),
+        "89": (ForwardPlan, (64, 96, 128)),
+        "120": (ForwardPlan, HEAD_DIMS),
+    },
     "backward": {"90a": (BackwardPlan, (64, 96, 128))},
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
