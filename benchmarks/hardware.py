@@ -32,7 +32,7 @@ from benchmarks.timing import Contender
 from cuda_kernels.attention import forward
 from cuda_kernels.device.language import device
 from cuda_kernels.host.launch import Launch, address_on, architecture_of, multiprocessors
-from cuda_kernels.host.launchers import attention as forward_launcher
+from cuda_kernels.host.launchers import attention_kernels
 from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
 from cuda_kernels.host.tensor_maps import Box, map_on
 from cuda_kernels.kernel import KernelError
@@ -116,7 +116,7 @@ def without_turns() -> Iterator[None]:
     nothing = device(lambda barrier, threads: None)
     with (
         patch.multiple(forward, named_barrier=nothing, named_barrier_arrive=nothing),
-        patch.object(forward_launcher, "attention_forward_kernel", forward.attention_forward_kernel.__wrapped__),
+        patch.object(attention_kernels, "attention_forward_kernel", forward.attention_forward_kernel.__wrapped__),
     ):
         yield
 
