@@ -22,8 +22,8 @@ from typing import Any
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
 from bf16_on_cpu import fast_bf16  # the files beside this one
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from train_gpt import GPT, StdlibBytes
 
@@ -96,7 +96,8 @@ def train(
 def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
     """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
     rows = [
-        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers | FP8 attentions |",
+        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers "
+        "| FP8 attentions |",
         "|---|---|---|---|---|---|",
     ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
