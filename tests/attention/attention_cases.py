@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import torch
@@ -36,12 +35,14 @@ def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor) -> tuple
 
 @functools.cache
 def visible_keys(queries: int, keys: int, band: Band) -> Tensor:
-    """The band said in words of FlashAttention's documentation, element by element."""
-    out = torch.zeros(queries, keys, dtype=torch.bool)
+    """The band said in words of FlashAttention's documentation."""
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
     shift = keys - queries if band.bottom_right else 0
-    for i, j in itertools.product(range(queries), range(keys)):
-        after_left = band.left is None or j >= i + shift - band.left
-        out[i, j] = after_left and (band.right is None or j <= i + shift + band.right)
+    out = torch.ones(queries, keys, dtype=torch.bool)
+    if band.left is not None:
+        out &= j >= i + shift - band.left
+    if band.right is not None:
+        out &= j <= i + shift + band.right
     return out
 
 

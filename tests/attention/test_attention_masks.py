@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -58,21 +59,20 @@ def sdpa(x: Inputs, see: Tensor) -> tuple[Tensor, ...]:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), x.do.float())
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("channels", [64, 96, 128, 256])
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-def test_heads_channels_and_masks_against_torch(heads: tuple[int, int], channels: int, band: Band) -> None:
-    _against_torch(drawn(*heads, 150, 200, channels), band)
+CHANNELS, HEADS = (64, 96, 128, 256), ((2, 2), (4, 2), (3, 1))
+PAIRS = [
+    pytest.param(band, lengths, CHANNELS[(i + j) % 4], HEADS[(i + 2 * j) % 3], id=f"{name}-{lengths}")
+    for (i, (name, band)), (j, lengths) in itertools.product(enumerate(BANDS.items()), enumerate(LENGTHS))
+]
+"""Each value of one column meets each of every other."""
 
 
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_lengths_and_masks_against_torch(queries: int, keys: int, band: Band) -> None:
-    _against_torch(drawn(4, 2, queries, keys, batch=2), band)
-
-
-def _against_torch(x: Inputs, band: Band) -> None:
-    see = visible_keys(x.q.shape[2], x.k.shape[2], band)
+@pytest.mark.parametrize(("band", "lengths", "channels", "heads"), PAIRS)
+def test_masks_lengths_channels_and_heads_against_torch(
+    band: Band, lengths: tuple[int, int], channels: int, heads: tuple[int, int]
+) -> None:
+    x = drawn(*heads, *lengths, channels, batch=2)
+    see = visible_keys(*lengths, band)
     found, truth = fp8(x, band), sdpa(x, see)
     nearer = sdpa(rounded(x), see)
     for name, ours, right, right_of_rounded in zip(NAMES, found, truth, nearer):

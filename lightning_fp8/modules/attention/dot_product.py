@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.arguments import require_bool
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.functions.attention import fp8_attention, why_not_fp8, why_not_heads
-from lightning_fp8.functions.linear import ObserveGradFunction
+from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks
-from lightning_fp8.modules.attention.high_precision import Extras, attention, extras_of
+from lightning_fp8.modules.attention.core import Call, CoreAttention
+from lightning_fp8.modules.attention.high_precision import extras_of
 from lightning_fp8.modules.attention.recomputation import checkpointed
 from lightning_fp8.modules.attention.sequences import Sequences
-from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.linear_layer import autocast_dtype
-from lightning_fp8.ops.attention import FORMATS, Band
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import ATTENTION_ROLES, Role
+from lightning_fp8.ops.attention import FORMATS
 
 
-class _Call(NamedTuple):
-    """What one forward computes, whichever way."""
-
-    sequences: Sequences
-    band: Band
-    extras: Extras
-
-
-class DotProductAttention(FP8Module):
+class DotProductAttention(CoreAttention):
     """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
     Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
@@ -72,9 +57,6 @@ class DotProductAttention(FP8Module):
         ValueError, TypeError: arguments that do not fit; the message says what would.
         NotImplementedError: one that asks for what is not here.
     """
-
-    roles = ATTENTION_ROLES
-    _last_context: FP8Context | None = None
 
     def __init__(
         self,
@@ -232,7 +214,7 @@ class DotProductAttention(FP8Module):
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self._way_to_run(_Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        core = self.way_to_run(Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
@@ -249,87 +231,6 @@ class DotProductAttention(FP8Module):
         if isinstance(offset, Tensor) and offset.shape == (1, self.sizes.heads, 1, 1):
             state_dict[f"{prefix}softmax_offset"] = offset.flatten()
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _way_to_run(self, call: _Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
-        context = autocast.current_context()
-        recomputing = autocast.in_backward()
-        if recomputing:  # it repeats what its forward did, outside every region
-            context = self._last_context or context
-        recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
-        if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
-            arguments.tell(f"DotProductAttention runs in high precision: {reason}")
-        if not recipe_wants_fp8:
-            reason = "the recipe has fp8_dpa=False"
-        if not self.fp8:
-            reason = "this module has fp8=False"
-        in_fp8 = context.enabled and not reason
-        if not (recomputing or torch.compiler.is_compiling()):
-            self._note(context, in_fp8, reason, q)
-        observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
-        if in_fp8:
-            return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
-        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
-            return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
-        return lambda q, k, v: self._high_precision(call, q, k, v)
-
-    def _note(self, context: FP8Context, in_fp8: bool, reason: str, q: Tensor) -> None:
-        """Record the forward of q."""
-        if self._last_context is not context:
-            self._last_context = context  # slow in a module, so only where it changes
-        if context.enabled and self.reason != reason:
-            self.reason = reason
-        (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
-
-    def _fp8(self, call: _Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
-        observe = observe and isinstance(recipe, DelayedScaling)
-        if observe:
-            self._follow(recipe, q.device)
-        dtype = autocast_dtype(q.device.type) or q.dtype
-        rows = call.sequences
-        o = fp8_attention(
-            *rows.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
-            qkv_format=rows.qkv_format,
-            band=call.band,
-            softmax_scale=self.softmax_scale,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            cu_seqlens_kv=rows.cu_seqlens_kv,
-            center_keys=self.center_keys,
-            slots=self._slots,
-            observe=observe,
-        )
-        return rows.with_gaps(o)
-
-    def _follow(self, recipe: Recipe, device: torch.device) -> None:
-        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
-        history = self.history
-        if torch.compiler.is_compiling() or history is None:
-            return
-        if isinstance(recipe, DelayedScaling) and history.recipe is not recipe:
-            history.follow(recipe)
-        if history.scale.device != device and len(history.names) == len(self.roles):
-            history.to(device)
-
-    def _calibrating(self, call: _Call, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        refuse_transforms("DotProductAttention", q, k, v)
-        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
-        self._follow(recipe, q.device)
-        slots = self._slots
-        assert slots is not None
-        for x in (q, k, v):
-            ops.observe(x.detach(), slots[Role.QKV].amax)
-        q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
-        o = self._high_precision(call, q, k, v)
-        ops.observe(o.detach(), slots[Role.O].amax)
-        return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
-
-    def _high_precision(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, tracker = call.sequences, self._rng_state_tracker
-        heads, lengths = rows.to_heads(*rows.without_gaps(q, k, v))
-        with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
-            o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
-        return rows.with_gaps(rows.from_heads(o))
 
     def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
         sizes = self.sizes

@@ -1,0 +1,130 @@
+"""Attention of one call, in FP8 or in high precision: what the context, the recipe and the tensors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import autocast, ops
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.attention import fp8_attention
+from lightning_fp8.functions.linear import ObserveGradFunction
+from lightning_fp8.modules.attention import arguments
+from lightning_fp8.modules.attention.high_precision import Extras, attention
+from lightning_fp8.modules.attention.sequences import Sequences
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.linear_layer import autocast_dtype
+from lightning_fp8.ops.attention import Band
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import ATTENTION_ROLES, Role
+
+
+class Call(NamedTuple):
+    """What one forward computes, whichever way."""
+
+    sequences: Sequences
+    band: Band
+    extras: Extras
+
+
+class CoreAttention(FP8Module):
+    """A module that runs a :class:`Call` in FP8, in high precision or calibrating, as the current context says.
+
+    Attributes:
+        softmax_scale: of the scores.
+        center_keys: cast keys without their mean over the sequence.
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision; empty where it did not.
+    """
+
+    roles = ATTENTION_ROLES
+    softmax_scale: float
+    center_keys: bool
+    reason: str
+    _rng_state_tracker: Callable[[], Any] | None
+    _last_context: FP8Context | None = None
+
+    def way_to_run(self, call: Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
+        context = autocast.current_context()
+        recomputing = autocast.in_backward()
+        if recomputing:  # it repeats what its forward did, outside every region
+            context = self._last_context or context
+        recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
+        if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
+            arguments.tell(f"DotProductAttention runs in high precision: {reason}")
+        if not recipe_wants_fp8:
+            reason = "the recipe has fp8_dpa=False"
+        if not self.fp8:
+            reason = "this module has fp8=False"
+        in_fp8 = context.enabled and not reason
+        if not (recomputing or torch.compiler.is_compiling()):
+            self._note(context, in_fp8, reason, q)
+        observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
+        if in_fp8:
+            return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
+        if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
+            return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
+        return lambda q, k, v: self._high_precision(call, q, k, v)
+
+    def _note(self, context: FP8Context, in_fp8: bool, reason: str, q: Tensor) -> None:
+        """Record the forward of q."""
+        if self._last_context is not context:
+            self._last_context = context  # slow in a module, so only where it changes
+        if context.enabled and self.reason != reason:
+            self.reason = reason
+        (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
+
+    def _fp8(self, call: Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        observe = observe and isinstance(recipe, DelayedScaling)
+        if observe:
+            self._follow(recipe, q.device)
+        dtype = autocast_dtype(q.device.type) or q.dtype
+        rows = call.sequences
+        o = fp8_attention(
+            *rows.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
+            qkv_format=rows.qkv_format,
+            band=call.band,
+            softmax_scale=self.softmax_scale,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            cu_seqlens_kv=rows.cu_seqlens_kv,
+            center_keys=self.center_keys,
+            slots=self._slots,
+            observe=observe,
+        )
+        return rows.with_gaps(o)
+
+    def _follow(self, recipe: Recipe, device: torch.device) -> None:
+        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
+        history = self.history
+        if torch.compiler.is_compiling() or history is None:
+            return
+        if isinstance(recipe, DelayedScaling) and history.recipe is not recipe:
+            history.follow(recipe)
+        if history.scale.device != device and len(history.names) == len(self.roles):
+            history.to(device)
+
+    def _calibrating(self, call: Call, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        refuse_transforms("DotProductAttention", q, k, v)
+        refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
+        self._follow(recipe, q.device)
+        slots = self._slots
+        assert slots is not None
+        for x in (q, k, v):
+            ops.observe(x.detach(), slots[Role.QKV].amax)
+        q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
+        o = self._high_precision(call, q, k, v)
+        ops.observe(o.detach(), slots[Role.O].amax)
+        return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
+
+    def _high_precision(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, tracker = call.sequences, self._rng_state_tracker
+        heads, lengths = rows.to_heads(*rows.without_gaps(q, k, v))
+        with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
+            o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
+        return rows.with_gaps(rows.from_heads(o))
