@@ -92,7 +92,7 @@ autocast.before_attention.append(attach_prepared)
 
 
 def _uninstall_if_unused() -> None:
-    if not _attached:
+    if next(iter(_attached), None) is None:  # a model that is going counts in its length still
         sdpa.uninstall()
 
 
