@@ -32,7 +32,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "host", "training")
+SUITES = ("casts", "products", "attention", "host", "training")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file, after each of them")
     parser.add_argument("--only", type=_suites, metavar="SUITE,...", help=f"of {', '.join(SUITES)}; default: all")
     parser.add_argument("--dry-run", action="store_true", help="walk every line on the CPU with tiny tensors")
-    parser.add_argument("--libraries", action="store_true", help="products of libraries alone: start no kernel of ours")
+    parser.add_argument("--libraries", action="store_true", help="of products and attention only libraries'")
     commands = parser.add_subparsers(dest="command", title="show results instead of measuring")
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import casts, layers, operations, products
+from benchmarks import attention, attention_problems, casts, layers, operations, products
+from benchmarks.attention_contenders import NoKernel
+from benchmarks.attention_launches import Launches
 from benchmarks.plan import Plan
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
@@ -25,9 +27,8 @@ from lightning_fp8.recipes import RECIPES, make_recipe
 
 def kernels(arch: str) -> list[Kernel]:
     """All of them and the doctor's, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
-    found = {
-        kernel.name: kernel for kernel in chain(_casts(), _products(arch), _layers(arch), _tests(), doctors_kernels())
-    }
+    rooms = _casts(), _products(arch), _attention(), _layers(arch), _tests(), doctors_kernels()
+    found = {kernel.name: kernel for kernel in chain(*rooms)}
     return [kernel for kernel in found.values() if arch in kernel.architectures]
 
 
@@ -61,6 +62,16 @@ def _products(arch: str) -> Iterator[Kernel]:
         yield from (function(*arguments) for function, arguments in builds_of(problem))
 
 
+def _attention() -> Iterator[Kernel]:
+    with noted() as found:
+        for head_dim in {problem.head_dim for problem in attention.FULL}:
+            # Variants differ in the head's width, not in lengths, heads or masks.
+            problem = attention_problems.Problem(1, 128, 2, head_dim)
+            with suppress(NoKernel):
+                Launches(problem, attention_problems.inputs(problem, torch.device("cpu")))
+    yield from found.values()
+
+
 def _layers(arch: str) -> Iterator[Kernel]:
     for layer in layers.LAYERS:
         for inputs, outputs in layer.sizes:
@@ -70,11 +81,11 @@ def _layers(arch: str) -> Iterator[Kernel]:
 
 def _tests() -> Iterator[Kernel]:
     try:
-        from tests.cuda_kernels import attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+        from tests.cuda_kernels import run_case
     except ImportError:
         return
     with noted() as found:
-        for case in (*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *attention_kernel_cases.CASES):
+        for case in run_case.CASES.values():
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")
     yield from found.values()

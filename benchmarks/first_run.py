@@ -22,13 +22,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.files import write, write_text
+from benchmarks.first_report import FINE, LEFT_OUT, NOT_DONE, WAITING, report
 
 ROOT = Path(__file__).parent.parent
 BUDGET = 1800
@@ -36,9 +37,6 @@ BUDGET = 1800
 NOT_FOR_THIS_CARD = 77
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
 """Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
-FINE = "ok", "not for this card"
-NOT_DONE = WAITING, LEFT_OUT = "waiting", "left out"
-"""Outcomes: the others are failed, hung, and missing, where a program is not there."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +102,17 @@ KERNELS = {
 }
 """One of each kernel, by the name of its case in ``tests``; the simplest first, so that the first to hang says most."""
 DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
-PRODUCTS = "kernels/product"
-SANITIZED = ("amax", "quantize", "quantize 1x128", "normalize"), ("product, cluster of 2",)
+PRODUCTS, ATTENTION = "kernels/product", "kernels/attention"
+SANITIZED = (
+    ("amax", "quantize", "quantize 1x128", "normalize"),
+    ("product, cluster of 2",),
+    ("attention forward", "attention's D", "attention's dQ", "attention's dK and dV"),
+)
 TOOLS = "memcheck", "racecheck", "synccheck"
 PROFILED = {
     "cast": "quantize", "cast + transposed + amax": "quantize", "1x128 + transposed": "quantize",
     "fprop": "gemm", "fprop blockwise": "gemm",
+    "attention forward": "attention_forward", "attention dQ": "attention_dq", "attention dK and dV": "attention_dkv",
 }  # fmt: skip
 """What ncu looks at, and a word in its kernel's name."""
 
@@ -148,32 +151,42 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         command = [*profiler, *python("-m", "benchmarks.once", name, *dry_run)]
         return Step(name, command, 60, {"LIGHTNING_FP8_GEMM": "numba"}, **more)
 
-    def product(name: str) -> dict[str, str]:
-        return {"unless_hung": PRODUCTS} if name.startswith(("product", "fprop")) else {}
+    def starts(name: str) -> dict[str, str]:
+        """What must not have hung for it, as far as that hangs."""
+        kinds = {"product": PRODUCTS, "fprop": PRODUCTS, "attention": ATTENTION}
+        return next(({"unless_hung": hung} for kind, hung in kinds.items() if name.startswith(kind)), {})
 
     doctor = python("-m", "lightning_fp8", "doctor", "--seconds", "20", "--json", str(out / "doctor.json"))
     compiler = python("-m", "tests.cuda_kernels.run_case", "--compile", *(kernels.values() if dry else []))
     chooser = python("-m", "benchmarks", "choose", str(out / "products.json"), "--out", str(out / "choices.json"))
     return [
         Stage("doctor", 80, [Step("doctor", doctor, 80)]),
-        Stage("compile", 180, [Step("compile", compiler, 180)]),
-        Stage("kernels", 270, [
+        Stage("compile", 150, [Step("compile", compiler, 150)]),
+        Stage("kernels", 280, [
             Step(name, python("-m", "tests.cuda_kernels.run_case", *emulated, case), 45, traps=True)
             for name, case in kernels.items()
         ]),
-        Stage("tests", 240, [tested("casts", 120), tested("products", 120, **product("products"))]),
-        Stage("sanitizer", 160, [
-            sanitized(tool, names, **product(names[0]))
-            for names in SANITIZED for tool in TOOLS[: 1 if dry else None]
+        Stage("tests", 250, [
+            tested("casts", 90), tested("products", 90, **starts("products")),
+            tested("attention", 90, **starts("attention")),
         ]),
-        Stage("casts", 200, [suite("casts", 200)]),
-        Stage("products", 380, [
-            suite("products", 100, "--libraries", results="libraries"),
-            suite("products", 280, **product("products")),
+        Stage("sanitizer", 150, [
+            sanitized(tool, names, **starts(names[0]))
+            for names in SANITIZED for tool in TOOLS[: 1 if dry else None]
+            if any(name in kernels for name in names)
+        ]),
+        Stage("casts", 170, [suite("casts", 170)]),
+        Stage("products", 320, [
+            suite("products", 80, "--libraries", results="libraries"),
+            suite("products", 240, **starts("products")),
+        ]),
+        Stage("attention", 210, [
+            *([] if dry else [suite("attention", 70, "--libraries", results="attention_libraries")]),
+            suite("attention", 140, **starts("attention")),
         ]),
         Stage("host", 40, [suite("host", 40)]),
         Stage("choose", 20, [Step("choose", chooser, 20, needs=out / "products.json")]),
-        Stage("ncu", 230, [profiled(name, kernel, **product(name)) for name, kernel in profiles.items()]),
+        Stage("ncu", 130, [profiled(name, kernel, **starts(name)) for name, kernel in profiles.items()]),
     ]  # fmt: skip
 
 
@@ -292,41 +305,7 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", text)
 
 
-# --- What a person reads ----------------------------------------------------------------------------------------------
-
-
-def report(document: Mapping[str, Any]) -> str:
-    """Markdown: a row for each step, and what to do next."""
-    rows = []
-    for place, each in document["steps"].items():
-        outcome = each["outcome"] if each["outcome"] in FINE else f"**{each['outcome']}**"
-        rows.append(
-            f"| {place} | {outcome} | {each['seconds']:.0f} | {each['said'].replace('|', ' ')} | {each['log']} |"
-        )
-    title = "# First run" + " (dry: nothing of it ran on a card)" * document["dry_run"]
-    head = ["| step | outcome | s | what it said | log |", "|---|---|---|---|---|"]
-    return "\n".join([title, "", *head, *rows, "", "## Next", "", *(f"- {line}" for line in _next(document)), ""])
-
-
-def _next(document: Mapping[str, Any]) -> Iterator[str]:
-    by_outcome: dict[str, list[str]] = {}
-    for place, each in document["steps"].items():
-        by_outcome.setdefault(each["outcome"], []).append(place)
-    if "doctor/doctor" in by_outcome.get("failed", ()):
-        yield "Read logs/doctor-doctor.log first: what it calls broken explains most of the rest."
-    for place in by_outcome.get("hung", ()):
-        yield f"{place} hung: its log ends with the stack of the process; the one with traps names the error."
-    if failed := [place for place in by_outcome.get("failed", ()) if place != "doctor/doctor"]:
-        again = ",".join(dict.fromkeys(place.split("/")[0] for place in failed))
-        yield f"{len(failed)} failed, {failed[0]} first: mend it, then `--stages {again} --again`."
-    for place in by_outcome.get("missing", ()):
-        yield f"{place} did not run: {document['steps'][place]['said']}."
-    if waiting := [*by_outcome.get(WAITING, ()), *by_outcome.get(LEFT_OUT, ())]:
-        yield f"{len(waiting)} steps are not done, {waiting[0]} first: run the same command again, it goes on there."
-    if not document["dry_run"] and all(f"{name}/{name}" in by_outcome.get("ok", ()) for name in ("casts", "products")):
-        yield "Put casts.json and products.json into benchmarks/results, with date and card in their names."
-        yield "`python -m benchmarks table casts.json --readme README.md`; `python -m benchmarks choose products.json`."
-        yield "For each target that is missed, say what its profile (ncu-*.ncu-rep) shows and what was tried."
+# --- The command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

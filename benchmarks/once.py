@@ -1,7 +1,7 @@
 """One call of what a suite times, for a profiler: ``python -m benchmarks.once "cast + transposed"``.
 
-A cast runs on the first shape of suite ``casts``; a product in the tile that ``LIGHTNING_FP8_GEMM`` leads to. The
-kernel that is meant is the last to start.
+A cast runs on the first shape of suite ``casts``; a product in the tile that ``LIGHTNING_FP8_GEMM`` leads to; a pass of
+attention on the first problem of suite ``attention``. A profiler is told the kernel by its name.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import casts, operations, products
+from benchmarks import attention, casts, operations, products
+from benchmarks.attention_contenders import Ops
+from benchmarks.attention_problems import BACKWARD, FORWARD, inputs
 from benchmarks.operations import Call
 from benchmarks.plan import Plan
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.scaled import Layout
+
+ATTENTION = {"attention forward": FORWARD, "attention dQ": BACKWARD, "attention dK and dV": BACKWARD}
+"""The pass in which what is meant runs."""
 
 
 def prepared(name: str, plan: Plan) -> Callable[[], Any]:
@@ -40,7 +45,10 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
         config = scaled_mm_config(layouts[0], layouts[1], work.out, work.fast)
         operands = left.data, left.scale_inv, right.data, right.scale_inv, config
         return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
-    raise ValueError(f"{name!r} is none of {', '.join(map(repr, (*calls, *works)))}")
+    if name in ATTENTION:
+        problem = (attention.TINY if plan.dry else attention.FULL)[0]
+        return Ops(problem, inputs(problem, plan.device)).prepared(ATTENTION[name])
+    raise ValueError(f"{name!r} is none of {', '.join(map(repr, (*calls, *works, *ATTENTION)))}")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from benchmarks import libraries
 from benchmarks.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
 from benchmarks.plan import Plan
 from benchmarks.record import OURS, Candidate, Result, said
+from benchmarks.side_by_side import timed
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.layout import TensorKey
@@ -119,10 +120,10 @@ def run(plan: Plan) -> Iterator[Result]:
         _compile([_bound_gemm(work, plan).problem for work in works], plan)
     for work in works:
         plan.say(f"products: {work.name} {work.m}x{work.n}x{work.k}")
-        yield from _timed(plan, list(_contenders(work, plan)), work.yardsticks)
+        yield from timed(plan, list(_contenders(work, plan)), work.yardsticks, SECONDS)
     for layer in (TINY_LAYERS if plan.dry else LAYERS) if plan.kernels else ():
         plan.say(f"products: {layer.name}")
-        yield from _timed(plan, list(layers(layer, plan)), (BF16,))
+        yield from timed(plan, list(layers(layer, plan)), (BF16,), SECONDS)
 
 
 def _compile(problems: Sequence[GemmProblem], plan: Plan) -> None:
@@ -136,17 +137,6 @@ def _compile(problems: Sequence[GemmProblem], plan: Plan) -> None:
     plan.say(f"products: compiling {len(builds)} kernels")
     for _ in compile_ahead(builds, architecture):
         pass
-
-
-def _timed(plan: Plan, candidates: Sequence[Candidate], yardsticks: Sequence[str]) -> Iterator[Result]:
-    """Results with times and with ratios to those of ``yardsticks``; of ours, the first is the one with targets."""
-    running = [(result, contender) for result, contender in candidates if contender is not None]
-    times = measure(clock_of(plan.device), [contender for _, contender in running], plan.seconds(SECONDS))
-    seconds = {result.by: each.median for (result, _), each in zip(running, times) if result.by in yardsticks}
-    for (result, _), each in zip(running, times):
-        over = {by: other / each.median for by, other in seconds.items() if by != result.by}
-        yield replace(result, times=each, over=over)
-    yield from (result for result, contender in candidates if contender is None)
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------

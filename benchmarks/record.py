@@ -21,6 +21,7 @@ class Result:
         dtype: of the codes that are written, or of the tensor.
         bytes: what must move through memory.
         correct: whether the outcome is the reference's; None where there is none to compare with.
+        errors: relative errors (Frobenius) of the outcome against float64, by its parts.
         target: limits by the name of what they limit: times from above, everything else from below; ``over <who>``
             limits a ratio.
         times: of the device, or of the host for what the host does.
@@ -39,6 +40,7 @@ class Result:
     dtype: str
     bytes: int | None = None
     correct: bool | None = None
+    errors: dict[str, float] | None = None
     target: dict[str, float] = field(default_factory=dict)
     times: Times | None = None
     copy_bandwidth: float | None = None
@@ -75,6 +77,7 @@ class Result:
             "host_microseconds": _rounded(self.host_microseconds),
             "parts": self.parts and {part: _rounded(value) for part, value in self.parts.items()},
             "correct": self.correct,
+            "errors": self.errors and {part: _rounded(error) for part, error in self.errors.items()},
             "target": self.target or None,
             "met": {key: _meets(key, limited.get(key), limit) for key, limit in self.target.items()} or None,
             "note": self.note,

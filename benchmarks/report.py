@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 
 def table(document: dict[str, Any]) -> str:
     """All suites of a run."""
-    tables = {"casts": _casts, "products": _products, "host": _host, "training": _training}
+    tables = {"casts": _casts, "products": _products, "attention": _attention, "host": _host, "training": _training}
     parts = [_provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
     parts += [f"**{name} broke off**: {error.splitlines()[-1]}" for name, error in document["errors"].items()]
@@ -181,6 +181,26 @@ def _products(entries: list[Entry]) -> str:
         for entry in entries
     )
     return _markdown(("product m×n×k", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "targets"), rows)
+
+
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention(entries: list[Entry]) -> str:
+    rows = (
+        (
+            f"{entry['name']} {'×'.join(map(str, entry['shape']))}" + ", **wrong**" * (entry["correct"] is False),
+            entry["by"],
+            _quartiles(entry, 3) or entry["note"] or "",
+            _number(entry["teraflops"], 0),
+            "; ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
+            " ".join(f"{name} {100 * error:.2f}" for name, error in (entry["errors"] or {}).items()),
+            _verdicts(entry),
+        )
+        for entry in entries
+    )
+    header = ("pass B×L×H×D", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "error, %", "targets")
+    return _markdown(header, rows)
 
 
 # --- Host and training ------------------------------------------------------------------------------------------------

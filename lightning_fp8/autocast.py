@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.delayed.instances import any_history
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 

@@ -15,22 +15,26 @@ scores; that of V is what a sum is a multiple of, so that it changes with a fact
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
+from cuda_kernels.attention.block import (
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    THREADS,
+    TILE,
+    fill_stage,
+    init_ring,
+    make_row_load,
+    placed,
+    warpgroup_and_warp,
+)
+from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax, quad_sum, row_result
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import WARP_BYTES, make_row_store
-from cuda_kernels.attention.tiles import load_tile
-from cuda_kernels.device.fragments import (
-    mask_rows,
-    rescale_add_rows,
-    scale_all,
-    scale_seen_rows,
-    slice_words,
-    zeros,
-)
+from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.device.fragments import rescale_add_rows, scale_all, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import (
     dynamic_shared,
@@ -44,7 +48,6 @@ from cuda_kernels.device.ptx import (
 )
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
-    SMEM_DESC_K_MAJOR_SW128,
     address_of,
     elect_sync,
     fence_mbarrier_init,
@@ -60,20 +63,13 @@ from cuda_kernels.device.sm90 import (
     tma_load,
     warpgroup_reg_alloc,
     warpgroup_reg_dealloc,
-    wgmma,
-    wgmma_commit,
     wgmma_fence,
-    wgmma_rs,
     wgmma_wait,
 )
 from cuda_kernels.kernel import Kernel
 
 STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 """Stages of the ring of keys and values, by channels of a head."""
-_PRODUCER_REGISTERS = 24
-_REGISTERS = 240
-_PANEL = 128 * 128
-"""Bytes of 128 rows, 128 bytes of each."""
 _TURN = 2
 """The first of two named barriers, one for each warpgroup's turn to multiply."""
 _ONE = np.float32(1)
@@ -84,33 +80,17 @@ _LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
 
 def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, size in (
-        ("q", spec.panels * _PANEL),
-        ("k", stages * spec.panels * _PANEL),
-        ("v", stages * spec.head_dim * 128),
-        ("out", 8 * WARP_BYTES),
-        ("full_q", 8),
-        ("full_k", 8 * stages),
-        ("full_v", 8 * stages),
-        ("empty_k", 8 * stages),
-        ("empty_v", 8 * stages),
-    ):
-        offsets[name], end = end, end + size
-    return {**offsets, "end": end}
-
-
-def _chained(multiply: Any, offsets: tuple[int, ...], keep: int = 0) -> Any:
-    """A device function ``(acc, x, y) -> acc``: products of K-major operands, 32 bytes each, at ``offsets`` from both.
-
-    The first one replaces ``acc``, unless ``keep`` is 1.
-    """
-    offset = offsets[0]
-    if len(offsets) == 1:
-        return device(lambda acc, x, y: multiply(acc, x + offset, y + offset, keep))
-    rest = _chained(multiply, offsets[1:], 1)
-    return device(lambda acc, x, y: rest(multiply(acc, x + offset, y + offset, keep), x, y))
+    return placed(
+        q=spec.panels * TILE,
+        k=stages * spec.panels * TILE,
+        v=stages * spec.head_dim * 128,
+        out=8 * WARP_BYTES,
+        full_q=8,
+        full_k=8 * stages,
+        full_v=8 * stages,
+        empty_k=8 * stages,
+        empty_v=8 * stages,
+    )
 
 
 @cache
@@ -128,72 +108,49 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     q_offset, k_offset, v_offset, out_offset, full_q, full_k, full_v, empty_k, empty_v = (
         offsets[name] for name in ("q", "k", "v", "out", "full_q", "full_k", "full_v", "empty_k", "empty_v")
     )
-    q_bytes, k_bytes, v_bytes = panels * _PANEL, panels * _PANEL, head_dim * 128
+    q_bytes, k_bytes, v_bytes = panels * TILE, panels * TILE, head_dim * 128
     columns = min(head_dim, 128)
     two_halves = head_dim > 128
-    item = 4 if spec.out == "float32" else 2
-    half_bytes = columns * item
     scores_count, out_count = ROWS // 2, columns // 2
-    steps = tuple((panel * _PANEL >> 4) + 2 * step for panel in range(panels) for step in range(spec.k_steps))
     zero_scores, zero_out = zeros(scores_count), zeros(out_count)
-    scores_of = _chained(wgmma(ROWS, "e4m3", "e4m3"), steps)
-    times_v = wgmma_rs(columns, "e4m3", "e4m3")
+    scores_of = make_product(ROWS, spec.k_steps, panels)
+    times_v = make_register_product(columns, ROWS // 32)
     scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(out_count, 0)
-    words_0, words_1, words_2, words_3 = (slice_words(scores_count // 4, start, 4) for start in (0, 4, 8, 12))
-    hide, softmax = mask_rows(scores_count), make_softmax(ROWS)
-    scaled, rescale_add, finish = scale_all(out_count), rescale_add_rows(out_count), scale_seen_rows(out_count)
-    store_rows, store_more_rows = make_row_store(columns, spec.out), make_row_store(columns, spec.out, again=True)
+    hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
+    scaled, rescale_add = scale_all(out_count), rescale_add_rows(out_count)
+    store, store_high = make_result_store(columns, spec.out), make_result_store(columns, spec.out, 128, again=True)
+    load_rows = make_row_load(panels)
     next_stage, _ = stage_counters(stages)
-
-    @device
-    def descriptor(address):
-        return SMEM_DESC_K_MAJOR_SW128 | ((address & 0x3FFFF) >> 4)
-
-    @device
-    def load_panels(smem, tensor, barrier, row):
-        """128 rows of codes, whose channels beyond 128 lie in a second panel."""
-        for panel in range(panels):
-            tma_load(smem + panel * _PANEL, tensor, barrier, panel * 128, row)
 
     @device
     def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
         row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
-        load_panels(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
+        load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
-            barrier = smem + full_k + 8 * stage_idx
-            mbarrier_wait(smem + empty_k + 8 * stage_idx, phase ^ 1)
-            mbarrier_arrive_expect_tx(barrier, k_bytes)
-            load_panels(smem + k_offset + stage_idx * k_bytes, maps[1], barrier, kv_head * rows_k + keys + j * ROWS)
-            barrier = smem + full_v + 8 * stage_idx
-            mbarrier_wait(smem + empty_v + 8 * stage_idx, phase ^ 1)
-            mbarrier_arrive_expect_tx(barrier, v_bytes)
-            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], barrier, keys + j * ROWS, kv_head * head_dim)
+            full, empty = smem + full_k + 8 * stage_idx, smem + empty_k + 8 * stage_idx
+            fill_stage(full, empty, phase, k_bytes)
+            load_rows(smem + k_offset + stage_idx * k_bytes, maps[1], full, kv_head * rows_k + keys + j * ROWS)
+            full, empty = smem + full_v + 8 * stage_idx, smem + empty_v + 8 * stage_idx
+            fill_stage(full, empty, phase, v_bytes)
+            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, keys + j * ROWS, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def issue_values(words, desc_v):
-        """Start the products of P's codes with 128 channels of V; their sum is there once it is waited for."""
+    def values_of(words, desc_v):
+        """The product of P's codes with 128 channels of V."""
         wgmma_fence()
-        part = times_v(zero_out(), words_0(words), desc_v, 0)
-        part = times_v(part, words_1(words), desc_v + 2, 1)
-        part = times_v(part, words_2(words), desc_v + 4, 1)
-        part = times_v(part, words_3(words), desc_v + 6, 1)
-        wgmma_commit()
-        return part
+        return part_done(times_v(zero_out(), words, desc_v, 0))
 
     @device
     def consume(smem, tile, wg_idx, scale_q, scale_k, scale_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
-        _, _, first, last, whole_first, whole_last, count, diagonal, _, _, _, _ = tile
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         thread = cuda.threadIdx.x & 127
         lane = thread & 31
-        row_in_tile = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
-        column = i32(2 * (lane & 3))
-        lowest = i32(i32(diagonal + row_in_tile) - i32(left + column))
-        highest = i32(i32(diagonal + row_in_tile) + i32(right - column))
-        end = i32(i32(count - 1) - column)
+        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
+        visible = visible_columns(tile, row, i32(2 * (lane & 3)), left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
         desc_q = descriptor(smem + q_offset + wg_idx * (64 * 128))
         state = START
@@ -216,22 +173,15 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             mbarrier_wait(smem + full_k + 8 * stage_idx, phase)
             named_barrier(_TURN + wg_idx, 256)
             wgmma_fence()
-            scores = scores_of(zero_scores(), desc_q, desc_k)
-            wgmma_commit()
-            scores = scores_done(scores)
+            scores = scores_done(scores_of(zero_scores(), desc_q, desc_k, 0))
             named_barrier_arrive(_TURN + 1 - wg_idx, 256)
             if thread == 0:
                 mbarrier_arrive(smem + empty_k + 8 * stage_idx)
             if j < whole_first or j >= whole_last:
-                start = i32(j * ROWS)
-                scores = hide(
-                    scores,
-                    i32(lowest - start), i32(min(highest, end) - start),
-                    i32(i32(lowest + 8) - start), i32(min(i32(highest + 8), end) - start),
-                )  # fmt: skip
+                scores = hide(scores, visible, i32(j * ROWS))
             words, state, alpha, alpha_below = softmax(scores, factor, state)
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
-            part = part_done(issue_values(words, desc_v))
+            part = values_of(words, desc_v)
             usual = _LEAST_UNIT <= value_scale <= _LARGEST_UNIT
             ratio = _ONE
             if usual:
@@ -241,7 +191,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 part = scaled(part, value_scale * reciprocal_approx(unit))
             out = rescale_add(out, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
-                part = part_done(issue_values(words, desc_v + (_PANEL >> 4)))
+                part = values_of(words, desc_v + (TILE >> 4))
                 if not usual:
                     part = scaled(part, value_scale * reciprocal_approx(unit))
                 out_high = rescale_add(out_high, part, alpha * ratio, alpha_below * ratio)
@@ -250,13 +200,6 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             stage_idx, phase = next_stage(stage_idx, phase)
         return out, out_high, unit, state
 
-    @device
-    def work_of(block, table, heads, group):
-        """A block's tile of queries and its heads: of all heads the tiles with most to do come first."""
-        tile_idx = quotient(block, heads)
-        head = i32(block - tile_idx * heads)
-        return load_tile(table, tile_idx), head, quotient(head, group)
-
     def attention_forward(
         map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
@@ -264,26 +207,23 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         grid_constant_params()
         maps = address_of(map_q), address_of(map_k), address_of(map_v)
         smem = dynamic_shared()
-        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+        wg_idx, warp = warpgroup_and_warp()
         if cuda.threadIdx.x == 0:
-            prefetch_tensormap(maps[0])
-            prefetch_tensormap(maps[1])
-            prefetch_tensormap(maps[2])
+            for index in range(3):
+                prefetch_tensormap(maps[index])
             mbarrier_init(smem + full_q, 1)
-            for stage in range(stages):
-                mbarrier_init(smem + full_k + 8 * stage, 1)
-                mbarrier_init(smem + full_v + 8 * stage, 1)
-                mbarrier_init(smem + empty_k + 8 * stage, 2)
-                mbarrier_init(smem + empty_v + 8 * stage, 2)
+            init_ring(smem + full_k, smem + empty_k, stages, 2)
+            init_ring(smem + full_v, smem + empty_v, stages, 2)
             fence_mbarrier_init()
         cuda.syncthreads()
-        tile, head, kv_head = work_of(cuda.blockIdx.x, table, heads, group)
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        kv_head = quotient(head, group)
         if wg_idx == 2:
-            warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
+            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
             if warp == 8 and elect_sync():
                 produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
         else:
-            warpgroup_reg_alloc(_REGISTERS)
+            warpgroup_reg_alloc(REGISTERS)
             query_block = i64(head) * (rows_q >> 7) + (tile[0] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
             acc, acc_high, unit, state = consume(
@@ -291,11 +231,10 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 left, right, c,
             )  # fmt: skip
             # Found again: kept, they would take registers from the loop.
-            tile, head, _ = work_of(shfl_sync_0(cuda.blockIdx.x), table, heads, group)
-            row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+            tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+            row, valid = tile[0], tile[8]
             lane = cuda.threadIdx.x & 31
-            warp_row = warp * 16
-            line = warp_row + (lane >> 2)
+            line = warp * 16 + (lane >> 2)
             largest, largest_below, row_unit, row_unit_below, total, total_below = state
             total, total_below = quad_sum(total), quad_sum(total_below)
             inverse, inverse_below = unit * reciprocal_approx(total), unit * reciprocal_approx(total_below)
@@ -309,23 +248,17 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 store_f32(m + place + 32, largest_below)
                 store_f32(l + place, total)
                 store_f32(l + place + 32, total_below)
-            first_row = i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h
-            shared = smem + out_offset + warp * WARP_BYTES
-            store_rows(
-                finish(acc, inverse, inverse_below, seen, seen_below),
-                shared, out + first_row * item, stride_l * item, out_rows - warp_row, lane,
-            )  # fmt: skip
+            strides = stride_b, stride_l, stride_h
+            shared = smem + out_offset
+            store(acc, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
             if two_halves:
-                store_more_rows(
-                    finish(acc_high, inverse, inverse_below, seen, seen_below),
-                    shared, out + first_row * item + half_bytes, stride_l * item, out_rows - warp_row, lane,
-                )  # fmt: skip
+                store_high(acc_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
     return Kernel(
         f"attention_forward({spec}, {stages=})",
         attention_forward,
         (*[tensor_map] * 3, *[i64] * 7, *[i32] * 6, f32, *[i64] * 3),
-        384,
+        THREADS,
         shared_bytes=offsets["end"],
         architectures=("90a",),
     )

@@ -9,6 +9,9 @@ from cuda_kernels.device.fragments import slice_words
 from cuda_kernels.device.language import device
 from cuda_kernels.device.sm90 import SMEM_DESC_K_MAJOR_SW128, wgmma, wgmma_commit, wgmma_rs
 
+_PANEL = 128 * 128 >> 4
+"""From 128 channels of a tile of 128 rows to the next 128, in a descriptor's units of 16 bytes."""
+
 
 @device
 def descriptor(shared):
@@ -17,40 +20,33 @@ def descriptor(shared):
 
 
 @cache
-def make_product(n: int, k_steps: int) -> Any:
-    """A device function ``(acc, x, y, keep) -> acc`` that starts ``A [64, 32 k_steps] Bᵀ [.., n]`` of E4M3 codes.
+def make_product(n: int, k_steps: int, panels: int = 1) -> Any:
+    """A device function ``(acc, x, y, keep) -> acc`` that starts ``A [64, K] Bᵀ [K, n]`` of E4M3 codes.
 
-    ``x``, ``y``: matrix descriptors. It is a group of its own.
+    ``x``, ``y``: matrix descriptors. ``K``: 32 ``k_steps`` channels of each of ``panels`` panels of 128 rows. The
+    products are a group of their own.
     """
-    return _chain(wgmma(n, "e4m3", "e4m3"), 0, k_steps)
-
-
-def _chain(multiply: Any, step: int, k_steps: int) -> Any:
-    if step == k_steps:
-
-        @device
-        def commit(acc, x, y, keep):
-            wgmma_commit()
-            return acc
-
-        return commit
-    rest = _chain(multiply, step + 1, k_steps)
-
-    @device
-    def issue(acc, x, y, keep):
-        return rest(multiply(acc, x + 2 * step, y + 2 * step, keep), x, y, 1)
-
-    return issue
+    offsets = [panel * _PANEL + 2 * step for panel in range(panels) for step in range(k_steps)]
+    return _chain(wgmma(n, "e4m3", "e4m3"), [(_further(offset), offset) for offset in offsets])
 
 
 @cache
 def make_register_product(n: int, k_steps: int) -> Any:
-    """:func:`make_product` with ``x`` the words of A: four for each 32 of K."""
-    return _register_chain(wgmma_rs(n, "e4m3", "e4m3"), 0, k_steps)
+    """:func:`make_product` of one panel with ``x`` the words of A: four for each 32 of K."""
+    parts = [(slice_words(4 * k_steps, 4 * step, 4), 2 * step) for step in range(k_steps)]
+    return _chain(wgmma_rs(n, "e4m3", "e4m3"), parts)
 
 
-def _register_chain(multiply: Any, step: int, k_steps: int) -> Any:
-    if step == k_steps:
+def _further(offset: int) -> Any:
+    return device(lambda x: x + offset)
+
+
+def _chain(multiply: Any, steps: list[tuple[Any, int]]) -> Any:
+    """Products that each take their part of A by a function of ``x``, and of B at an offset from ``y``; then a commit.
+
+    The first one replaces ``acc``, unless ``keep`` is 1.
+    """
+    if not steps:
 
         @device
         def commit(acc, x, y, keep):
@@ -58,11 +54,10 @@ def _register_chain(multiply: Any, step: int, k_steps: int) -> Any:
             return acc
 
         return commit
-    rest = _register_chain(multiply, step + 1, k_steps)
-    words = slice_words(4 * k_steps, 4 * step, 4)
+    (part_of, offset), rest = steps[0], _chain(multiply, steps[1:])
 
     @device
     def issue(acc, x, y, keep):
-        return rest(multiply(acc, words(x), y + 2 * step, keep), x, y, 1)
+        return rest(multiply(acc, part_of(x), y + offset, keep), x, y, 1)
 
     return issue

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.fragments import slice_fragment, store_fragment_shared
-from cuda_kernels.device.language import device, i64
+from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
+from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
 from cuda_kernels.device.sm90 import syncwarp
 
@@ -15,7 +15,31 @@ WARP_BYTES = 16 * 128
 
 
 @cache
-def make_row_store(channels: int, dtype: str, again: bool = False) -> Any:
+def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: bool = False) -> Any:
+    """A device function that stores ``channels`` of a tile's result, from ``first_channel`` on, in ``dtype``.
+
+    It is ``(acc, s, t, i, j, shared, out, tile, head, warp, strides)``: an accumulator of a warpgroup, scaled and
+    cleared as ``scale_seen_rows`` does; :data:`WARP_BYTES` for each warp, at a multiple of 1024; the address of the
+    result and its strides in elements, from a sequence to the next, a row and a head. ``again``: see
+    :func:`make_row_store`.
+    """
+    item = 4 if dtype == "float32" else 2
+    finish, store_rows = scale_seen_rows(channels // 2), make_row_store(channels, dtype, again)
+
+    @device
+    def store(acc, s, t, i, j, shared, out, tile, head, warp, strides):
+        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        stride_b, stride_l, stride_h = strides
+        warp_row = warp * 16
+        place = i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h + first_channel
+        rows, lane = out_rows - warp_row, cuda.threadIdx.x & 31
+        store_rows(finish(acc, s, t, i, j), shared + warp * WARP_BYTES, out + place * item, stride_l * item, rows, lane)
+
+    return store
+
+
+@cache
+def make_row_store(channels: int, dtype: str, again: bool) -> Any:
     """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
 
     ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a

@@ -1,9 +1,13 @@
-"""How a block finds its tile: an entry of a table that the host made."""
+"""Tiles: how a block finds its own, an entry of a table that the host made, and what its rows see of another one."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+from cuda_kernels.device.fragments import mask_rows
 from cuda_kernels.device.language import device, i32, i64
-from cuda_kernels.device.ptx import load_16_if
+from cuda_kernels.device.ptx import load_16_if, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
 
 
@@ -20,3 +24,43 @@ def load_tile(table, index):
         shfl_sync_0(i32(b[0])), shfl_sync_0(i32(b[1])), shfl_sync_0(i32(b[2])), shfl_sync_0(i32(b[3])),
         shfl_sync_0(i32(c[0])), shfl_sync_0(i32(c[1])), shfl_sync_0(i32(c[2])), shfl_sync_0(i32(c[3])),
     )  # fmt: skip
+
+
+@device
+def tile_of(block, table, heads):
+    """A block's tile and its head: of all heads the tiles with most to do come first."""
+    tile_idx = quotient(block, heads)
+    return load_tile(table, tile_idx), i32(block - tile_idx * heads)
+
+
+@device
+def visible_columns(tile, row, column, left, right):
+    """What row ``row`` of a tile sees: the first and the last column, and the last one that there is.
+
+    They count from ``column``, this thread's first.
+    """
+    count, diagonal = tile[6], tile[7]
+    lowest = i32(i32(diagonal + row) - i32(left + column))
+    highest = i32(i32(diagonal + row) + i32(right - column))
+    return lowest, highest, i32(i32(count - 1) - column)
+
+
+@cache
+def make_band_mask(count: int) -> Any:
+    """A device function ``(scores, visible, start) -> scores``, -inf where a row does not see a column.
+
+    ``visible``: :func:`visible_columns` of the first of the thread's two rows. ``start``: the column that the scores
+    begin with.
+    """
+    hide = mask_rows(count)
+
+    @device
+    def mask(scores, visible, start):
+        lowest, highest, end = visible
+        return hide(
+            scores,
+            i32(lowest - start), i32(min(highest, end) - start),
+            i32(i32(lowest + 8) - start), i32(min(i32(highest + 8), end) - start),
+        )  # fmt: skip
+
+    return mask

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from cuda_kernels.device.language import UniTuple, device, f32, lowered
+from cuda_kernels.device.language import UniTuple, f32, lowered
+from cuda_kernels.device.swizzle import swizzle_128b as swizzle_128b
 
 
 def fragment_type(count: int) -> UniTuple:
     """The type of a fragment of ``count`` float32."""
     return UniTuple(f32, count)
-
-
-@device
-def swizzle_128b(row, chunk):
-    """Where 16-byte chunk ``chunk`` lies in row ``row`` of 128 bytes under the 128-byte swizzle: its byte offset.
-
-    The chunks of a row are permuted by an exclusive or with the row's number modulo 8, so that the same chunk of eight
-    rows is in different banks (PTX ISA, "Tensor swizzling modes"). TMA, wgmma's descriptors, ldmatrix and the stores of
-    fragments mean the same; rows of eight begin at multiples of 1024 bytes.
-    """
-    return (chunk ^ (row & 7)) << 4
 
 
 zeros = lowered("fragments", "zeros")

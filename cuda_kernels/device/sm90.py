@@ -7,6 +7,7 @@ from typing import Any
 
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, u32x, void
+from cuda_kernels.device.swizzle import SMEM_DESC_K_MAJOR_SW128 as SMEM_DESC_K_MAJOR_SW128
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 
@@ -83,16 +84,12 @@ fence_proxy_async_shared = asm("fence.proxy.async.shared::cta;")
 
 # --- Products ---------------------------------------------------------------------------------------------------------
 
-SMEM_DESC_K_MAJOR_SW128 = (1 << 62) | (64 << 32)
-"""A K-major wgmma descriptor without its address: rows of 128 bytes, 128-byte swizzle
-(:func:`~cuda_kernels.device.fragments.swizzle_128b`), 1024 bytes from 8 rows to the next 8."""
-
 
 @cache
 def wgmma(n: int, a: str, b: str) -> Any:
     """``(acc, x, y, keep) -> acc``: ``A [64, 32] Bᵀ [32, n]`` of FP8 formats ``a`` and ``b``, plus acc if ``keep``.
 
-    ``x``, ``y``: matrix descriptors.
+    ``x``, ``y``: matrix descriptors, :func:`cuda_kernels.device.swizzle.smem_descriptor`.
     """
     count = n // 2
     acc = ", ".join(f"${index}" for index in range(count))

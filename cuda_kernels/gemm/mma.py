@@ -1,7 +1,7 @@
 """The GEMM on GPUs without wgmma: warps run mma.sync on what cp.async copied, one block for each tile.
 
 All threads of a block copy 128 bytes of each row of A and B, and their scales along K, into the next stage of a ring in
-shared memory, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`); all stages but one are in flight while
+shared memory, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`); all stages but one are in flight while
 one is multiplied.
 """
 
@@ -20,7 +20,6 @@ from cuda_kernels.device.fragments import (
     mma,
     slice_fragment,
     store_fragment_global,
-    swizzle_128b,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, i32, i64, u32
@@ -35,6 +34,7 @@ from cuda_kernels.device.ptx import (
     quotient,
     shared_load_4,
 )
+from cuda_kernels.device.swizzle import swizzle_128b
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
@@ -54,8 +54,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
-    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
+    b_by_128x128 = scaling.b_along_k_by_block
+    b_by_1x128 = scaling.b_along_k_by_row
     stage_bytes = config.stage_bytes(scaling)
     prefetch = stages - 1
     pending = stages - 2
@@ -197,7 +197,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """
     count = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * count, strip * count, count)
-    b_by_128x128 = spec.scaling is Scaling.BLOCK_1X128_128X128
+    b_by_128x128 = spec.scaling.b_along_k_by_block
     plus_rows = add_rows(count)
     plus_both = add_rows_and_columns(count)
 

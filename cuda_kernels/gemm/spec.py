@@ -41,6 +41,16 @@ class Scaling(Enum):
         """Whether scales change along K, so that every 128 products are scaled before they are added up."""
         return self in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128)
 
+    @property
+    def b_along_k_by_row(self) -> bool:
+        """Whether each row of B has scales along K of its own."""
+        return self is Scaling.BLOCK_1X128_1X128
+
+    @property
+    def b_along_k_by_block(self) -> bool:
+        """Whether :data:`SCALE_N` rows of B share their scales along K."""
+        return self is Scaling.BLOCK_1X128_128X128
+
 
 @dataclass(frozen=True)
 class GemmSpec:
@@ -148,7 +158,7 @@ class GemmConfig:
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands are aligned to 1024 bytes, as the 128-byte swizzle needs.
+    Operands are aligned to 1024 bytes, as :func:`~cuda_kernels.device.swizzle.swizzle_128b` needs.
     """
     offsets: dict[str, int] = {}
     end = 0
@@ -158,7 +168,7 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
         ("b", config.stages * config.tile_n * TILE_K),
         ("out", buffers * EPI_TILE_BYTES),
         ("scale_a", config.stages * config.tile_m * 4 if scaling.along_k else 0),
-        ("scale_b", config.stages * config.tile_n * 4 if scaling is Scaling.BLOCK_1X128_1X128 else 0),
+        ("scale_b", config.stages * config.tile_n * 4 if scaling.b_along_k_by_row else 0),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
         ("order", 16 if config.pingpong else 0),
@@ -215,7 +225,7 @@ class MmaConfig:
     def stage_bytes(self, scaling: Scaling) -> int:
         """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
         operands = (self.tile_m + self.tile_n) * TILE_K
-        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * (scaling is Scaling.BLOCK_1X128_1X128)
+        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * scaling.b_along_k_by_row
 
     def shared_bytes(self, scaling: Scaling) -> int:
         return self.stages * self.stage_bytes(scaling)

@@ -20,7 +20,6 @@ from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
-    SMEM_DESC_K_MAJOR_SW128,
     address_of,
     cluster_rank,
     cluster_start,
@@ -46,6 +45,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
+from cuda_kernels.device.swizzle import smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
 from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
@@ -84,7 +84,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
     tx_bytes += 4 * tile_m if scaling.along_k else 0
-    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCK_1X128_1X128 else 0
+    tx_bytes += 4 * tile_n if scaling.b_along_k_by_row else 0
     b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
@@ -100,8 +100,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
-    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
+    b_by_128x128 = scaling.b_along_k_by_block
+    b_by_1x128 = scaling.b_along_k_by_row
     read_scales = stage_scale_reader(spec, config)
     promote_add = make_promote_add(spec, config)
     releases_early = reads_scales_early(spec, config)
@@ -243,8 +243,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                     wait(smem + full_offset + 8 * stage_idx, phase)
-                    desc_a = SMEM_DESC_K_MAJOR_SW128 | (((smem + stage_idx * a_bytes + wg_row * TILE_K) & 0x3FFFF) >> 4)
-                    desc_b = SMEM_DESC_K_MAJOR_SW128 | (((smem + b_offset + stage_idx * b_bytes) & 0x3FFFF) >> 4)
+                    desc_a = smem_descriptor(smem + stage_idx * a_bytes + wg_row * TILE_K)
+                    desc_b = smem_descriptor(smem + b_offset + stage_idx * b_bytes)
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,

@@ -220,7 +220,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     the scales of its columns, eight at a time, where they have some.
     """
     rows, columns = config.tile_m, config.tile_n
-    scales = rows // 16 * columns / 8 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 0
+    scales = rows // 16 * columns / 8 if spec.scaling.b_along_k_by_row else 0
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
@@ -228,6 +228,6 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
     if not spec.promote:
         return 0.0
-    each = 2 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 1
+    each = 2 if spec.scaling.b_along_k_by_row else 1
     added = config.waves * (config.tile_n / 2 * each + 100)
     return 64 * config.waves * config.tile_n * TILE_K / 4096 + added

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
-from cuda_kernels.host.cache import cache_folder, write_whole
+from cuda_kernels.host.cache_folder import cache_folder, write_whole
 from cuda_kernels.host.gemm_configs import (
     GemmChoice,
     GemmProblem,

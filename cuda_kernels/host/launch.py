@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import Tensor
 
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from cuda_kernels.host.toolchain import conflicts, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
@@ -204,8 +204,8 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 
 def architecture_of(device: torch.device) -> str:
-    """As :func:`architecture`; where kernels are emulated, Hopper's."""
-    return architecture(device.index or 0) if device.type == "cuda" else "90a"
+    """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
+    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
 
 
 @cache
@@ -256,7 +256,7 @@ def _load(kernel: Kernel, index: int) -> int:
     driver = _driver()
     arch = architecture(index)
     try:
-        code = machine_code.cubin(kernel, arch)
+        code = compile_cache.cubin(kernel, arch)
     except KernelError:
         raise
     except Exception as error:  # of compilers, whatever they raise
@@ -300,3 +300,5 @@ EXECUTORS: dict[str, Executor] = {}
 
 They get the kernel, the number of blocks, and all parameters, tensors for addresses.
 """
+EMULATED = "90a"
+"""The architecture whose kernels such tensors get."""

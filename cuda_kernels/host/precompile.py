@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from cuda_kernels.host import machine_code
-from cuda_kernels.host.cache import is_cached, is_carried
+from cuda_kernels.host import compile_cache
+from cuda_kernels.host.cache_folder import is_cached, is_carried
 from cuda_kernels.kernel import Kernel
 
 Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
@@ -23,8 +23,8 @@ def missing(builds: Iterable[Build], arch: str) -> list[Build]:
     return [
         build
         for kernel, build in kernels.items()
-        if not is_carried(machine_code.source_key(kernel, "cubin", arch))
-        and not is_cached(machine_code.key(kernel, "cubin", arch))
+        if not is_carried(compile_cache.source_key(kernel, "cubin", arch))
+        and not is_cached(compile_cache.key(kernel, "cubin", arch))
     ]
 
 
@@ -48,4 +48,4 @@ def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:
 
 
 def _compile(function: Callable[..., Kernel], arguments: tuple[Any, ...], arch: str) -> None:
-    machine_code.cubin(function(*arguments), arch)
+    compile_cache.cubin(function(*arguments), arch)

@@ -34,7 +34,7 @@ class Box(NamedTuple):
     Attributes:
         rows, columns: of the box.
         swizzle: whether rows of 128 bytes are swizzled in shared memory, as
-            :func:`~cuda_kernels.device.fragments.swizzle_128b` says.
+            :func:`~cuda_kernels.device.swizzle.swizzle_128b` says.
         transposed: the matrix is the tensor, transposed.
     """
 

@@ -26,7 +26,7 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
     """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
 
     The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``, which is
-    :func:`~cuda_kernels.device.fragments.swizzle_128b` with ``mask`` for the row modulo 8. For 16-bit values ``base``
+    :func:`~cuda_kernels.device.swizzle.swizzle_128b` with ``mask`` for the row modulo 8. For 16-bit values ``base``
     is the row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is
     1024 bytes on.
     """

@@ -17,7 +17,8 @@ import numpy as np
 from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
-from cuda_kernels.device.rows import (
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
     inside_row,
@@ -31,7 +32,6 @@ from cuda_kernels.device.rows import (
     row_registers,
     row_sum,
 )
-from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.statistics import Norm, rstd_address
 
 _ZERO = np.float32(0)

@@ -35,7 +35,9 @@ from cuda_kernels.device.ptx import (
     store_8,
     store_f32,
 )
-from cuda_kernels.device.rows import (
+from cuda_kernels.device.tile import block_max, reduce_block_amax
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
     inside_row,
@@ -45,8 +47,6 @@ from cuda_kernels.device.rows import (
     row_loader,
     row_registers,
 )
-from cuda_kernels.device.tile import block_max, reduce_block_amax
-from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.statistics import Norm, normalizer, row_statistics, rstd_address
 
 _ONE, _ZERO = np.float32(1), np.float32(0)

@@ -17,7 +17,9 @@ import numpy as np
 from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
-from cuda_kernels.device.rows import (
+from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
+from cuda_kernels.kernel import Kernel
+from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
     inside_row,
@@ -27,8 +29,6 @@ from cuda_kernels.device.rows import (
     row_registers,
     row_sum,
 )
-from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
-from cuda_kernels.kernel import Kernel
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 

@@ -22,9 +22,11 @@ _EVERYTHING = Band()
 _DEVICES = ("cpu", "cuda", "meta")
 _TRACED = (FakeTensor, FunctionalTensor)  # what compiled code calls without Dynamo's looking into it gets these
 
-_torch: Any = F.scaled_dot_product_attention
+_BUILT_IN = F.scaled_dot_product_attention
+_torch: Any = _BUILT_IN
 """What the wrapper stands in front of."""
-_buried = False
+_installed = False
+"""Whether the wrapper is called, by everybody or by somebody else's wrapper around it."""
 _lock = threading.RLock()  # a model may go, and uninstall, at any allocation
 
 
@@ -98,19 +100,19 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
 
 def install() -> None:
     """Put the wrapper into ``torch.nn.functional``; again changes nothing."""
-    global _torch
+    global _torch, _installed
     with _lock:
-        if F.scaled_dot_product_attention is not scaled_dot_product_attention and not _buried:
-            _torch = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = scaled_dot_product_attention
+        current = F.scaled_dot_product_attention
+        if current is scaled_dot_product_attention or (_installed and current is not _BUILT_IN):
+            return
+        _torch, _installed = current, True
+        F.scaled_dot_product_attention = scaled_dot_product_attention
 
 
 def uninstall() -> None:
     """Take it out again. Under somebody else's wrapper it stays, and goes on deciding."""
-    global _buried
+    global _installed
     with _lock:
         if F.scaled_dot_product_attention is scaled_dot_product_attention:
             F.scaled_dot_product_attention = _torch
-            _buried = False
-        else:
-            _buried = F.scaled_dot_product_attention is not _torch
+        _installed = _installed and F.scaled_dot_product_attention not in (_torch, _BUILT_IN)

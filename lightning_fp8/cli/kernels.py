@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuda_kernels.host import cache, launch, machine_code
+from cuda_kernels.host import cache_folder, compile_cache, launch
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.autocast import fp8_autocast
@@ -33,7 +33,7 @@ from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, has_kernels, si
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.quantize import operands
+from lightning_fp8.ops.quantize import casting
 from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 
@@ -71,9 +71,9 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *launched: object) -> None:
         found[kernel.name] = kernel
 
-    before = dict(launch.EXECUTORS), operands.gives_a_view
+    before = dict(launch.EXECUTORS), casting.gives_a_view
     launch.EXECUTORS["cpu"] = note
-    operands.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    casting.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
     dispatch.clear_plan_cache()
     try:
         with _OnCardToo():
@@ -81,7 +81,7 @@ def noted() -> Iterator[dict[str, Kernel]]:
     finally:
         launch.EXECUTORS.clear()
         launch.EXECUTORS.update(before[0])
-        operands.gives_a_view = before[1]
+        casting.gives_a_view = before[1]
         dispatch.clear_plan_cache()
 
 
@@ -150,9 +150,9 @@ def _build_share(
     built = {}
     failed = {}
     for name in sorted(kernels)[first::step]:
-        key = machine_code.source_key(kernels[name], "cubin", arch)
+        key = compile_cache.source_key(kernels[name], "cubin", arch)
         try:
-            cache.carry(folder, key, machine_code.built(kernels[name], arch))
+            cache_folder.carry(folder, key, compile_cache.built(kernels[name], arch))
             built[key] = name
         except Exception as error:  # what a compiler raises is no business of ours
             failed[name] = str(error)
@@ -161,10 +161,10 @@ def _build_share(
 
 def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
     path = folder / MANIFEST
-    compilers = cache.compilers()
+    compilers = cache_folder.compilers()
     kernels = json.loads(path.read_text()) if path.exists() else {}
     kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
-    cache.write_whole(path, json.dumps(kernels, indent=1).encode())
+    cache_folder.write_whole(path, json.dumps(kernels, indent=1).encode())
 
 
 def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, error in failed.items():
         print(f"not built: {name}: {error}")
     held = json.loads((args.out / MANIFEST).read_text())
-    print(f"{args.out} holds {len(held)} kernels; {cache.CARRIED_VARIABLE}={args.out} takes them from there")
+    print(f"{args.out} holds {len(held)} kernels; {cache_folder.CARRIED_VARIABLE}={args.out} takes them from there")
     if failed:
         raise SystemExit(1)
 

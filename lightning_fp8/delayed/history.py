@@ -8,14 +8,12 @@ rank fold in by the same operation, in any order.
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
@@ -180,15 +178,6 @@ class AmaxHistory:
                 stacklevel=2,
             )
 
-    def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None = None) -> None:
-        """Reduce ``amax`` over ``group``, push it into the history and compute new scales; once per optimizer step.
-
-        Args:
-            recipe: the margin, interval, history length and algorithm.
-            group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
-        """
-        reduce_and_update([self], recipe, group)
-
     @_not_for_inference
     def resize(self, length: int) -> None:
         """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
@@ -199,8 +188,14 @@ class AmaxHistory:
                 amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
-    def _advance(self, recipe: DelayedScaling) -> None:
-        """One update of this history alone, with ``amax`` reduced over ranks already."""
+    def advance(self, recipe: DelayedScaling) -> None:
+        """Push ``amax``, reduced over ranks already, into the history and compute new scales.
+
+        :func:`lightning_fp8.delayed.reduce_and_update.reduce_and_update` calls it, once per optimizer step.
+
+        Args:
+            recipe: the margin, interval, history length and algorithm.
+        """
         self.resize(recipe.amax_history_len)
         self.updates += 1
         self.steps = min(self.steps, 0)
@@ -305,20 +300,3 @@ class AmaxHistory:
         self.steps = state.get("steps", -1)
         self.waited = 0
         return [name for name in names if name not in column]
-
-
-def reduce_and_update(
-    histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
-) -> None:
-    """Update several histories with one collective: the element-wise maximum of all their amaxes."""
-    if not histories:
-        return
-    if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        amaxes = torch.cat([history.amax for history in histories])
-        # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
-        torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-        for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
-            history.amax.copy_(amax)
-    for history in histories:
-        history._advance(recipe)

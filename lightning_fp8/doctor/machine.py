@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cuda_kernels.host import toolchain
-from cuda_kernels.host.cache import cache_folder
+from cuda_kernels.host.cache_folder import cache_folder
 from lightning_fp8.doctor.processes import Answer, ask
 from lightning_fp8.version import __version__
 

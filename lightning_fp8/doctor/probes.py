@@ -85,10 +85,10 @@ def compiled() -> str:
     """One kernel, compiled for Hopper; the caller gives an empty cache."""
     from cuda_kernels.casts.amax import amax_kernel
     from cuda_kernels.device.tile import tensor_loader
-    from cuda_kernels.host import machine_code
+    from cuda_kernels.host import compile_cache
 
     kernel = amax_kernel(tensor_loader("bfloat16", True), True)
-    return f"{kernel.name} for sm_90a: {len(machine_code.cubin(kernel, '90a')):,} bytes of machine code"
+    return f"{kernel.name} for sm_90a: {len(compile_cache.cubin(kernel, '90a')):,} bytes of machine code"
 
 
 def refuse_fallbacks() -> None:

@@ -14,6 +14,7 @@ from lightning_fp8.arguments import refuse_transforms
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.ops.attention import (
     FORMATS,
+    AttentionCall,
     Band,
     Kept,
     attention_backward,
@@ -114,11 +115,12 @@ class AttentionFunction(torch.autograd.Function):
         slots: Slots | None,
     ) -> Tensor:
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        o, kept = attention_forward(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys)
+        o, kept = attention_forward(q, k, v, AttentionCall(config, softmax_scale, cu_seqlens_q, of_keys))
         _observe(slots, Role.QKV, q, k, v)
         _observe(slots, Role.O, o)
         ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, *kept)
         ctx.config, ctx.softmax_scale, ctx.slots = config, softmax_scale, slots
+        ctx.key_rows = k.shape[1 if config.startswith("bshd") else 0]
         return o
 
     @staticmethod
@@ -131,7 +133,8 @@ class AttentionFunction(torch.autograd.Function):
         o, cu_seqlens_q, cu_seqlens_kv, *kept = ctx.saved_tensors
         _observe(ctx.slots, Role.DO, do)
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        gradients = attention_backward(do, o, Kept(*kept), ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
+        call = AttentionCall(ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
+        gradients = attention_backward(do, o, Kept(*kept), ctx.key_rows, call)
         needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
         _observe(ctx.slots, Role.DQKV, *needed)
         return *needed, *[None] * 5

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain, require_bool
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.split import rows_by_name
 
 
 class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
@@ -58,7 +57,7 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
             require_bool(name, flag)
         if init_method is not None and not callable(init_method):
             raise TypeError(f"init_method={init_method!r} must be a function that fills a tensor in place, or None")
-        rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
+        rows = None if parameters_split is None else _rows_by_name(parameters_split, out_features)
         dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
@@ -84,3 +83,38 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+
+def _rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
+    """Rows of each part of ``parameters_split``, in order.
+
+    Names lose the underscores at their ends, which ``_weight`` brings.
+
+    Raises:
+        TypeError: neither a sequence of names nor a mapping of names to rows.
+        ValueError: parts that are empty, have one name, or do not add up to ``out_features``.
+    """
+    split: Any = parameters_split
+    if isinstance(split, str) or not isinstance(split, (Sequence, Mapping)) or not all(map(_is_name, split)):
+        raise TypeError(
+            f"parameters_split={split!r} must be a sequence of names or a mapping of name to rows; names have no dots"
+        )
+    if not split:
+        raise ValueError("parameters_split is empty; name at least one part, or pass None")
+    names = [name.rstrip("_") for name in split]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"parameters_split names {twice} more than once; give each part a name of its own")
+    if isinstance(split, Mapping):
+        sizes = list(split.values())
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise ValueError(f"parameters_split={dict(split)} must give each part a positive number of rows")
+        if sum(sizes) != out_features:
+            raise ValueError(f"parameters_split={dict(split)} must sum to out_features={out_features}")
+        return dict(zip(names, sizes))
+    if out_features % len(names):
+        raise ValueError(f"out_features={out_features} does not divide into {len(names)} equal parts")
+    return dict.fromkeys(names, out_features // len(names))
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.strip("_") != "" and "." not in name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +11,19 @@ from torch import Tensor
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.delayed.steps import generation
 from lightning_fp8.functions.linear import (
     LinearFunction,
     ObserveGradFunction,
-    Slots,
     mark_stale,
     place_in_graph,
-    quantize_role,
 )
-from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import note_traced
-from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.modules.weight_cache import WeightCachingModule
+from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 
-class LinearLayer(FP8Module):
+class LinearLayer(WeightCachingModule):
     """The FP8 forward that linear layers share, whichever class made them; :class:`Linear` is the one to construct.
 
     Has ``in_features``, ``out_features``, ``weight`` and ``bias`` of the class that it stands in front of.
@@ -42,19 +37,8 @@ class LinearLayer(FP8Module):
     roles = LINEAR_ROLES
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
-    weight_names: tuple[str, ...] = ("weight",)
     bias_names: tuple[str, ...] = ("bias",)
     _last_context: FP8Context | None = None
-    _weight_cache: tuple[Any, Quantized] | None = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self._weight_cache = None
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._weight_cache = None
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
@@ -147,19 +131,6 @@ class LinearLayer(FP8Module):
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
-
-    def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
-    ) -> Quantized | None:
-        if is_first_microbatch is None:
-            return None
-        parameters = [getattr(self, name) for name in self.weight_names]
-        # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
-        key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
-            self._weight_cache = key, w8
-        return self._weight_cache[1]
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
         """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""

@@ -31,7 +31,8 @@ from lightning_fp8.convert.conversion import (
     prepare_attention,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
-from lightning_fp8.delayed.history import AmaxHistory, reduce_and_update
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -271,70 +270,3 @@ def test_a_recipe_says_the_same() -> None:
     assert plugin.recipe == FP8Precision("tensorwise", attention=True).recipe
     with pytest.raises(TypeError, match="attention='yes' must be True or False"):
         FP8Precision(attention="yes")  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("no_other_models")
-def test_evaluation_runs_in_fp8_and_a_failed_run_restores() -> None:
-    class Failing(Regression):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            y = self.model(batch)
-            assert not torch.equal(y, plain(batch))
-            raise ArithmeticError
-
-        val_dataloader = Regression.train_dataloader
-
-    torch.manual_seed(0)
-    module = Failing(Model())
-    plain = copy.deepcopy(module.model).bfloat16()
-    with pytest.raises(ArithmeticError):
-        trained(module, skip=("*.qkv", "*.out"))
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-    assert {type(m) for m in module.model.modules()} == {
-        Model,
-        nn.ModuleList,
-        Block,
-        nn.LayerNorm,
-        Attention,
-        nn.Linear,
-    }
-
-
-@pytest.mark.usefixtures("no_other_models")
-def test_two_plugins_and_threads() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
-    one, other = (Model().bfloat16() for _ in range(2))
-    exact = [copy.deepcopy(model)(x) for model in (one, other)]
-    skip = ("*.qkv", "*.out")
-    first = FP8FabricPrecision("tensorwise", attention=True, skip=skip)
-    second = FP8FabricPrecision("tensorwise", attention=True, skip=(*skip, "*.attention"))
-    first.convert_module(one)
-    second.convert_module(other)
-    with first.forward_context():
-        found = one(x)
-        outside: list[Tensor] = []
-        thread = threading.Thread(target=lambda: outside.append(one(x)))
-        thread.start()
-        thread.join()
-    with second.forward_context():
-        assert torch.equal(other(x), exact[1])
-    assert not torch.equal(found, exact[0])
-    assert torch.equal(outside[0], exact[0])
-    first.detach_attention()
-    assert F.scaled_dot_product_attention is not TORCH_SDPA
-    second.detach_attention()
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-@pytest.mark.usefixtures("no_other_models")
-def test_the_wrapper_goes_with_the_last_model() -> None:
-    import gc
-
-    model = convert_module(Model().bfloat16())
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
-        model(torch.randn(2, LENGTH, WIDTH).bfloat16())
-    assert F.scaled_dot_product_attention is not TORCH_SDPA
-    del model
-    gc.collect()
-    assert F.scaled_dot_product_attention is TORCH_SDPA

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import FORMATS, Band, attention_backward, attention_config, attention_forward, cuda
+from lightning_fp8.ops.attention import (
+    FORMATS,
+    AttentionCall,
+    Band,
+    attention_backward,
+    attention_config,
+    attention_forward,
+    cuda,
+    launches,
+)
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.attention.attention_cases import CAUSAL, NAMES, drawn, fp8, visible_keys
 from tests.attention.attention_modules import EVEN, RAGGED, cu_seqlens, drawn_batch, laid_out
@@ -30,6 +40,10 @@ def given(qkv_format: str, packed: bool) -> tuple[list[Tensor], dict[str, Any]]:
     } if ragged else {}
 
 
+def rows_of(x: Tensor, qkv_format: str) -> int:
+    return x.shape[1 if qkv_format == "bshd" else 0]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("qkv_format", FORMATS)
 def test_fake_kernels_say_what_the_ops_give(qkv_format: str, packed: bool) -> None:
@@ -37,15 +51,16 @@ def test_fake_kernels_say_what_the_ops_give(qkv_format: str, packed: bool) -> No
         return x.shape, x.stride(), x.dtype
 
     (q, k, v, do), sequences = given(qkv_format, packed)
-    config = attention_config(qkv_format, CAUSAL)
-    o, kept = attention_forward(q, k, v, config, **sequences)
-    gradients = attention_backward(do, o, kept, config, **sequences)
+    call, key_rows = AttentionCall(attention_config(qkv_format, CAUSAL), **sequences), rows_of(k, qkv_format)
+    o, kept = attention_forward(q, k, v, call)
+    gradients = attention_backward(do, o, kept, key_rows, call)
     assert all(each.is_contiguous() for each in (o, *gradients))
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(each) for each in (q, k, v, do)]
         sequences = {name: mode.from_tensor(each) for name, each in sequences.items()}
-        o_fake, kept_fake = attention_forward(*fake[:3], config, **sequences)
-        gradients_fake = attention_backward(fake[3], o_fake, kept_fake, config, **sequences)
+        call = AttentionCall(call.config, **sequences)
+        o_fake, kept_fake = attention_forward(*fake[:3], call)
+        gradients_fake = attention_backward(fake[3], o_fake, kept_fake, key_rows, call)
     for real, said in zip((o, *kept, *gradients), (o_fake, *kept_fake, *gradients_fake)):
         assert lies(real) == lies(said)
 
@@ -85,11 +100,12 @@ def kept_bytes(function: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("channels", [64, 96, 128, 256])
 @pytest.mark.parametrize("qkv_format", FORMATS)
 def test_what_is_kept_takes_at_most_65_percent_of_bf16(qkv_format: str, channels: int) -> None:
-    lengths = [(384, 384), (256, 256)] if qkv_format == "thd" else [(384, 384)] * 2
+    """Packed sequences have room for 128 rows more each."""
+    lengths = [(4096, 4096)] if qkv_format == "thd" else [(384, 384)] * 2
     q, k, v = (laid_out(each, qkv_format).requires_grad_() for each in drawn_batch(lengths, 2, 2, channels)[:3])
     queries, _ = (cu_seqlens(n) for n in zip(*lengths))
     sequences = {"cu_seqlens_q": queries, "cu_seqlens_kv": queries} if qkv_format == "thd" else {}
-    ours = kept_bytes(lambda: fp8_attention(q, k, v, qkv_format=qkv_format, band=CAUSAL, **sequences))
+    ours = kept_bytes(lambda: fp8_attention(q, k, v, qkv_format=qkv_format, band=Band(100, 0), **sequences))
     rows = 2 * sum(n for n, _ in lengths)
     bf16 = rows * (4 * 2 * channels + 4)  # q, k, v, o and the sum of exponentials
     assert ours <= 0.65 * bf16
@@ -161,18 +177,28 @@ def test_only_gradients_that_are_asked_for_are_given() -> None:
     assert k.grad is None
 
 
-def test_without_a_kernel_a_card_runs_the_specification_and_says_so() -> None:
+def test_without_a_kernel_a_card_runs_the_specification_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v, do), _ = given("bshd", False)
-    config, found = attention_config("bshd", CAUSAL), []
+    call = AttentionCall(attention_config("bshd", CAUSAL))
+    monkeypatch.setattr(launches, "architecture_of", lambda device: "89")
+    plans = {"forward": {"90a": (None, (64,))}, "backward": {"90a": (None, (64, 96))}}
+    monkeypatch.setattr(launches, "PLANS", plans)
     clear_plan_cache()
-    with pytest.warns(RuntimeWarning, match="FP8 attention has no CUDA kernel yet.*plain torch operations, slower"):
-        found.append(cuda.attention_forward(q, k, v, config))
-    found.append(cuda.attention_backward(do, *found[0], config))
-    o, kept = attention_forward(q, k, v, config)
-    expected = [(o, *kept), attention_backward(do, o, kept, config)]
-    for ours, right in zip(found, expected):
-        assert all(torch.equal(*pair) for pair in zip(ours, right))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [cuda.attention_forward(q, k, v, call) for _ in range(2)]
+        gradients = cuda.attention_backward(do, *found[0], k.shape[1], call)
     clear_plan_cache()
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 2
+    for message, name, there_are in zip(messages, ("forward", "backward"), ("64", "64, 96")):
+        assert f"FP8 attention's {name} pass has no kernel for heads of 64 channels on cpu (sm_89)" in message
+        assert f"only for sm_90a: {there_are}; fp8_dpa=False" in message
+        assert "plain torch operations, slower" in message
+    o, kept = attention_forward(q, k, v, call)
+    expected = attention_backward(do, o, kept, k.shape[1], call)
+    for ours, right in zip((*found[0][1], *gradients), (*kept, *expected)):
+        assert torch.equal(ours, right)
 
 
 def test_second_derivatives_are_refused_with_the_way_out() -> None:
@@ -186,9 +212,9 @@ def test_transforms_and_vmap_are_refused_with_the_way_out() -> None:
     q = torch.randn(3, 1, 20, 2, 32)
     with pytest.raises(RuntimeError, match=r"^Attention does not run in FP8 under torch.func.*one at a time"):
         torch.vmap(lambda x: fp8_attention(x, x, x))(q)
-    config = attention_config("bshd")
+    call = AttentionCall(attention_config("bshd"))
     with pytest.raises(RuntimeError, match="FP8 ops do not run under vmap"):
-        torch.vmap(lambda x: attention_forward(x, x, x, config)[0])(q)
+        torch.vmap(lambda x: attention_forward(x, x, x, call)[0])(q)
     leaf = q[0].clone().requires_grad_()
     o = fp8_attention(leaf, leaf, leaf)
     with pytest.raises(RuntimeError, match=r"is_grads_batched=True.*one at a time"):
@@ -224,4 +250,4 @@ def test_a_wrong_call_says_what_would_do(
 @pytest.mark.parametrize("text", ["bhsd", "bshd around=3", ""])
 def test_a_config_that_says_nothing_known(text: str) -> None:
     with pytest.raises(ValueError, match="use one of sbhd, bshd, thd|known are left, right"):
-        attention_forward(X, X, X, text)
+        attention_forward(X, X, X, AttentionCall(text))

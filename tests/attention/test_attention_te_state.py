@@ -21,7 +21,7 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.te.torch_file import read_pickle
 from tests.checkpoint.te_models import expected_rows, spec, te_files
 from tests.checkpoint.te_writer import VERSIONS

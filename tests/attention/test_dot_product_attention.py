@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
 from tests.attention.attention_cases import NAMES, error, exact

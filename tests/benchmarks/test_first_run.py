@@ -291,18 +291,20 @@ def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "kernels/product, cluster of 2": "ok",
         "tests/casts": "ok",  # skipped: there is no card
         "tests/products": "left out",
+        "tests/attention": "ok",
         "sanitizer/memcheck, amax": "ok",
         "sanitizer/memcheck, product, cluster of 2": "left out",
         "casts/casts": "ok",
         "products/libraries": "ok",
         "products/products": "left out",
+        "attention/attention": "ok",
         "host/host": "ok",
         "choose/choose": "left out",
         "ncu/cast": "ok",
         "ncu/fprop": "left out",
     }
     assert "with traps: failed, RuntimeError: CUDA_ERROR_LAUNCH_FAILED: 719" in (out / "report.md").read_text()
-    for suite in ("casts", "libraries", "host"):
+    for suite in ("casts", "libraries", "attention", "host"):
         results = json.loads((out / f"{suite}.json").read_text())
         assert not results["errors"]
         assert all(results["suites"].values())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lightning_fp8 as fp8
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import reduce_and_update, update_without_plugin
 from tests.checkpoint.te_models import blocks
 from tests.checkpoint.te_writer import VERSIONS
 
@@ -60,7 +60,7 @@ def test_the_next_step_is_bit_for_bit_the_same() -> None:
     for one in (model, again):
         for module in (one[0].fc, one[1].fc):
             module.history.amax.fill_(1.5)
-            module.history.update(RECIPE)
+            reduce_and_update([module.history], RECIPE)
         scales.append(fp8.fp8_state_dict(one)["scale"])
     assert torch.equal(*scales)
 

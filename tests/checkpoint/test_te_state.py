@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_te_state_dict
 from lightning_fp8.checkpoint.remap import remap, rows_by_name
+from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.scaled import LINEAR_ROLES
 from lightning_fp8.te.te_state import read_te_state
 from lightning_fp8.te.unpickle import CheckpointError
@@ -205,7 +206,7 @@ def test_a_history_of_another_length_keeps_its_newest_amaxes(length: int, files:
     load_te_state_dict(model, state_dict)
     history = model[0].fc.history
     history.amax.fill_(1.0)
-    history.update(DelayedScaling(amax_history_len=length))
+    reduce_and_update([history], DelayedScaling(amax_history_len=length))
     saved = written["states"]["0.fc"][1][:, 0]
     row = history.names.index("input")
     kept = min(length - 2, 8)  # between the empty first row and the step that has just been

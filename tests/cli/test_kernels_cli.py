@@ -11,7 +11,7 @@ import torch
 
 from cuda_kernels.casts.column_sums import column_sums_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
-from cuda_kernels.host import cache, gemm_selection, machine_code
+from cuda_kernels.host import cache_folder, compile_cache, gemm_selection
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.lowering import compiler
 from lightning_fp8 import Linear, fp8_autocast
@@ -41,22 +41,22 @@ def test_what_was_built_is_taken_whatever_compilers_are_here(tmp_path: Path, mon
     assert all("numba-cuda " in each.pop("compilers") for each in manifest.values())
     sums, scales = two()
     assert manifest == {
-        machine_code.source_key(sums, "cubin", "90a"): {"name": sums.name, "arch": "90a"},
-        machine_code.source_key(scales, "cubin", "90a"): {"name": scales.name, "arch": "90a"},
-        machine_code.source_key(sums, "cubin", "89"): {"name": sums.name, "arch": "89"},
+        compile_cache.source_key(sums, "cubin", "90a"): {"name": sums.name, "arch": "90a"},
+        compile_cache.source_key(scales, "cubin", "90a"): {"name": scales.name, "arch": "90a"},
+        compile_cache.source_key(sums, "cubin", "89"): {"name": sums.name, "arch": "89"},
     }
     assert {path.name for path in tmp_path.iterdir()} == {kernels.MANIFEST, *manifest}
 
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "empty"))
-    monkeypatch.setattr(cache, "_memory", {})
-    monkeypatch.setattr(machine_code, "compilers", lambda: "others")
+    monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path / "empty"))
+    monkeypatch.setattr(cache_folder, "_memory", {})
+    monkeypatch.setattr(compile_cache, "compilers", lambda: "others")
     monkeypatch.setattr(compiler, "ltoir", lambda *args: pytest.fail("it was compiled again"))
-    monkeypatch.setenv(cache.CARRIED_VARIABLE, str(tmp_path))
-    assert machine_code.cubin(sums, "90a").startswith(b"\x7fELF")
-    path = tmp_path / machine_code.source_key(scales, "cubin", "90a")
+    monkeypatch.setenv(cache_folder.CARRIED_VARIABLE, str(tmp_path))
+    assert compile_cache.cubin(sums, "90a").startswith(b"\x7fELF")
+    path = tmp_path / compile_cache.source_key(scales, "cubin", "90a")
     path.write_bytes(path.read_bytes()[:-1])  # damaged: as if it were not there
     with pytest.raises(BaseException, match="it was compiled again"):
-        machine_code.cubin(scales, "90a")
+        compile_cache.cubin(scales, "90a")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -16,12 +16,12 @@ from torch import Tensor
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.backward.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.host.launchers.attention import Visible
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, padded_rows, ragged_rows
+from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
+from cuda_kernels.host.launchers.attention_tiles import PackedRows
 from lightning_fp8.ops.attention import Band, Codes, Lengths, backward, cast, forward, pack
 from tests.attention.attention_cases import visible_keys
-from tests.cuda_kernels.attention_kernel_cases import in_packed_rows, moved
+from tests.cuda_kernels.attention_kernel_cases import cumulated, in_packed_rows, moved, rows_of
 from tests.cuda_kernels.kernel_cases import Case
 
 ALL, CAUSAL = Band(), Band(right=0)
@@ -61,17 +61,10 @@ class Problem:
     def lengths(self) -> Lengths:
         return Lengths(torch.tensor(self.queries), torch.tensor(self.keys))
 
-    def rows(self) -> tuple[PackedRows, PackedRows]:
+    def rows(self, device: str = "cpu") -> tuple[PackedRows, PackedRows]:
         """Of queries and of keys."""
-        if self.ragged:
-            queries, keys = (ragged_rows(cumulated(each)) for each in self.lengths)
-        else:
-            queries, keys = (padded_rows(len(each), int(each.max()), each) for each in self.lengths)
+        queries, keys = (rows_of(each, None if self.ragged else int(each.max()), device) for each in self.lengths)
         return queries, keys
-
-
-def cumulated(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Given:
     def in_rows(self, x: Tensor, gap: float) -> Tensor:
         """Numbers of queries ``[B, H, L]`` in packed rows, ``[H, R]``."""
         rows, _ = self.problem.rows()
-        out = torch.full((x.shape[1], rows.total), gap)
+        out = torch.full((x.shape[1], rows.space.total), gap)
         for sequence, (length, start) in enumerate(zip(self.problem.queries, rows.starts.tolist())):
             out[:, start : start + length] = x[sequence, :, :length]
         return out
@@ -147,14 +140,18 @@ class OnDevice:
         problem = given.problem
         queries, keys = problem.rows()
         self.dq, self.dk, self.dv = (self.empty(x, getattr(torch, problem.out)) for x in given.right)
-        self.do, self.q, self.k, self.v = (
+        self.operands = Operands(*(
             moved(in_packed_rows(x, rows), device) for x, rows in zip(given.operands, (queries, queries, keys, keys))
-        )
+        ))  # fmt: skip
         self.launch = BackwardLaunch(
-            AttentionSpec(problem.head_dim, problem.out), (problem.heads, problem.heads // problem.sharing),
-            queries, keys, Visible(problem.band.left, problem.band.right, problem.band.bottom_right), problem.scale,
+            AttentionProblem(
+                AttentionSpec(problem.head_dim, problem.out), (problem.heads, problem.heads // problem.sharing),
+                queries.space, keys.space,
+                Visible(problem.band.left, problem.band.right, problem.band.bottom_right), problem.scale,
+            ),
             self.strides(self.dq), self.strides(self.dk), self.dq.device, problem.flush,
         )  # fmt: skip
+        self.tables = self.launch.tables(*problem.rows(device))
 
     def packed(self, x: Tensor) -> Tensor:
         """``[B, H, L, D]`` as a model has it: ``[B, L, H, D]``, or ``[T, H, D]``."""
@@ -175,13 +172,13 @@ class OnDevice:
     def delta(self) -> Tensor:
         o = self.packed(self.given.o).to(self.device)
         m, l = self.given.in_rows(self.given.m, -torch.inf), self.given.in_rows(self.given.l, 0.0)  # noqa: E741
-        return self.launch.start_delta(self.do, self.q, o, m.to(self.device), l.to(self.device))
+        return self.launch.start_delta(self.tables, self.operands, o, m.to(self.device), l.to(self.device))
 
     def start_dq(self, statistics: Tensor) -> None:
-        self.launch.start_dq(self.do, self.q, self.k, self.v, statistics, self.dq)
+        self.launch.start_dq(self.tables, self.operands, statistics, self.dq)
 
     def start_dkv(self, statistics: Tensor) -> None:
-        self.launch.start_dkv(self.do, self.q, self.k, self.v, statistics, self.dk, self.dv)
+        self.launch.start_dkv(self.tables, self.operands, statistics, self.dk, self.dv)
 
     def assert_near(self, *names: str) -> None:
         for name, right in zip(("dq", "dk", "dv"), self.given.right):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
-from cuda_kernels.host.launchers.attention import CastLaunch, ForwardLaunch, PackedCodes, Visible
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, padded_rows, ragged_rows
+from cuda_kernels.host.launchers.attention import (
+    AttentionProblem,
+    CastLaunch,
+    CastTables,
+    ForwardLaunch,
+    PackedCodes,
+    TransposeLaunch,
+    Visible,
+)
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, packed_rows
 from lightning_fp8.ops.attention import Band, Codes, Lengths, cast, forward, unpack
 from tests.cuda_kernels.kernel_cases import BF16, FP16, FP32, Case, assert_same
 
@@ -28,11 +36,22 @@ def values(*shape: int, seed: int, exact: bool = False) -> Tensor:
     return torch.randn(shape, generator=generator) * sizes
 
 
+def cumulated(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def rows_of(lengths: Tensor, rows: int | None = None, device: str = "cpu") -> PackedRows:
+    """Of sequences one after the other, or in a padded batch with so many ``rows`` for each."""
+    cu_seqlens = cumulated(lengths).to(device)
+    space = RowSpace(len(lengths), int(lengths.sum()) if rows is None else rows, rows is None)
+    return packed_rows(space, cu_seqlens, cu_seqlens.device)
+
+
 def in_packed_rows(codes: Codes, rows: PackedRows) -> PackedCodes:
     """What the specification's cast of ``[B, H, L, D]`` is in packed rows, both copies."""
     _, heads, _, channels = codes.data.shape
-    data = torch.zeros(heads, rows.total, channels, dtype=torch.uint8)
-    scale_inv = torch.ones(heads, rows.total // ROWS)
+    data = torch.zeros(heads, rows.space.total, channels, dtype=torch.uint8)
+    scale_inv = torch.ones(heads, rows.space.blocks)
     for sequence, (length, start) in enumerate(zip(rows.lengths.tolist(), rows.starts.tolist())):
         data[:, start : start + length] = codes.data[sequence, :, :length].view(torch.uint8)
         blocks = -(-length // ROWS)
@@ -74,29 +93,39 @@ def check_cast(
     memory = torch.zeros(x.numel() + shifted, dtype=dtype)
     x = memory[shifted:].view(shape).copy_(x)
     if form == "thd":
-        bounds = torch.tensor([0, *itertools.accumulate(lengths or [])])
-        as_heads, own = unpack(x, bounds)
-        table_rows, strides = ragged_rows(bounds), (0, x.stride(0), x.stride(1))
+        own = torch.tensor(lengths)
+        as_heads, _ = unpack(x, cumulated(own))
+        table_rows, strides = rows_of(own, device=device), (0, x.stride(0), x.stride(1))
     else:
         x = x.transpose(1, 2) if form == "bshd" else x.transpose(1, 2).contiguous()
-        as_heads, own = x, None if lengths is None else torch.tensor(lengths)
-        table_rows, strides = padded_rows(2, rows, own), (x.stride(0), x.stride(2), x.stride(1))
+        as_heads, own = x, torch.tensor(lengths or [rows] * 2)
+        table_rows, strides = rows_of(own, rows, device), (x.stride(0), x.stride(2), x.stride(1))
     on = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x) if device != "cpu" else x
     aligned = on.data_ptr() % (4 * x.element_size()) == 0
-    belonging = torch.cat(
-        [start + torch.arange(-(-held // ROWS) * ROWS) for start, held in zip(table_rows.starts, table_rows.held)]
-    )
     launch = CastLaunch(
-        channels, str(dtype).removeprefix("torch."), heads, table_rows, strides, copies, centered, aligned, on.device
-    )
-    actual, expected = launch.start(on), in_packed_rows(cast(as_heads, centered, own), table_rows)
+        channels, str(dtype).removeprefix("torch."), heads, table_rows.space, strides, copies, centered, aligned,
+        on.device,
+    )  # fmt: skip
+    actual = launch.start(on, CastTables.of(table_rows))
+    expected = in_packed_rows(cast(as_heads, centered, own), table_rows)
     for name, a, b, wanted in zip(PackedCodes._fields, actual, expected, (*copies, True)):
         assert (a is not None) == wanted
         if a is not None and b is not None:
-            dim = 2 if name == "data_t" else 1
-            of_rows = belonging if a.dtype == torch.uint8 else belonging[::ROWS] // ROWS
-            pair = (y.cpu().index_select(dim, of_rows) for y in (a, b))
+            pair = (y.cpu() for y in (a, b))
             assert_same(*(y.view(torch.float8_e4m3fn) if y.dtype == torch.uint8 else y for y in pair), name)
+
+
+def check_transpose(channels: int, device: str) -> None:
+    """Every byte where :data:`ORDER_A` has it."""
+    rows = RowSpace(2, 200, ragged=True)
+    data = torch.randint(256, (3, rows.total, channels), dtype=torch.uint8, device=device)
+    launch = TransposeLaunch(channels, 3, rows, data.device)
+    codes = launch.start(PackedCodes(data, None, torch.empty(0)))
+    assert codes.data_t is not None
+    found = codes.data_t.cpu()
+    for place in range(rows.total):
+        row = place // 16 * 16 + ORDER_A[place % 16]
+        assert torch.equal(found[:, :, place], data[:, row].cpu())
 
 
 def check_forward(
@@ -141,24 +170,23 @@ def check_forward(
     expected = forward(*codes, scale, band, own, dtype)  # type: ignore[arg-type]
 
     of_queries, of_keys = (
-        ragged_rows(torch.tensor([0, *itertools.accumulate(lengths[which])]))
-        if ragged and lengths
-        else padded_rows(batch, rows[which], None if own is None else own[which])
+        rows_of(torch.tensor(lengths[which] if lengths else [rows[which]]), None if ragged else rows[which], device)
         for which in range(2)
     )
     total = sum(lengths[0]) if ragged and lengths else batch * rows[0]
     out = torch.full((total, heads[0], channels), torch.nan, dtype=dtype, device=device)
-    largest, total_of_row = (torch.full((heads[0], of_queries.total), torch.nan, device=device) for _ in range(2))
-    launch = ForwardLaunch(
-        AttentionSpec(channels, str(dtype).removeprefix("torch.")), heads, of_queries, of_keys,
+    largest, total_of_row = (torch.full((heads[0], of_queries.space.total), torch.nan, device=device) for _ in range(2))
+    problem = AttentionProblem(
+        AttentionSpec(channels, str(dtype).removeprefix("torch.")), heads, of_queries.space, of_keys.space,
         Visible(band.left, band.right, band.bottom_right), scale,
-        (0 if ragged else rows[0] * heads[0] * channels, heads[0] * channels, channels), out.device,
     )  # fmt: skip
+    strides = (0 if ragged else rows[0] * heads[0] * channels, heads[0] * channels, channels)
+    launch = ForwardLaunch(problem, strides, out.device)
     packed = (
         moved(in_packed_rows(each, table), device)
         for each, table in zip(codes, (of_queries, of_keys, of_keys), strict=True)
     )
-    launch.start(*packed, out, largest, total_of_row)
+    launch.start(problem.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
 
     for sequence, length in enumerate(of_queries.lengths.tolist()):
         held, first = int(of_queries.held[sequence]), int(of_queries.first[sequence])
@@ -211,6 +239,7 @@ CASES = [
     _cast(BF16, 96, copies=(False, True), centered=True),
     _cast(BF16, 256, heads=1, special=True, centered=True),
     _cast(FP32, 256, heads=1, copies=(True, False), shifted=3),
+    *(Case(f"transpose_heads-{channels}", partial(check_transpose, channels)) for channels in (64, 96, 256)),
     _forward("whole tiles", 128, heads=(2, 1)),
     _forward("causal", 128, rows=(130, 600), band=Band(right=0, bottom_right=True), dtype=BF16),
     _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=FP16),

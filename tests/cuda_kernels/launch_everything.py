@@ -30,8 +30,8 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from cuda_kernels.host import launch, machine_code  # noqa: E402
-from cuda_kernels.host.cache import carried  # noqa: E402
+from cuda_kernels.host import compile_cache, launch  # noqa: E402
+from cuda_kernels.host.cache_folder import carried  # noqa: E402
 from cuda_kernels.host.launch import Argument, Launch  # noqa: E402
 from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402
 from cuda_kernels.kernel import Kernel, compute_capability  # noqa: E402
@@ -65,7 +65,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
-        code = carried(machine_code.source_key(kernel, "cubin", arch), kernel.name)
+        code = carried(compile_cache.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
         self.layout.count, self.layout.size = len(entry.parameters), entry.parameter_bytes
@@ -126,6 +126,7 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     from tests.cuda_kernels import (
         attention_backward_cases,
         attention_kernel_cases,
+        attention_mma_cases,
         fused_cases,
         gemm_cases,
         kernel_cases,
@@ -139,7 +140,8 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
         found.setdefault(kind, (kernel, blocks, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
-        attention = *attention_kernel_cases.CASES, *attention_backward_cases.CASES
+        modules = attention_kernel_cases, attention_backward_cases, attention_mma_cases
+        attention = [case for module in modules for case in module.CASES]
         for case in (*gemm_cases.CASES, *kernel_cases.CASES, *fused_cases.CASES, *attention):
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")

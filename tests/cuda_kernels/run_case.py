@@ -17,17 +17,20 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from cuda_kernels.host import launch, machine_code
+from cuda_kernels.host import compile_cache, launch
 from tests.cuda_kernels import (
     attention_backward_cases,
     attention_kernel_cases,
+    attention_mma_cases,
+    attention_op_cases,
     emulated,
     fused_cases,
     gemm_cases,
     kernel_cases,
 )
 
-MODULES = kernel_cases, fused_cases, gemm_cases, attention_kernel_cases, attention_backward_cases
+ATTENTION = attention_kernel_cases, attention_backward_cases, attention_mma_cases, attention_op_cases
+MODULES = kernel_cases, fused_cases, gemm_cases, *ATTENTION
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 NOT_FOR_THIS_CARD = 77
 """What automake's tests exit with when they are skipped."""
@@ -37,6 +40,8 @@ def fits(name: str, architecture: str) -> bool:
     """Whether the case is for cards of ``architecture``: products name their tile, more than two numbers on Hopper."""
     if name.startswith("attention_"):
         return architecture == "90a"
+    if name.startswith("mma_attention_"):
+        return architecture == "120" or (architecture == "89" and "-256-" not in name)
     if not name.startswith("product-"):
         return True
     return (name.split("-")[3].count("/") > 1) == (architecture == "90a")
@@ -46,7 +51,7 @@ def compiled(name: str, architecture: str) -> int:
     """How many kernels the case launches, all of them in the cache afterwards."""
     kernels = emulated.kernels_of(CASES[name].run)
     for kernel in kernels:
-        machine_code.cubin(kernel, architecture)
+        compile_cache.cubin(kernel, architecture)
     return len(kernels)
 
 

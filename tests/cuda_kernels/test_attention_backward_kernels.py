@@ -12,11 +12,11 @@ import torch
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launchers.attention import CastLaunch, ForwardLaunch, Visible
+from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
 from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
-from cuda_kernels.host.launchers.attention_tiles import padded_rows
+from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.ops.attention import Codes, backward, cast, forward
+from lightning_fp8.ops.attention import Codes
 from tests.cuda_kernels.attention_backward_cases import CASES, CAUSAL, OnDevice, Problem, error, given, with_results
 from tests.cuda_kernels.emulated import Emulator, compiled, executing, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
@@ -87,42 +87,13 @@ def test_nan_reaches_the_gradients_that_it_enters(emulator: Emulator) -> None:
         assert error(actual.nan_to_num(), right.nan_to_num()) < 2.0**-8
 
 
-@needs_compilers
-def test_casts_and_both_passes_together(emulator: Emulator) -> None:
-    """From tensors of a model to their gradients, by kernels alone."""
-    heads, rows, spec, see = (4, 2), padded_rows(1, 200), AttentionSpec(128, "bfloat16"), Visible(None, 0)
-    generator = torch.Generator().manual_seed(1)
-    q, do, k, v = (torch.randn(1, 200, n, 128, generator=generator).bfloat16() for n in (4, 4, 2, 2))
-    by_heads = [x.transpose(1, 2) for x in (do, q, k, v)]
-    packed = []
-    for x in (do, q, k, v):
-        strides = x.stride(0), x.stride(1), x.stride(2)
-        cast_heads = CastLaunch(128, "bfloat16", x.shape[2], rows, strides, (True, True), False, True, x.device)
-        packed.append(cast_heads.start(x))
-    o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
-    m, l = (torch.full((4, rows.total), torch.nan) for _ in range(2))  # noqa: E741
-    of_queries, of_keys = q.stride()[:3], k.stride()[:3]
-    forward_pass = ForwardLaunch(spec, heads, rows, rows, see, 128**-0.5, of_queries, q.device)
-    forward_pass.start(*packed[1:], o, m, l)
-    backward_pass = BackwardLaunch(spec, heads, rows, rows, see, 128**-0.5, of_queries, of_keys, q.device)
-    backward_pass.start(*packed, o, m, l, dq, dk, dv)
-
-    codes = [cast(x) for x in by_heads]
-    right = forward(*codes[1:], 128**-0.5, CAUSAL)
-    expected = backward(*codes, *right, 128**-0.5, CAUSAL, None, torch.float32)
-    for actual, each in zip((dq, dk, dv), expected):
-        assert error(actual.transpose(1, 2), each) < 2.0**-7
-
-
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def launched(head_dim: int = 64, softmax_scale: float = 1.0, stride: int = 64) -> BackwardLaunch:
-    one = padded_rows(1, 1)
-    return BackwardLaunch(
-        AttentionSpec(head_dim, "bfloat16"), (1, 1), one, one, Visible(), softmax_scale, (0, stride, 64), (0, 64, 64),
-        torch.device("cpu"),
-    )  # fmt: skip
+    one = RowSpace(1, 1, False)
+    problem = AttentionProblem(AttentionSpec(head_dim, "bfloat16"), (1, 1), one, one, Visible(), softmax_scale)
+    return BackwardLaunch(problem, (0, stride, 64), (0, 64, 64), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])

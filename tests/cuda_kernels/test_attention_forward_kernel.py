@@ -1,23 +1,19 @@
-"""Attention's forward kernel: its compiled PTX on the CPU with the race detector on, its tables, its machine code."""
+"""Attention's forward kernel: its compiled PTX on the CPU with the race detector on, and its machine code."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from cuda_kernels.attention.forward import attention_forward_kernel
-from cuda_kernels.attention.spec import ROWS, TILE_FIELDS, AttentionSpec
-from cuda_kernels.host.launchers.attention import ForwardLaunch, Visible
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, cast_table, padded_rows, ragged_rows, tile_table
+from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, Visible
+from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.ops.attention import Band
-from tests.attention.attention_cases import visible_keys
 from tests.cuda_kernels.attention_kernel_cases import CASES, CAUSAL, check_forward
 from tests.cuda_kernels.emulated import Emulator, compiled, executing, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
@@ -55,84 +51,15 @@ def test_long_sums_keep_their_digits(emulator: Emulator) -> None:
     check_forward(64, "cpu", rows=(128, 2048), tolerance=2e-3)
 
 
-# --- Tables -----------------------------------------------------------------------------------------------------------
-
-BANDS = [
-    Band(), CAUSAL, Band(right=0, bottom_right=True), Band(left=100, right=20), Band(left=0, right=0),
-    Band(left=130, right=0, bottom_right=True), Band(right=200), Band(left=5, right=300, bottom_right=True),
-]  # fmt: skip
-LENGTHS = [([300], [300]), ([130, 1, 0, 257], [259, 128, 40, 0]), ([128, 256], [256, 128]), ([64, 200], [500, 129])]
-
-
-def rows_of(lengths: list[int], form: str) -> PackedRows:
-    if form == "ragged":
-        return ragged_rows(torch.tensor([0, *itertools.accumulate(lengths)]))
-    return padded_rows(len(lengths), max(lengths) + 5, torch.tensor(lengths))
-
-
-@pytest.mark.parametrize("form", ["padded", "ragged"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("tile", [128, 64])
-def test_tiles_are_those_that_somebody_sees(
-    band: Band, lengths: tuple[list[int], list[int]], form: str, tile: int
-) -> None:
-    """Against the mask element by element."""
-    queries, keys = (rows_of(each, form) for each in lengths)
-    table = tile_table(queries, keys, band.left, band.right, band.bottom_right, tile)
-    entries = [dict(zip(TILE_FIELDS, entry)) for entry in table.tolist()]
-    starts = {}
-    for each in entries:
-        sequence = each["sequence"]
-        start = each["row"] - int(queries.starts[sequence])
-        starts[sequence, start] = each
-        count = lengths[1][sequence]
-        see = visible_keys(lengths[0][sequence], count, band)[start : start + ROWS]
-        assert each["others"] == keys.starts[sequence]
-        assert each["count"] == count
-        assert each["valid"] == len(see)
-        assert each["out_row"] == start + (int(queries.first[sequence]) if form == "ragged" else 0)
-        assert each["out_rows"] == min(ROWS, max(0, int(queries.held[sequence]) - start))
-        seen = [j // tile for j in see.any(0).nonzero().flatten().tolist()]
-        visited = range(each["first"], each["last"])
-        assert list(visited) == (list(range(min(seen), max(seen) + 1)) if seen else [])
-        for index in visited:
-            columns = see[:, index * tile : (index + 1) * tile]
-            whole = columns.shape[1] == tile and bool(columns.all())
-            assert whole == (each["whole_first"] <= index < each["whole_last"])
-        row, column = torch.arange(len(see))[:, None], torch.arange(count)
-        low = each["diagonal"] + row - (1 << 29 if band.left is None else band.left)
-        high = each["diagonal"] + row + (1 << 29 if band.right is None else band.right)
-        assert torch.equal(see, (low <= column) & (column <= high))
-    tiles = {(b, s) for b, held in enumerate(queries.held.tolist()) for s in range(0, held, ROWS)}
-    assert len(entries) == len(starts)
-    assert set(starts) == tiles
-    work = [each["last"] - each["first"] for each in entries]
-    assert work == sorted(work, reverse=True)
-
-
-@pytest.mark.parametrize("form", ["padded", "ragged"])
-def test_rows_that_are_cast(form: str) -> None:
-    lengths = [130, 0, 257]
-    rows = rows_of(lengths, form)
-    found = sorted(map(tuple, cast_table(rows).tolist()))
-    if form == "ragged":
-        assert found == [(0, 0, 128, 0), (0, 128, 2, 128), (2, 130, 128, 384), (2, 258, 128, 512), (2, 386, 1, 640)]
-        assert rows.total == 768
-    else:
-        expected = [(b, s, max(0, min(128, lengths[b] - s)), 384 * b + s) for b in range(3) for s in (0, 128, 256)]
-        assert found == expected
-        assert rows.total == 3 * 384
-
-
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def launched(softmax_scale: float = 1.0, stride: int = 64, queries: int = 1) -> ForwardLaunch:
-    return ForwardLaunch(
-        AttentionSpec(64, "bfloat16"), (1, 1), padded_rows(1, queries), padded_rows(1, 1), Visible(), softmax_scale,
-        (0, stride, 64), torch.device("cpu"),
+    problem = AttentionProblem(
+        AttentionSpec(64, "bfloat16"), (1, 1), RowSpace(1, queries, False), RowSpace(1, 1, False), Visible(),
+        softmax_scale,
     )  # fmt: skip
+    return ForwardLaunch(problem, (0, stride, 64), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
@@ -199,14 +126,3 @@ def test_registers_change_hands(kernel: Kernel) -> None:
 def test_every_width_is_tried() -> None:
     tried = {int(re.findall(r"d=(\d+)", name)[0]) for name in KERNELS}
     assert tried == set(PRODUCTS)
-
-
-def heaviest(table: Tensor) -> int:
-    return int((table[:, 3] - table[:, 2]).max())
-
-
-def test_causal_tiles_with_most_keys_come_first() -> None:
-    rows = padded_rows(2, 1024)
-    table = tile_table(rows, rows, None, 0, False)
-    assert heaviest(table[:2]) == 8
-    assert heaviest(table[-2:]) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_kernels.gemm import wgmma
-from cuda_kernels.host import gemm_selection, launch, machine_code
+from cuda_kernels.host import compile_cache, gemm_selection, launch
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm import reference as gemm_reference
@@ -176,7 +176,7 @@ def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeyp
         case.run("cpu")
         (trapping,) = emulator.launched
         assert trapping.name == f"{kernel.name[:-1]} trap)"
-        assert machine_code.key(trapping, "cubin", "90a") != machine_code.key(kernel, "cubin", "90a")
+        assert compile_cache.key(trapping, "cubin", "90a") != compile_cache.key(kernel, "cubin", "90a")
         assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
         emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
         with pytest.raises(EmulatorError, match="trap"):

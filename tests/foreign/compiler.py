@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from cuda_kernels.host.cache import cached
+from cuda_kernels.host.cache_folder import cached
 from tests.ptx_on_cpu import Program, TensorMap
 
 SWIZZLES = (0, 32, 64, 128)

@@ -11,8 +11,8 @@ from cuda_kernels.casts.column_sums import column_sums_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
-from cuda_kernels.host import cache as disk
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import cache_folder as disk
+from cuda_kernels.host import compile_cache
 from cuda_kernels.host.gemm_configs import GemmProblem, legal_choices
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import Build, compile_ahead, missing
@@ -40,7 +40,7 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert missing(builds, "90a") == [(broken_kernel, ())]
     assert missing(builds, "89") == builds[:3]
     names = {
-        (tmp_path / machine_code.key(function(*arguments), "cubin", "90a")) for function, arguments in (sums, scales)
+        (tmp_path / compile_cache.key(function(*arguments), "cubin", "90a")) for function, arguments in (sums, scales)
     }
     assert set(tmp_path.iterdir()) == names
     assert list(compile_ahead([], "90a")) == []

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cuda_kernels.device.language import UniTuple, asm, device, f32, i32, lowered
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from cuda_kernels.host.fingerprint import fingerprint
 from cuda_kernels.kernel import Kernel
 
@@ -37,7 +37,7 @@ from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize
 from cuda_kernels.device import rows, tile
 from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from cuda_kernels.norm import backward, bands, cast, statistics
 rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
@@ -73,7 +73,7 @@ kernels = {
     "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
     "mean_heads": means.mean_heads_kernel(64),
 }
-print(json.dumps({name: machine_code.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
+print(json.dumps({name: compile_cache.source_key(kernel, "cubin", "90a") for name, kernel in kernels.items()}))
 """
 
 
@@ -186,7 +186,7 @@ def test_what_a_function_names_counts() -> None:
     assert len(set(texts)) == len(texts)
     assert fingerprint(call(device(call(1)))) == fingerprint(call(device(call(1))))
     # What these hold is reached by the names of attributes, which are no part of a function's references.
-    for word in ([1], machine_code, Kernel, Box(1, 2)):
+    for word in ([1], compile_cache, Kernel, Box(1, 2)):
         with pytest.raises(TypeError, match=re.escape(f"names {word!r}; it may name numbers")):
             fingerprint(call(word))
 
@@ -209,13 +209,13 @@ def test_a_file_that_is_edited_after_its_import_gives_another_key(tmp_path: Path
 import sys
 from pathlib import Path
 from cuda_kernels.gemm import mma, raster
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling
 path = Path(raster.__file__)
 if "early" in sys.argv:
     path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
 kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
-print(machine_code.key(kernel, "cubin", "89"))
+print(compile_cache.key(kernel, "cubin", "89"))
 """
     found = [
         subprocess.run([sys.executable, "-c", program, *late], cwd=folder, capture_output=True, text=True, check=True)
@@ -241,5 +241,5 @@ def test_launch_bounds_and_parameters_count() -> None:
         Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
         Kernel("b", kernel, (i32,), 32),
     ]
-    found = {machine_code.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}
+    found = {compile_cache.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}
     assert len(found) == 9  # side by side on cards with GDDR memory: 2 - 1 = 1

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
-from cuda_kernels.host import cache, gemm_configs, gemm_selection
+from cuda_kernels.host import cache_folder, gemm_configs, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
 from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, from_json, measured_on, save
 from lightning_fp8.ops.core import dispatch
@@ -179,7 +179,7 @@ def test_what_was_measured_is_taken() -> None:
 
 
 def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path))
     measured_on.cache_clear()
     kept: list[Measurement] = [
         Measurement("one", (1, 2, 3), plan)

@@ -26,13 +26,13 @@ from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
-from cuda_kernels.host import cache, launch, machine_code, tensor_maps
+from cuda_kernels.host import cache_folder, compile_cache, launch, tensor_maps
 from cuda_kernels.host.launch import Launch, NoKernels, bind
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.layout import empty_operand
+from lightning_fp8.ops.core.alignment import empty_operand
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import executing, ptx_of
@@ -47,18 +47,18 @@ KERNEL = amax_kernel(tensor_loader("bfloat16", 4), False)
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, on disk and in memory."""
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_folder, "_memory", {})
     yield tmp_path / "cache"
-    cache._warn_once.cache_clear()
+    cache_folder._warn_once.cache_clear()
 
 
 def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = machine_code.cubin(KERNEL, "90a")
+    code = compile_cache.cubin(KERNEL, "90a")
     assert code.startswith(b"\x7fELF")
-    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(cache_folder, "_memory", {})
     monkeypatch.setattr(compiler, "link", None)  # compiling again would fail
-    assert machine_code.cubin(KERNEL, "90a") == code
+    assert compile_cache.cubin(KERNEL, "90a") == code
     (file,) = cold.iterdir()
     assert file.read_bytes()[32:] == code
 
@@ -67,13 +67,11 @@ def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) 
     "damage", [lambda b: b[:100], lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]]
 )
 def test_a_damaged_file_is_built_again(cold: Path, damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        cache.cached("key", lambda: b"code of a kernel, long enough to be damaged") == (cold / "key").read_bytes()[32:]
-    )
+    assert cache_folder.cached("key", lambda: b"code of a kernel, to be damaged") == (cold / "key").read_bytes()[32:]
     whole = (cold / "key").read_bytes()
     (cold / "key").write_bytes(damage(whole))
-    monkeypatch.setattr(cache, "_memory", {})
-    assert cache.cached("key", lambda: whole[32:]) == whole[32:]
+    monkeypatch.setattr(cache_folder, "_memory", {})
+    assert cache_folder.cached("key", lambda: whole[32:]) == whole[32:]
     assert (cold / "key").read_bytes() == whole
 
 
@@ -82,13 +80,13 @@ def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
     program = """
 import sys
 import hashlib
-from cuda_kernels.host import machine_code
+from cuda_kernels.host import compile_cache
 from tests.host.test_launch import KERNEL
 print("ready", flush=True)
 sys.stdin.readline()
-print(hashlib.sha256(machine_code.cubin(KERNEL, "90a")).hexdigest(), flush=True)
+print(hashlib.sha256(compile_cache.cubin(KERNEL, "90a")).hexdigest(), flush=True)
 """
-    environment = os.environ | {cache.CACHE_VARIABLE: str(cold)}
+    environment = os.environ | {cache_folder.CACHE_VARIABLE: str(cold)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -112,12 +110,14 @@ print(hashlib.sha256(machine_code.cubin(KERNEL, "90a")).hexdigest(), flush=True)
 
 def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.parent.joinpath("file").touch()
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(cold.parent / "file" / "cache"))  # not a folder: nobody may write
-    with pytest.warns(RuntimeWarning, match=cache.CACHE_VARIABLE) as caught:
-        codes = [cache.cached(key, key.encode) for key in ("a", "b")]
+    monkeypatch.setenv(
+        cache_folder.CACHE_VARIABLE, str(cold.parent / "file" / "cache")
+    )  # not a folder: nobody may write
+    with pytest.warns(RuntimeWarning, match=cache_folder.CACHE_VARIABLE) as caught:
+        codes = [cache_folder.cached(key, key.encode) for key in ("a", "b")]
     assert codes == [b"a", b"b"]
     assert len(caught) == 1
-    assert cache.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
+    assert cache_folder.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
 
 
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
@@ -134,14 +134,14 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of what is carried does not: it was compiled elsewhere."""
-    key, carried = machine_code.key(KERNEL, "cubin", "90a"), machine_code.source_key(KERNEL, "cubin", "90a")
-    assert len({key, machine_code.key(KERNEL, "cubin", "89"), machine_code.key(KERNEL, "ptx", "89"), carried}) == 4
-    monkeypatch.setattr(cache, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
-    cache.compilers.cache_clear()
-    assert key != machine_code.key(KERNEL, "cubin", "90a")
-    assert carried == machine_code.source_key(KERNEL, "cubin", "90a")
+    key, carried = compile_cache.key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
+    assert len({key, compile_cache.key(KERNEL, "cubin", "89"), compile_cache.key(KERNEL, "ptx", "89"), carried}) == 4
+    monkeypatch.setattr(cache_folder, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
+    cache_folder.compilers.cache_clear()
+    assert key != compile_cache.key(KERNEL, "cubin", "90a")
+    assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
-    cache.compilers.cache_clear()
+    cache_folder.compilers.cache_clear()
 
 
 class Card:
@@ -265,8 +265,8 @@ def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_pat
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
     for kernel, *_ in one_of_each().values():
         arch = kernel.architectures[0]
-        cache.carry(tmp_path, machine_code.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
-    folders = {cache.CARRIED_VARIABLE: str(tmp_path), cache.CACHE_VARIABLE: str(tmp_path / "empty")}
+        cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
+    folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}
     assert on_the_fake_driver(fake_driver, "-m", "tests.cuda_kernels.launch_everything", **folders) == "started\n"
     assert not (tmp_path / "empty").exists()
 
@@ -320,7 +320,7 @@ def test_what_is_missing_is_named_for_torchs_cuda(
 ) -> None:
     card = Card(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(machine_code, "cubin", lambda kernel, arch: import_module("compilers_that_nobody_has"))
+    monkeypatch.setattr(compile_cache, "cubin", lambda kernel, arch: import_module("compilers_that_nobody_has"))
     kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)
     with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
         Launch(kernel, 7, (140, 264), card.device)
@@ -385,7 +385,7 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
     compiler._made.cache_clear()
     entry.grid_constant_params.cache_clear()
     with pytest.raises(KernelError, match="does not read its tensor maps in place"):
-        machine_code.cubin(kernel, "90a")
+        compile_cache.cubin(kernel, "90a")
     compiler._made.cache_clear()
     entry.grid_constant_params.cache_clear()
 

@@ -6,14 +6,20 @@ goes to an instruction that dominates it), and what lies on the way from a load 
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import re
 import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from importlib.metadata import files
+from importlib.metadata import files, version
 from pathlib import Path
+
+from tests.ptx_on_cpu.build import folder
+
+_PACKAGE = "nvidia-cuda-nvdisasm"
 
 TENSOR_CORES = ("QGMMA", "HGMMA", "IGMMA", "QMMA", "HMMA", "IMMA")
 WARPGROUP_PRODUCTS = ("QGMMA", "HGMMA", "IGMMA")
@@ -62,13 +68,22 @@ Loop = frozenset[int]
 
 
 def disassembled(cubin: bytes, *options: str) -> str:
-    """nvdisasm's listing of machine code; by default the instructions alone."""
-    (path,) = (file for file in files("nvidia-cuda-nvdisasm") or () if file.name == "nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [Path(str(path.locate())), *(options or ("-c",)), file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """nvdisasm's listing of machine code, by default the instructions alone; several tests read one: kept on disk."""
+    options = options or ("-c",)
+    digest = hashlib.sha256("\0".join([version(_PACKAGE), *options]).encode() + cubin).hexdigest()[:32]
+    kept = folder() / f"listing_{digest}.gz"
+    if kept.exists():
+        return gzip.decompress(kept.read_bytes()).decode()
+    (path,) = (file for file in files(_PACKAGE) or () if file.name == "nvdisasm")
+    with tempfile.TemporaryDirectory(dir=folder()) as temporary:
+        file = Path(temporary) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [Path(str(path.locate())), *options, file]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        written = Path(temporary) / kept.name
+        written.write_bytes(gzip.compress(listing.encode(), 1))
+        written.replace(kept)  # other processes may write the same
+    return listing
 
 
 def parsed(listing: str) -> list[Instruction]:

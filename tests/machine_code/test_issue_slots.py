@@ -11,11 +11,11 @@ from cuda_kernels.casts.activation import activation_loader
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
 from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
-from cuda_kernels.device.rows import cast_row_layout
 from cuda_kernels.device.tile import TILE, tensor_loader
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.backward import backward_row_layout, norm_backward_kernel
 from cuda_kernels.norm.cast import normalize_kernel
+from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import Norm
 from tests.machine_code.issue_slots import NoWalk, issue_clocks, issue_slots, memory_clocks, slots_of_another
 from tests.machine_code.sass import disassembled

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_fp8.functions.linear
-import lightning_fp8.modules.linear_layer
+import lightning_fp8.modules.weight_cache
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.functions.linear import quantize_role
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
@@ -217,7 +217,7 @@ def test_weight_is_cast_once_for_all_micro_batches_until_it_changes(
         casts.append(role)
         return quantize_role(x, role, *args, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.modules.linear_layer, "quantize_role", counted)
+    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "quantize_role", counted)
     monkeypatch.setattr(lightning_fp8.functions.linear, "quantize_role", counted)
     linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     plain = copy.deepcopy(linear)

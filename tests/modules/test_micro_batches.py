@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import lightning_fp8.modules.linear_layer
+import lightning_fp8.modules.weight_cache
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.functions.linear import quantize_role
 
@@ -27,7 +27,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return quantize_role(*args, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.modules.linear_layer, "quantize_role", counted)
+    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "quantize_role", counted)
     return made
 
 

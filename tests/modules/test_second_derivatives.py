@@ -20,7 +20,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.delayed.without_plugin import update_without_plugin
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 

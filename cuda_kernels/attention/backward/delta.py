@@ -12,7 +12,7 @@ import numpy as np
 
 from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
-from cuda_kernels.attention.tiles import load_tile
+from cuda_kernels.attention.tiles import tile_of
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import (
     bits,
@@ -77,9 +77,8 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
     def attention_delta(
         table, do, scale_do, scale_q, o, m, l, statistics, heads, rows_q, stride_b, stride_l, stride_h,  # noqa: E741
     ):  # fmt: skip
-        tile_idx = quotient(cuda.blockIdx.x, heads)
-        head = i32(cuda.blockIdx.x - tile_idx * heads)
-        first, _, _, _, _, _, _, _, valid, sequence, out_row, _ = load_tile(table, tile_idx)
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        first, valid, sequence, out_row = tile[0], tile[8], tile[9], tile[10]
         block = (i64(head) * (rows_q >> 7) + (first >> 7)) * 4
         gradient_scale = load_f32(scale_do + block)
         packed = i64(head) * rows_q + first

@@ -29,13 +29,8 @@ import numpy as np
 from cuda_kernels.attention.backward.memory import (
     FLUSH,
     LINE,
-    MULTIPLYING,
-    PRODUCER_REGISTERS,
     QUERIES,
-    REGISTERS,
     STATISTICS_BYTES,
-    THREADS,
-    TILE,
     dkv_offsets,
     dkv_stages,
     scratch_floats,
@@ -51,21 +46,29 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
+from cuda_kernels.attention.block import (
+    MULTIPLYING,
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    THREADS,
+    TILE,
+    fill_stage,
+    init_ring,
+    warpgroup_and_warp,
+)
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import WARP_BYTES, make_row_store
-from cuda_kernels.attention.tiles import load_tile
+from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
 from cuda_kernels.device.fragments import (
     add_from_global,
     add_rows_to_global,
     exp2_columns,
-    mask_rows,
     pack_a_words,
     rows_amax,
     rows_max,
     scale_rows,
-    scale_seen_rows,
     score_gradients_columns,
     zeros,
 )
@@ -75,7 +78,6 @@ from cuda_kernels.device.ptx import (
     float_max,
     from_bits,
     load_f32,
-    quotient,
     reciprocal_approx,
     shared_load_4,
     warp_any,
@@ -91,7 +93,6 @@ from cuda_kernels.device.sm90 import (
     mbarrier_init,
     mbarrier_wait,
     prefetch_tensormap,
-    shfl_sync_0,
     syncwarp,
     tma_load,
     warpgroup_reg_alloc,
@@ -128,7 +129,6 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     )
     transposed_bytes = head_dim * 128
     stage_bytes = 2 * TILE + 2 * transposed_bytes + STATISTICS_BYTES
-    item = 4 if spec.out == "float32" else 2
     scores_count, sums_count = QUERIES // 2, head_dim // 2
     flush_stages = flush // ROWS
     dk_scratch = 4 * MULTIPLYING * sums_count
@@ -137,15 +137,15 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
     scores_wait_1, sums_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(sums_count, 0)
     hide, exp2, gradients_of = (
-        mask_rows(scores_count),
+        make_band_mask(scores_count),
         exp2_columns(scores_count),
         score_gradients_columns(scores_count),
     )
     max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
     scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
-    scale_sums, finish = scale_rows(sums_count), scale_seen_rows(sums_count)
+    scale_sums = scale_rows(sums_count)
     leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
-    store_rows, store_rows_again = make_row_store(head_dim, spec.out), make_row_store(head_dim, spec.out, True)
+    store, store_again = make_result_store(head_dim, spec.out), make_result_store(head_dim, spec.out, again=True)
     next_stage, _ = stage_counters(stages)
 
     @device
@@ -165,8 +165,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
             for i in range(first >> 1, (last + 1) >> 1):
                 barrier = smem + full + 8 * stage_idx
                 query = queries + i * ROWS
-                mbarrier_wait(smem + empty + 8 * stage_idx, phase ^ 1)
-                mbarrier_arrive_expect_tx(barrier, stage_bytes)
+                fill_stage(barrier, smem + empty + 8 * stage_idx, phase, stage_bytes)
                 tma_load(smem + q_offset + stage_idx * TILE, map_q, barrier, 0, head * rows_q + query)
                 tma_load(smem + do_offset + stage_idx * TILE, map_do, barrier, 0, head * rows_q + query)
                 tma_load(
@@ -199,14 +198,11 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         """Both sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
-        _, _, first, last, whole_first, whole_last, count, diagonal, _, _, _, _ = tile
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         thread = cuda.threadIdx.x & 127
         lane = thread & 31
-        row_in_tile = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
-        column = i32(2 * (lane & 3))
-        lowest = i32(i32(diagonal + row_in_tile) - i32(left + column))
-        highest = i32(i32(diagonal + row_in_tile) + i32(right - column))
-        end = i32(i32(count - 1) - column)
+        row, column = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+        visible = visible_columns(tile, row, column, left, right)
         desc_k, desc_v = descriptor(smem + k_offset + wg_idx * 8192), descriptor(smem + v_offset + wg_idx * 8192)
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
@@ -232,12 +228,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     gradient_scale = from_bits(shared_load_4(smem + statistic(stage_idx, GRADIENT_SCALE, query)))
                     scores = scores_wait_1(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
-                        start = i32(i * ROWS + half * QUERIES)
-                        scores = hide(
-                            scores,
-                            i32(lowest - start), i32(min(highest, end) - start),
-                            i32(i32(lowest + 8) - start), i32(min(i32(highest + 8), end) - start),
-                        )  # fmt: skip
+                        scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale, SMALLEST)
                     p = exp2(scores, factor, smem + statistic(stage_idx, TOTAL, query))
                     amax, amax_below = max_of(p)
@@ -280,39 +271,33 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
             address_of(map_dot), address_of(map_statistics),
         )  # fmt: skip
         smem = dynamic_shared()
-        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+        wg_idx, warp = warpgroup_and_warp()
         if cuda.threadIdx.x == 0:
             for index in range(7):
                 prefetch_tensormap(maps[index])
             mbarrier_init(smem + full_kv, 1)
-            for stage in range(stages):
-                mbarrier_init(smem + full + 8 * stage, 1)
-                mbarrier_init(smem + empty + 8 * stage, MULTIPLYING // 32)
+            init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
             fence_mbarrier_init()
         cuda.syncthreads()
-        tile_idx = quotient(cuda.blockIdx.x, heads)
-        head = i32(cuda.blockIdx.x - tile_idx * heads)
-        tile = load_tile(table, tile_idx)
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
         if wg_idx == 2:
             warpgroup_reg_dealloc(PRODUCER_REGISTERS)
             if warp == 8 and elect_sync():
                 produce(smem, maps, tile, head, group, rows_q, rows_k)
         else:
             warpgroup_reg_alloc(REGISTERS)
-            row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+            row, valid = tile[0], tile[8]
             block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
             mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
             dv, dk = consume(
                 smem, tile, wg_idx, load_f32(scale_k + block) * c, load_f32(scale_v + block), group, left, right, mine
             )
-            lane, warp_row = cuda.threadIdx.x & 31, warp * 16
-            place = (i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h) * item
-            shared = smem + out_offset + warp * WARP_BYTES
-            inside, inside_below = warp_row + (lane >> 2) < valid, warp_row + (lane >> 2) + 8 < valid
-            dv = finish(dv, _ONE, _ONE, inside, inside_below)
-            store_rows(dv, shared, dv_out + place, stride_l * item, out_rows - warp_row, lane)
-            dk = finish(dk, softmax_scale, softmax_scale, inside, inside_below)
-            store_rows_again(dk, shared, dk_out + place, stride_l * item, out_rows - warp_row, lane)
+            row_in_tile = warp * 16 + (cuda.threadIdx.x >> 2 & 7)
+            inside, inside_below = row_in_tile < valid, row_in_tile + 8 < valid
+            shared, strides = smem + out_offset, (stride_b, stride_l, stride_h)
+            store(dv, _ONE, _ONE, inside, inside_below, shared, dv_out, tile, head, warp, strides)
+            factor = softmax_scale
+            store_again(dk, factor, factor, inside, inside_below, shared, dk_out, tile, head, warp, strides)
 
     return Kernel(
         f"attention_dkv({spec}, {stages=}, {flush=})",

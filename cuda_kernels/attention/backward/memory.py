@@ -1,18 +1,12 @@
-"""What the two backward kernels of attention have in common, and where their buffers lie in shared memory."""
+"""Where the buffers of attention's backward kernels lie in shared memory, and how often sums leave registers."""
 
 from __future__ import annotations
 
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
+from cuda_kernels.attention.block import SHARED_BYTES, TILE, placed
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES
 
-THREADS = 384
-"""Of a block: two warpgroups multiply, a third one copies."""
-MULTIPLYING = 256
-PRODUCER_REGISTERS = 24
-REGISTERS = 240
-TILE = ROWS * 128
-"""Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
 QUERIES = 64
 """Queries of a tile for dK and dV; a stage has two tiles."""
 FLUSH = 1024
@@ -22,21 +16,19 @@ LINE = 4 * ROWS
 STATISTICS_BYTES = (STATISTICS - CORRECTED) * LINE
 """Of a stage."""
 
-_SHARED_BYTES = 227 * 1024
-"""The most a block may have."""
 _OWN = 2 * TILE + 8 * WARP_BYTES + 128
 """Of what is no stage: two tiles of the block's own rows, what leaves, and barriers."""
 
 
 def dq_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of keys: K, V and transposed K of 128."""
-    return min(4, (_SHARED_BYTES - _OWN) // (2 * TILE + spec.head_dim * 128))
+    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + spec.head_dim * 128))
 
 
 def dq_offsets(spec: AttentionSpec) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
     stages = dq_stages(spec)
-    return _placed(
+    return placed(
         q=TILE,
         do=TILE,
         k=stages * TILE,
@@ -51,13 +43,13 @@ def dq_offsets(spec: AttentionSpec) -> dict[str, int]:
 
 def dkv_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of queries: Q and dO of 128, both transposed too, and statistics."""
-    return min(4, (_SHARED_BYTES - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
+    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
 
 
 def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
     stages = dkv_stages(spec)
-    return _placed(
+    return placed(
         k=TILE,
         v=TILE,
         q=stages * TILE,
@@ -70,15 +62,6 @@ def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
         full=8 * stages,
         empty=8 * stages,
     )
-
-
-def _placed(**sizes: int) -> dict[str, int]:
-    """One after the other."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, size in sizes.items():
-        offsets[name], end = end, end + size
-    return {**offsets, "end": end}
 
 
 def scratch_floats(spec: AttentionSpec) -> int:

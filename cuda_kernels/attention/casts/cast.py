@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
-from cuda_kernels.attention.spec import ORDER_A, ROWS
+from cuda_kernels.attention.casts.transpose import make_column_store
+from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.codec import (
     FP8_MAX,
     amax_to_scale,
@@ -32,17 +33,13 @@ from cuda_kernels.device.ptx import (
     from_bits,
     load_16_if,
     shared_load_4,
-    shared_load_16,
     shared_store_4,
-    shared_store_16,
     shuffle,
     store_4,
-    store_16,
     store_f32,
     unsigned_max,
     warp_max,
 )
-from cuda_kernels.device.tile import transpose_quads
 from cuda_kernels.kernel import Kernel
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
@@ -132,25 +129,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
     pack = float8x4["e4m3"]
     fp8_max = FP8_MAX["e4m3"]
     amax_smem = ROWS * head_dim if columnwise else 0
-    column_step = spec.threads // 8
-    order = ORDER_A
-
-    @device
-    def store_columns(packed, shared, group, quad, thread, out, stride):
-        """``out``: the address of this block's first row in the first channel; ``stride``: of a channel."""
-        ordered = cuda.local.array(GROUP, u32)
-        for place in range(GROUP):
-            ordered[place] = packed[order[place]]
-        transpose_quads(ordered)
-        for step in range(4):  # the 16-byte chunks of a column are swizzled against bank conflicts
-            at = shared + (4 * quad + step) * ROWS + ((group ^ (quad & 7)) << 4)
-            shared_store_16(at, ordered[4 * step], ordered[4 * step + 1], ordered[4 * step + 2], ordered[4 * step + 3])
-        cuda.syncthreads()
-        part = thread & 7
-        for step in range(4):
-            column = i32((thread >> 3) + step * column_step)
-            codes = shared_load_16(shared + column * ROWS + ((part ^ (column >> 2 & 7)) << 4))
-            store_16(out + i64(column) * stride + 16 * part, codes[0], codes[1], codes[2], codes[3])
+    store_columns = make_column_store(spec.threads)
 
     def quantize_heads(
         x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences, stride_b, stride_l, stride_h

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,13 +12,22 @@ from torch import Tensor
 from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
-from cuda_kernels.attention.forward import attention_forward_kernel
+from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, Launch, address_on
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, cast_table, limits, sequence_table, tile_table
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.launchers.attention_kernels import forward_kernel, operand_on
+from cuda_kernels.host.launchers.attention_tiles import (
+    PackedRows,
+    RowSpace,
+    cast_table,
+    limits,
+    sequence_table,
+    tile_table,
+)
+from cuda_kernels.host.tensor_maps import Box
 
-_LOG2_E = math.log2(math.e)
+Strides = tuple[int, int, int]
+"""In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
 
 
 class PackedCodes(NamedTuple):
@@ -34,12 +44,89 @@ class PackedCodes(NamedTuple):
     scale_inv: Tensor
 
 
+class CastTables(NamedTuple):
+    """Where the sequences of a batch lie, as casts read it.
+
+    Attributes:
+        blocks: :func:`~cuda_kernels.host.launchers.attention_tiles.cast_table`.
+        sequences: :func:`~cuda_kernels.host.launchers.attention_tiles.sequence_table`.
+    """
+
+    blocks: Tensor
+    sequences: Tensor
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> CastTables:
+        return cls(cast_table(rows), sequence_table(rows))
+
+
 class Visible(NamedTuple):
     """Which keys a query sees: see :func:`cuda_kernels.host.launchers.attention_tiles.tile_table`."""
 
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
+
+    def transposed(self) -> Visible:
+        """Which queries see a key."""
+        return Visible(self.right, self.left, self.bottom_right)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What both passes of one call have in common; lengths of sequences come with each launch.
+
+    Attributes:
+        spec: head_dim, and the dtype of what a pass writes.
+        heads: of queries, and of keys and values; the first is a multiple of the second.
+        queries, keys: the packed rows of the batch.
+        visible: the mask.
+        softmax_scale: greater than 0.
+
+    Raises:
+        ValueError: ``softmax_scale`` is none that kernels take.
+    """
+
+    spec: AttentionSpec
+    heads: tuple[int, int]
+    queries: RowSpace
+    keys: RowSpace
+    visible: Visible
+    softmax_scale: float
+
+    def __post_init__(self) -> None:
+        if not self.softmax_scale > 0:
+            raise ValueError(
+                f"softmax_scale={self.softmax_scale}: kernels fold it into exponents and maxima, and need it positive"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys and values."""
+        return self.heads[0] // self.heads[1]
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Packed rows of queries and of keys."""
+        return self.queries.total, self.keys.total
+
+    @property
+    def scale_of_exponent(self) -> float:
+        """What scores are multiplied with to be exponents of 2."""
+        return self.softmax_scale * math.log2(math.e)
+
+    def require_strides(self, *strides: Strides) -> None:
+        """Raises:
+        ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
+        """
+        item = 4 if self.spec.out == "float32" else 2
+        for each in strides:
+            if any(stride * item % 16 for stride in each):
+                raise ValueError(f"strides={each} of {self.spec.out}: rows begin at multiples of 16 bytes")
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """Tiles of 128 queries with the tiles of 128 keys that they see."""
+        return tile_table(queries, keys, *self.visible)
 
 
 class CastLaunch:
@@ -50,8 +137,7 @@ class CastLaunch:
         dtype: of the tensor, by its name.
         heads: of the tensor.
         rows: of the batch.
-        strides: of the tensor in elements: from a sequence to the next (0 where they lie one after the other), from a
-            row, from a head.
+        strides: of the tensor.
         copies: whether there is a row copy, and a transposed one.
         centered: whether each channel's mean over the sequence is subtracted first.
         aligned: whether the tensor's address is a multiple of four elements.
@@ -65,8 +151,8 @@ class CastLaunch:
         head_dim: int,
         dtype: str,
         heads: int,
-        rows: PackedRows,
-        strides: tuple[int, int, int],
+        rows: RowSpace,
+        strides: Strides,
         copies: tuple[bool, bool],
         centered: bool,
         aligned: bool,
@@ -74,101 +160,106 @@ class CastLaunch:
     ) -> None:
         vector = 4 if aligned and not any(stride % 4 for stride in strides) else 1
         spec = HeadsSpec(head_dim, dtype, vector)
-        self._heads, self._total, self._head_dim, self._copies = heads, rows.total, head_dim, copies
-        self._sequences = len(rows.lengths)
-        table = cast_table(rows)
-        self._table, self._sequence_table = table.to(device), sequence_table(rows).to(device)
+        self._heads, self._rows, self._head_dim, self._copies = heads, rows, head_dim, copies
         self._address, self._device = address_on(device), device
-        blocks = len(table) * heads
+        blocks = rows.blocks * heads
         kernel = quantize_heads_kernel(spec, *copies, centered)
-        self._cast = Launch(kernel, blocks, (heads, rows.total, self._sequences, *strides), device)
+        self._cast = Launch(kernel, blocks, (heads, rows.total, rows.sequences, *strides), device)
         self._sum = self._mean = None
         if centered:
             self._sum = Launch(sum_heads_kernel(spec), blocks, (heads, rows.total, *strides), device)
             mean = mean_heads_kernel(head_dim)
-            self._mean = Launch(mean, self._sequences * heads, (heads, rows.total, self._sequences), device)
+            self._mean = Launch(mean, rows.sequences * heads, (heads, rows.total, rows.sequences), device)
 
-    def start(self, x: Tensor) -> PackedCodes:
+    def start(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; what no copy was asked for is None."""
-        shape = self._heads, self._total, self._head_dim
+        shape = self._heads, self._rows.total, self._head_dim
         data, data_t = (
             torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
             for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
         )
-        scale_inv = torch.empty(self._heads, self._total // ROWS, device=self._device)
+        scale_inv = torch.empty(self._heads, self._rows.blocks, device=self._device)
         if not self._cast.blocks:
             return PackedCodes(data, data_t, scale_inv)
         address = self._address
-        means = self._means(x)
+        means = self._means(x, tables)
         absent: Argument = 0
         self._cast.start(
-            address(x), address(self._table), absent if means is None else address(means),
+            address(x), address(tables.blocks), absent if means is None else address(means),
             absent if data is None else address(data), absent if data_t is None else address(data_t),
             address(scale_inv),
         )  # fmt: skip
         return PackedCodes(data, data_t, scale_inv)
 
-    def _means(self, x: Tensor) -> Tensor | None:
+    def _means(self, x: Tensor, tables: CastTables) -> Tensor | None:
         if self._sum is None or self._mean is None:
             return None
         address = self._address
-        sums = torch.empty(self._heads, self._total // ROWS, self._head_dim, device=self._device)
-        means = torch.empty(self._heads, self._sequences, self._head_dim, device=self._device)
-        self._sum.start(address(x), address(self._table), address(sums))
-        self._mean.start(address(sums), address(self._sequence_table), address(means))
+        sums = torch.empty(self._heads, self._rows.blocks, self._head_dim, device=self._device)
+        means = torch.empty(self._heads, self._rows.sequences, self._head_dim, device=self._device)
+        self._sum.start(address(x), address(tables.blocks), address(sums))
+        self._mean.start(address(sums), address(tables.sequences), address(means))
         return means
+
+
+class TransposeLaunch:
+    """The transposed copy of codes ``[H, R, D]``, made of their row copy.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, head_dim: int, heads: int, rows: RowSpace, device: torch.device) -> None:
+        self._address = address_on(device)
+        self._launch = Launch(transpose_heads_kernel(head_dim), rows.blocks * heads, (heads, rows.total), device)
+
+    def start(self, codes: PackedCodes) -> PackedCodes:
+        """Both copies of ``codes``."""
+        assert codes.data is not None
+        data_t = torch.empty_like(codes.data.mT, memory_format=torch.contiguous_format)
+        if self._launch.blocks:
+            self._launch.start(self._address(codes.data), self._address(data_t))
+        return codes._replace(data_t=data_t)
 
 
 class ForwardLaunch:
     """The forward pass for one layout of a batch.
 
     Args:
-        spec: head_dim and the result's dtype.
-        heads: of queries, and of keys and values; the first is a multiple of the second.
-        queries, keys: the rows of the batch.
-        visible: the mask.
-        softmax_scale: greater than 0.
-        strides: of the result in elements: from a sequence to the next (0 where they lie one after the other), from a
-            row, from a head. They are multiples of 16 bytes, as is the result's address.
+        strides: of the result; multiples of 16 bytes, as is the result's address.
 
     Raises:
-        ValueError: ``softmax_scale`` or ``strides`` are none that the kernel takes.
+        ValueError: ``strides`` are none that the kernel takes.
         KernelError: the kernel cannot be compiled or loaded.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        heads: tuple[int, int],
-        queries: PackedRows,
-        keys: PackedRows,
-        visible: Visible,
-        softmax_scale: float,
-        strides: tuple[int, int, int],
-        device: torch.device,
-    ) -> None:
-        item = 4 if spec.out == "float32" else 2
-        if not softmax_scale > 0:
-            raise ValueError(
-                f"softmax_scale={softmax_scale}: the kernel folds it into a maximum, and needs it positive"
-            )
-        if any(stride * item % 16 for stride in strides):
-            raise ValueError(f"strides={strides} of {spec.out}: rows of the result begin at multiples of 16 bytes")
-        table = tile_table(queries, keys, *visible)
-        self.table = table.to(device)
-        self._box = map_on(device, Box(ROWS, 128))
-        self._values_box = map_on(device, Box(spec.head_dim, 128))
+    def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
+        problem.require_strides(strides)
+        spec, visible = problem.spec, problem.visible
+        self._box = operand_on(device, Box(ROWS, 128))
+        self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
         scalars = (
-            heads[0], heads[0] // heads[1], queries.total, keys.total,
-            *limits(visible.left, visible.right), softmax_scale * _LOG2_E, *strides,
+            problem.heads[0], problem.group, *problem.totals,
+            *limits(visible.left, visible.right), problem.scale_of_exponent, *strides,
         )  # fmt: skip
-        self._launch = Launch(attention_forward_kernel(spec), len(table) * heads[0], scalars, device)
+        blocks = problem.queries.blocks * problem.heads[0]
+        self._launch = Launch(forward_kernel(spec, device), blocks, scalars, device)
 
-    def start(self, q: PackedCodes, k: PackedCodes, v: PackedCodes, out: Tensor, m: Tensor, l: Tensor) -> None:  # noqa: E741
+    def start(
+        self,
+        tiles: Tensor,
+        q: PackedCodes,
+        k: PackedCodes,
+        v: PackedCodes,
+        out: Tensor,
+        m: Tensor,
+        l: Tensor,  # noqa: E741
+    ) -> None:
         """Write ``out``, and the statistics ``m`` and ``l``, float32 ``[H, R]`` of packed rows of queries.
 
-        ``q`` and ``k`` have row copies, ``v`` has a transposed one.
+        ``tiles`` are :meth:`AttentionProblem.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed
+        one.
         """
         assert q.data is not None
         assert k.data is not None
@@ -178,6 +269,6 @@ class ForwardLaunch:
         address = self._address
         self._launch.start(
             self._box(q.data.flatten(0, 1)), self._box(k.data.flatten(0, 1)), self._values_box(v.data_t.flatten(0, 1)),
-            address(self.table), address(q.scale_inv), address(k.scale_inv), address(v.scale_inv),
+            address(tiles), address(q.scale_inv), address(k.scale_inv), address(v.scale_inv),
             address(out), address(m), address(l),
         )  # fmt: skip

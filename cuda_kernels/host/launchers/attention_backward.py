@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,26 +12,39 @@ from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.backward.memory import FLUSH, QUERIES, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.host.launch import Argument, Launch, address_on
-from cuda_kernels.host.launchers.attention import PackedCodes, Visible
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, limits, tile_table
+from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, limits, most_seen, tile_table
 from cuda_kernels.host.tensor_maps import Box, map_on
 
-Strides = tuple[int, int, int]
-"""In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
+
+class BackwardTables(NamedTuple):
+    """The tiles of a batch.
+
+    Attributes:
+        queries: tiles of queries with the keys that they see, 128 in a tile of both.
+        keys: tiles of 128 keys with the queries that see them, in tiles of 64.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class Operands(NamedTuple):
+    """What the backward pass multiplies: ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy."""
+
+    do: PackedCodes
+    q: PackedCodes
+    k: PackedCodes
+    v: PackedCodes
 
 
 class BackwardLaunch:
-    """The backward pass for one layout of a batch.
+    """The backward pass for one layout of a batch, of heads of at most 128 channels.
 
     Args:
-        spec: head_dim, of at most 128, and the dtype of the gradients.
-        heads: of queries, and of keys and values; the first is a multiple of the second.
-        queries, keys: the rows of the batch.
-        visible: the mask.
-        softmax_scale: greater than 0.
-        query_strides: of o and dq; multiples of 16 bytes, as are the addresses.
+        query_strides: of o and dq; multiples of 8, and the addresses of 16 bytes.
         key_strides: the same of dk and dv.
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
 
@@ -42,98 +55,81 @@ class BackwardLaunch:
 
     def __init__(
         self,
-        spec: AttentionSpec,
-        heads: tuple[int, int],
-        queries: PackedRows,
-        keys: PackedRows,
-        visible: Visible,
-        softmax_scale: float,
+        problem: AttentionProblem,
         query_strides: Strides,
         key_strides: Strides,
         device: torch.device,
         flush: int = FLUSH,
     ) -> None:
+        spec, heads, group = problem.spec, problem.heads, problem.group
         if spec.panels > 1:
             raise ValueError(f"head_dim={spec.head_dim}: the backward kernels are for 64, 96 and 128 channels")
-        if not softmax_scale > 0:
-            raise ValueError(f"softmax_scale={softmax_scale}: the kernels fold it into exponents, and need it positive")
         for strides in (query_strides, key_strides):
             if any(stride % 8 for stride in strides):
                 raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
-        left, right, bottom_right = visible
-        of_queries = tile_table(queries, keys, left, right, bottom_right)
-        of_keys = tile_table(keys, queries, right, left, bottom_right, QUERIES)
-        self._tables = of_queries.to(device), of_keys.to(device)
-        self._heads, self._rows, self._device = heads, queries.total, device
-        group = heads[0] // heads[1]
-        stages = (of_keys[:, 3] + 1 >> 1) - (of_keys[:, 2] >> 1)
-        needs_scratch = max(stages.tolist(), default=0) * ROWS * group > flush
-        self._scratch_floats = len(of_keys) * heads[1] * scratch_floats(spec) if needs_scratch else 0
-        rows = queries.total, keys.total
-        scales = softmax_scale * math.log2(math.e), softmax_scale
-        blocks = len(of_queries) * heads[0]
-        self._delta = Launch(
-            attention_delta_kernel(spec.head_dim), blocks, (heads[0], queries.total, *query_strides), device
-        )
-        scalars = heads[0], group, *rows, *limits(left, right), *scales, *query_strides
+        seen, seeing = problem.visible, problem.visible.transposed()
+        self._problem, self._device = problem, device
+        needs_scratch = most_seen(problem.queries, seeing.left, seeing.right) * group > flush
+        key_blocks = problem.keys.blocks * heads[1]
+        self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0
+        blocks = problem.queries.blocks * heads[0]
+        scales = problem.scale_of_exponent, problem.softmax_scale
+        delta = attention_delta_kernel(spec.head_dim)
+        self._delta = Launch(delta, blocks, (heads[0], problem.queries.total, *query_strides), device)
+        scalars = heads[0], group, *problem.totals, *limits(seen.left, seen.right), *scales, *query_strides
         self._dq = Launch(attention_dq_kernel(spec), blocks, scalars, device)
-        scalars = heads[1], group, *rows, *limits(right, left), *scales, *key_strides
-        self._dkv = Launch(attention_dkv_kernel(spec, flush), len(of_keys) * heads[1], scalars, device)
+        scalars = heads[1], group, *problem.totals, *limits(seeing.left, seeing.right), *scales, *key_strides
+        self._dkv = Launch(attention_dkv_kernel(spec, flush), key_blocks, scalars, device)
         self._address = address_on(device)
         self._box, self._transposed = map_on(device, Box(ROWS, 128)), map_on(device, Box(spec.head_dim, 128))
         self._statistics_box = map_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
 
+    def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
+        """The tiles of a batch."""
+        of_keys = tile_table(keys, queries, *self._problem.visible.transposed(), QUERIES)
+        return BackwardTables(self._problem.tiles_of_queries(queries, keys), of_keys)
+
     def start(
         self,
-        do: PackedCodes,
-        q: PackedCodes,
-        k: PackedCodes,
-        v: PackedCodes,
+        tables: BackwardTables,
+        operands: Operands,
         o: Tensor,
         m: Tensor,
         l: Tensor,  # noqa: E741
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write ``dq``, ``dk`` and ``dv``.
+        """Write the gradients dq, dk and dv.
 
-        ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy. ``o`` is in bfloat16; ``m`` and ``l`` are as
-        the forward pass left them, float32 ``[H, R]`` of packed rows of queries.
+        ``o`` is in bfloat16; ``m`` and ``l`` are as the forward pass left them, float32 ``[H, R]`` of packed rows of
+        queries.
         """
-        statistics = self.start_delta(do, q, o, m, l)
-        self.start_dq(do, q, k, v, statistics, dq)
-        self.start_dkv(do, q, k, v, statistics, dk, dv)
+        dq, dk, dv = gradients
+        statistics = self.start_delta(tables, operands, o, m, l)
+        self.start_dq(tables, operands, statistics, dq)
+        self.start_dkv(tables, operands, statistics, dk, dv)
 
-    def start_delta(self, do: PackedCodes, q: PackedCodes, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+    def start_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
         """What the others know of each query: float32 ``[H, 5, R]``; ``backward/statistics.py`` names its rows."""
         assert o.dtype == torch.bfloat16
-        statistics = torch.empty(self._heads[0], STATISTICS, self._rows, device=self._device)
+        do, q, _, _ = operands
+        heads, rows = self._problem.heads[0], self._problem.queries.total
+        statistics = torch.empty(heads, STATISTICS, rows, device=self._device)
         if self._delta.blocks:
-            inputs = self._tables[0], _row_copy(do), do.scale_inv, q.scale_inv, o, m, l, statistics
+            inputs = tables.queries, _row_copy(do), do.scale_inv, q.scale_inv, o, m, l, statistics
             self._delta.start(*map(self._address, inputs))
         return statistics
 
-    def start_dq(
-        self, do: PackedCodes, q: PackedCodes, k: PackedCodes, v: PackedCodes, statistics: Tensor, dq: Tensor
-    ) -> None:
+    def start_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
         """Write ``dq`` and the statistic ``CORRECTED``."""
+        do, q, k, v = operands
         if self._dq.blocks:
             maps = (*map(self._codes, (q, do, k, v)), self._codes_t(k))
-            inputs = self._tables[0], k.scale_inv, v.scale_inv, statistics, dq
+            inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
             self._dq.start(*maps, *map(self._address, inputs))
 
-    def start_dkv(
-        self,
-        do: PackedCodes,
-        q: PackedCodes,
-        k: PackedCodes,
-        v: PackedCodes,
-        statistics: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def start_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``."""
+        do, q, k, v = operands
         if self._dkv.blocks:
             absent: Argument = 0
             scratch = torch.zeros(self._scratch_floats, device=self._device) if self._scratch_floats else None
@@ -141,7 +137,7 @@ class BackwardLaunch:
                 *map(self._codes, (k, v, q, do)), *map(self._codes_t, (q, do)),
                 self._statistics_box(statistics.flatten(0, 1)),
             )  # fmt: skip
-            inputs = self._tables[1], k.scale_inv, v.scale_inv, dk, dv
+            inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
             self._dkv.start(*maps, *map(self._address, inputs), absent if scratch is None else self._address(scratch))
 
     def _codes(self, x: PackedCodes) -> Argument:

@@ -1,6 +1,8 @@
 """Which tiles attention's blocks visit: tables made of lengths and a band, for any layout of a batch.
 
-:mod:`cuda_kernels.attention.spec` says what packed rows are, and names the fields of the tables.
+:mod:`cuda_kernels.attention.spec` says what packed rows are, and names the fields of the tables. Sizes of all tables
+follow from shapes, an entry for each 128 packed rows, and values are made where the lengths are: no device is waited
+for.
 """
 
 from __future__ import annotations
@@ -11,52 +13,89 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.attention.spec import NO_LIMIT, ROWS
+from cuda_kernels.device.sizes import ceil_div
+
+
+class RowSpace(NamedTuple):
+    """What the shapes of a batch say of its packed rows, whatever the lengths of its sequences.
+
+    Attributes:
+        sequences: of the batch.
+        rows: of each of them, in a padded batch; of the tensor, where sequences lie one after the other.
+        ragged: they do.
+    """
+
+    sequences: int
+    rows: int
+    ragged: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 packed rows; of ragged sequences as many as any choice of lengths needs."""
+        return self.rows // ROWS + self.sequences if self.ragged else self.sequences * ceil_div(self.rows, ROWS)
+
+    @property
+    def total(self) -> int:
+        """Packed rows."""
+        return self.blocks * ROWS
 
 
 class PackedRows(NamedTuple):
-    """The sequences of a batch: where their rows are in a tensor and in packed rows. Integers ``[B]`` on the host.
+    """The sequences of a batch: where their rows are in a tensor and in packed rows. int64, on one device.
 
     Attributes:
-        lengths: rows of each sequence.
-        held: rows of the tensor that are kept for it: its own, and padding.
-        first: the first of them, counted from the sequence's beginning in a padded batch, from the tensor's where
-            sequences lie one after the other.
-        starts: its first packed row, a multiple of 128.
-        total: packed rows in all, a multiple of 128.
+        space: what shapes say of them.
+        lengths: rows of each sequence ``[B]``.
+        held: rows of the tensor that are kept for it ``[B]``: its own, and padding.
+        first: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
+            where sequences lie one after the other.
+        starts: its first packed row ``[B]``, a multiple of 128.
+        sequence: of each block of 128 packed rows the sequence, ``[R / 128]``.
+        row: and the block's first row there; from ``held`` on the block is nobody's.
     """
 
+    space: RowSpace
     lengths: Tensor
     held: Tensor
     first: Tensor
     starts: Tensor
-    total: int
+    sequence: Tensor
+    row: Tensor
 
 
-def padded_rows(batch: int, rows: int, lengths: Tensor | None = None) -> PackedRows:
-    """Of ``[B, H, L, D]`` in any order of strides: each sequence has ``rows``, of which ``lengths`` count."""
-    held = torch.full((batch,), rows)
-    own = held if lengths is None else lengths.cpu().long()
-    each = -(-rows // ROWS) * ROWS
-    return PackedRows(own, held, torch.zeros_like(held), torch.arange(batch) * each, batch * each)
+def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device) -> PackedRows:
+    """The rows of a batch, on the device of ``cu_seqlens`` if they are given.
 
+    Of a padded batch, ``[B, H, L, D]`` in any order of strides, each sequence has ``space.rows``, of which as many
+    count as ``cu_seqlens [B + 1]`` differ. Of ``[T, H, D]`` sequence ``b`` has the rows from ``cu_seqlens[b]`` to
+    ``cu_seqlens[b + 1]``, and its packed rows begin with block ``cu_seqlens[b] // 128 + b``; rows behind the last one
+    are padding of it. Blocks between two sequences, at most one each, are nobody's.
 
-def ragged_rows(cu_seqlens: Tensor) -> PackedRows:
-    """Of ``[T, H, D]``: sequence ``b`` has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-
-    Its packed rows begin with block ``cu_seqlens[b] // 128 + b`` of ``T // 128 + B``, room for every choice of lengths,
-    so that shapes follow from T and B. Blocks between two sequences, at most one, belong to nobody.
+    Starts that do not rise from 0 to at most the tensor's rows are taken for such ones that do: nothing outside the
+    tensor is touched.
     """
-    bounds = cu_seqlens.cpu().long()
-    lengths, sequences = bounds[1:] - bounds[:-1], len(bounds) - 1
-    starts = (bounds[:-1] // ROWS + torch.arange(sequences)) * ROWS
-    return PackedRows(lengths, lengths, bounds[:-1], starts, (int(bounds[-1]) // ROWS + sequences) * ROWS)
+    device = device if cu_seqlens is None else cu_seqlens.device
+    index = torch.arange(space.sequences, device=device)
+    if space.ragged:
+        assert cu_seqlens is not None
+        ends = cu_seqlens[1:].long().clamp(0, space.rows)
+        bounds = torch.cat([ends.new_zeros(1), ends]).cummax(0).values
+        lengths, first = bounds.diff(), bounds[:-1]
+        held = torch.where(index < space.sequences - 1, lengths, space.rows - first)
+        starts = first // ROWS + index
+    else:
+        held = torch.full_like(index, space.rows)
+        lengths = held if cu_seqlens is None else cu_seqlens.long().diff().clamp(0, space.rows)
+        first, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
+    block = torch.arange(space.blocks, device=device)
+    sequence = torch.searchsorted(starts, block, right=True) - 1
+    return PackedRows(space, lengths, held, first, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
 
 
 def cast_table(rows: PackedRows) -> Tensor:
-    """Blocks of rows to be cast: int32 ``[blocks, 4]``, of ``ROW_FIELDS``."""
-    sequence, start = _tiles(rows)
-    valid = (rows.lengths[sequence] - start).clamp(0, ROWS)
-    return _table(sequence, rows.first[sequence] + start, valid, rows.starts[sequence] + start)
+    """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
+    valid = (rows.lengths[rows.sequence] - rows.row).clamp(0, ROWS)
+    return _table(rows.sequence, rows.first[rows.sequence] + rows.row, valid, _block_rows(rows))
 
 
 def sequence_table(rows: PackedRows) -> Tensor:
@@ -72,7 +111,7 @@ def tile_table(
     bottom_right: bool,
     tile: int = ROWS,
 ) -> Tensor:
-    """Tiles of 128 rows of queries with the tiles of keys that they see: int32 ``[tiles, 12]``, of ``TILE_FIELDS``.
+    """Tiles of 128 rows of queries with the tiles of keys that they see: int32 ``[R / 128, 12]``, of ``TILE_FIELDS``.
 
     Those with most to do come first. Query i sees the keys ``i + shift - left`` to ``i + shift + right``, all of them
     on a side without a limit; ``shift`` is 0, or with ``bottom_right`` what keys are more than queries. For keys and
@@ -81,12 +120,11 @@ def tile_table(
     Args:
         tile: rows of a tile of the others.
     """
-    sequence, start = _tiles(rows)
-    count = others.lengths[sequence]
-    valid = (rows.lengths[sequence] - start).clamp(0, ROWS)
-    shift = count - rows.lengths[sequence] if bottom_right else torch.zeros_like(count)
+    sequence, start = rows.sequence, rows.row
+    count, length = others.lengths[sequence], rows.lengths[sequence]
+    valid = (length - start).clamp(0, ROWS)
     low, high = limits(left, right)
-    diagonal = start + shift
+    diagonal = start + count - length if bottom_right else start
     first_seen = (diagonal - low).clamp(min=0)
     last_seen = torch.minimum(diagonal + valid - 1 + high, count - 1)
     some = (valid > 0) & (first_seen <= last_seen)
@@ -95,14 +133,23 @@ def tile_table(
     # What all of the tile's rows see lies between what its last one sees first and its first one sees last.
     from_all = (diagonal + valid - 1 - low).clamp(min=0)
     to_all = torch.minimum(diagonal + high, count - 1) + 1
-    whole_first = torch.minimum(_rounded_up(from_all, tile) // tile, last)
+    whole_first = torch.minimum((from_all + tile - 1) // tile, last)
     whole_last = torch.maximum(to_all.clamp(min=0) // tile, whole_first)
     table = _table(
-        rows.starts[sequence] + start, others.starts[sequence], first, last, whole_first, whole_last,
+        _block_rows(rows), others.starts[sequence], first, last, whole_first, whole_last,
         count, diagonal, valid, sequence, rows.first[sequence] + start,
         (rows.held[sequence] - start).clamp(0, ROWS),
     )  # fmt: skip
     return table[torch.argsort(last - first, descending=True, stable=True)]
+
+
+def most_seen(others: RowSpace, left: int | None, right: int | None) -> int:
+    """Rows in the blocks of 128 others that some row of a tile may see; the most that shapes and a band allow."""
+    blocks = ceil_div(others.rows, ROWS)
+    if left is not None and right is not None:
+        span = left + ROWS + right
+        blocks = min(blocks, ceil_div(span - 1, ROWS) + 1)
+    return blocks * ROWS
 
 
 def limits(left: int | None, right: int | None) -> tuple[int, int]:
@@ -111,16 +158,9 @@ def limits(left: int | None, right: int | None) -> tuple[int, int]:
     return low, high
 
 
-def _tiles(rows: PackedRows) -> tuple[Tensor, Tensor]:
-    """The sequence of each tile of 128 rows, and its first row there; padding that is held has tiles, too."""
-    counts = _rounded_up(rows.held, ROWS) // ROWS
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    before = counts.cumsum(0) - counts
-    return sequence, (torch.arange(len(sequence)) - before[sequence]) * ROWS
-
-
-def _rounded_up(x: Tensor, multiple: int) -> Tensor:
-    return (x + multiple - 1) // multiple * multiple
+def _block_rows(rows: PackedRows) -> Tensor:
+    """The first packed row of each block."""
+    return torch.arange(rows.space.blocks, device=rows.row.device) * ROWS
 
 
 def _table(*columns: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_fp8.ops.activation import cuda as _cuda  # noqa: F401  (registers
 from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.activation.schema import activated_shape, activation_config, is_gated
-from lightning_fp8.ops.quantize.operands import CastArgs, Quantized, check_cast, run_cast
+from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
 _ops = torch.ops.lightning_fp8

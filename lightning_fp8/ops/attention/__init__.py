@@ -12,18 +12,23 @@ The ops take the formats of Transformer Engine, and casts are part of them: what
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops.attention import cpu as _cpu  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.attention import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast
+from lightning_fp8.ops.attention.layouts import pack, unpack
 from lightning_fp8.ops.attention.masks import Band, Lengths
-from lightning_fp8.ops.attention.packed import pack, unpack
 from lightning_fp8.ops.attention.reference import backward, forward
-from lightning_fp8.ops.attention.schema import FORMATS, attention_config, parse_attention_config
+from lightning_fp8.ops.attention.schema import (
+    FORMATS,
+    AttentionCall,
+    Gradients,
+    Kept,
+    attention_config,
+    parse_attention_config,
+)
 from lightning_fp8.ops.attention.tiles import KEYS, QUERIES
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "FORMATS",
     "KEYS",
     "QUERIES",
+    "AttentionCall",
     "Band",
     "Codes",
     "Kept",
@@ -49,36 +55,12 @@ __all__ = [
 _ops = torch.ops.lightning_fp8
 
 
-class Kept(NamedTuple):
-    """What the backward pass needs beside the output: rows' statistics, codes and scales; shapes are the ops' own."""
-
-    m: Tensor
-    l: Tensor  # noqa: E741
-    q8: Tensor
-    q_scale_inv: Tensor
-    k8: Tensor
-    k_scale_inv: Tensor
-    v8: Tensor
-    v_scale_inv: Tensor
-
-
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: str,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-) -> tuple[Tensor, Kept]:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """``softmax(c q kᵀ) v`` of tensors in high precision, cast to FP8 on the way.
 
     Args:
-        q, k, v: bfloat16, float16 or float32, in the format that ``config`` says; see
+        q, k, v: bfloat16, float16 or float32, in the format that ``call.config`` says; see
             :mod:`lightning_fp8.ops.attention.schema`.
-        config: what :func:`attention_config` makes.
-        softmax_scale: ``c``; None is ``1 / sqrt(D)``.
-        cu_seqlens_q, cu_seqlens_kv: both or neither; needed for ``thd``.
 
     Returns:
         ``o`` in q's dtype and format, and what :func:`attention_backward` takes.
@@ -86,24 +68,17 @@ def attention_forward(
     Raises:
         ValueError: heads, lengths or ``cu_seqlens`` that do not fit.
     """
-    o, *kept = _ops.attention_forward.default(q, k, v, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv)
+    o, *kept = _ops.attention_forward.default(q, k, v, *call)
     return o, Kept(*kept)
 
 
-def attention_backward(
-    do: Tensor,
-    o: Tensor,
-    kept: Kept,
-    config: str,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
     """The gradients of q, k and v in ``do``'s dtype.
 
     Args:
         do: the gradient of ``o``.
         o: what the forward op gave; BF16 is enough, and what it is rounded to.
-        kept, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv: as there.
+        kept, call: as there.
+        key_rows: L of keys and values, T of ``thd``.
     """
-    return _ops.attention_backward.default(do, o, *kept, config, softmax_scale, cu_seqlens_q, cu_seqlens_kv)
+    return _ops.attention_backward.default(do, o, *kept, key_rows, *call)

@@ -1,37 +1,84 @@
-"""The ops on CUDA tensors: there is no kernel yet, which is said once; the specification computes them."""
+"""The ops on CUDA tensors: planned once for tensors of one key; where there is no kernel, the specification computes.
+
+Nothing here waits for the device: how many blocks start follows from shapes, and ``cu_seqlens`` stay where they are.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops.attention import cpu
-from lightning_fp8.ops.core.dispatch import Op, current_device, planned
-from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.attention.launches import Heads, Problem, chosen
+from lightning_fp8.ops.attention.schema import (
+    AttentionCall,
+    Backward,
+    Forward,
+    Gradients,
+    Kept,
+    implement_attention,
+    parse_attention_config,
+)
+from lightning_fp8.ops.core.dispatch import EmptyTensor, check_not_empty, current_device, planned
+from lightning_fp8.ops.core.layout import Key, key
+
+CallKey = tuple[str, float | None, int | None]
+"""The config, the softmax scale, and the number of sequences where lengths come with each call."""
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+    """See :mod:`lightning_fp8.ops.attention.schema`."""
+    q, k, v = map(_with_channels_side_by_side, (q, k, v))
+    plan = _forward_plan(q.device, q.is_cuda and current_device(), key(q), key(k), key(v), _call_key(call))
+    return plan(q, k, v, call)
+
+
+def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+    """See :mod:`lightning_fp8.ops.attention.schema`."""
+    do = _with_channels_side_by_side(do)
+    heads = kept.k8.shape[0]
+    plan = _backward_plan(do.device, do.is_cuda and current_device(), key(do), heads, key_rows, _call_key(call))
+    return plan(do, o, kept, key_rows, call)
 
 
 @planned(cpu.attention_forward)
-def _forward_plan(device: torch.device) -> Op:
-    raise KernelError("FP8 attention has no CUDA kernel yet")
+def _forward_plan(device: torch.device, q_key: Key, k_key: Key, v_key: Key, call_key: CallKey) -> Forward:
+    qkv_format, sequences = _sequences(call_key)
+    check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
+    q, k, v = (Heads.of(each, qkv_format, sequences) for each in (q_key, k_key, v_key))
+    plan = chosen("forward", device, q.head_dim)
+    problem = Problem.of(q, k, AttentionCall(*call_key[:2]), call_key[2] is not None)
+    return plan(device, problem, q, k, v)
 
 
 @planned(cpu.attention_backward)
-def _backward_plan(device: torch.device) -> Op:
-    raise KernelError("FP8 attention has no CUDA kernel yet")
+def _backward_plan(device: torch.device, do_key: Key, heads: int, key_rows: int, call_key: CallKey) -> Backward:
+    qkv_format, sequences = _sequences(call_key)
+    check_not_empty((*do_key[1], heads, key_rows, sequences))
+    do = Heads.of(do_key, qkv_format, sequences)
+    keys = do.contiguous(qkv_format, heads, key_rows)
+    plan = chosen("backward", device, do.head_dim)
+    problem = Problem.of(do, keys, AttentionCall(*call_key[:2]), call_key[2] is not None)
+    return plan(device, problem, do, keys)
 
 
-def attention_forward(q: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """See :mod:`lightning_fp8.ops.attention.schema`."""
-    return _forward_plan(q.device, q.is_cuda and current_device())(q, *others)
+def _with_channels_side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attention_backward(do: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """See :mod:`lightning_fp8.ops.attention.schema`."""
-    return _backward_plan(do.device, do.is_cuda and current_device())(do, *others)
+def _call_key(call: AttentionCall) -> CallKey:
+    cu_seqlens = call.cu_seqlens_q
+    return call.config, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-for _op in (attention_forward, attention_backward):
-    implement(_op.__name__, "cuda", _op)
+def _sequences(call_key: CallKey) -> tuple[str, int]:
+    """The format, and the sequences of ``thd``; of other formats, whose shape says it, 1."""
+    qkv_format, sequences = parse_attention_config(call_key[0]).qkv_format, call_key[2]
+    if qkv_format != "thd":
+        return qkv_format, 1
+    if sequences is None:
+        raise EmptyTensor  # the specification says what is missing
+    return qkv_format, sequences
+
+
+implement_attention("cuda", attention_forward, attention_backward)

@@ -7,36 +7,103 @@ one are padding; with the other formats its differences are lengths, and the row
 
 ``softmax_scale`` is ``c`` of ``softmax(c q kᵀ)``; None is ``1 / sqrt(D)``.
 
-What the forward op gives beside ``o`` is for the backward op alone: codes ``[B, H, L, D]``, float32 ``scale_inv
-[B, H, ceil(L / 128)]``, ``m`` and ``l`` ``[B, H, L]``; of ``thd`` codes ``[T, H, D]``, ``m`` and ``l`` ``[T, H]``, and
-``scale_inv [T // 128 + B, H]``, in which the blocks of sequence ``b`` start at row ``cu_seqlens[b] // 128 + b``: room
-for every choice of lengths, which no host has to know.
+What the forward op gives beside ``o`` is for the backward op alone: :class:`Kept`, in packed rows, R of queries or of
+keys. Each sequence begins at a multiple of 128 rows there, so that a block of scales is a sequence's own: ``R = B
+ceil(L / 128) 128`` of a padded batch. Of ``thd`` sequence ``b`` begins with block ``cu_seqlens[b] // 128 + b`` of
+``T // 128 + B``: room for every choice of lengths, which no host has to know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.attention.casts import BLOCK
 from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.core.config import parse_options
-from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
+from lightning_fp8.ops.core.registration import define, fake, implement, refuse_vmap
 
 FORMATS = ("sbhd", "bshd", "thd")
 
-_OPTIONS = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
-_KEPT = (
-    "Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv"
-)
 
-define("attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, {_KEPT})")
-define("attention_backward", f"(Tensor do, Tensor o, {_KEPT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)")
+class AttentionCall(NamedTuple):
+    """The last arguments of both ops.
+
+    Attributes:
+        config: what :func:`attention_config` makes.
+        softmax_scale: ``c``; None is ``1 / sqrt(D)``.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, both or neither; needed for ``thd``.
+    """
+
+    config: str
+    softmax_scale: float | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+
+    def scale_of(self, channels: int) -> float:
+        """``c`` for heads of so many channels."""
+        return channels**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs beside the output, in packed rows.
+
+    Attributes:
+        m, l: float32 ``[H, R]`` of queries: see :func:`lightning_fp8.ops.attention.reference.forward`.
+        q8, k8, v8: E4M3 ``[H, R, D]``; 0 where no row is.
+        q_scale_inv, k_scale_inv, v_scale_inv: float32 ``[H, R / 128]``; 1 where no row is.
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741
+    q8: Tensor
+    q_scale_inv: Tensor
+    k8: Tensor
+    k_scale_inv: Tensor
+    v8: Tensor
+    v_scale_inv: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
+"""``(q, k, v, call) -> (o, kept)``"""
+Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
+"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: L of keys, or T of ``thd``."""
+
+_CALL = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
+_KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
+
+define("attention_forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor o, {_KEPT})")
+define(
+    "attention_backward",
+    f"(Tensor do, Tensor o, {_KEPT}, SymInt key_rows, {_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
 refuse_vmap("attention_forward", "attention_backward")
+
+
+def _as_ops(forward: Forward, backward: Backward) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    """Both passes with the dispatcher's arguments, by the ops' names."""
+    kept = len(Kept._fields)
+
+    def attention_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
+        o, kept = forward(q, k, v, AttentionCall(*call))
+        return o, *kept
+
+    def attention_backward(do: Tensor, o: Tensor, *others: Any) -> Gradients:
+        return backward(do, o, Kept(*others[:kept]), others[kept], AttentionCall(*others[kept + 1 :]))
+
+    return {"attention_forward": attention_forward, "attention_backward": attention_backward}
+
+
+def implement_attention(device_type: str, forward: Forward, backward: Backward) -> None:
+    """Register what computes both ops on ``"cpu"`` or ``"cuda"``."""
+    for name, op in _as_ops(forward, backward).items():
+        implement(name, device_type, op)
 
 
 class AttentionConfig(NamedTuple):
@@ -78,67 +145,39 @@ def parse_attention_config(text: str) -> AttentionConfig:
     return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said)
 
 
-def _sizes(x: Tensor, qkv_format: str) -> tuple[int, int, int, int]:
-    """Batch, heads, rows and channels of a padded tensor."""
-    first, second, heads, channels = x.shape
-    return (first, heads, second, channels) if qkv_format == "bshd" else (second, heads, first, channels)
-
-
-def _fake_codes(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:
+    """The packed rows of a tensor in ``qkv_format``; of one that is like ``x`` but for its number of ``rows``."""
     if qkv_format == "thd":
-        assert cu_seqlens is not None
-        rows, heads, _ = x.shape
-        shape, blocks = tuple(x.shape), (rows // BLOCK + cu_seqlens.shape[0] - 1, heads)
-    else:
-        batch, heads, rows, channels = _sizes(x, qkv_format)
-        shape, blocks = (batch, heads, rows, channels), (batch, heads, -(-rows // BLOCK))  # type: ignore[assignment]
-    return x.new_empty(shape, dtype=E4M3.dtype), x.new_empty(blocks, dtype=torch.float32)
+        if cu_seqlens is None:
+            raise ValueError("qkv_format='thd' needs cu_seqlens, where each sequence starts; pass integers [B + 1]")
+        return RowSpace(cu_seqlens.shape[0] - 1, x.shape[0] if rows is None else rows, True)
+    length, batch = (1, 0) if qkv_format == "bshd" else (0, 1)
+    return RowSpace(x.shape[batch], x.shape[length] if rows is None else rows, False)
 
 
-@fake("attention_forward")
-def _attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: str,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    qkv_format = parse_attention_config(config).qkv_format
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    q8, k8, v8 = (
-        _fake_codes(x, qkv_format, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_kv), (v, cu_seqlens_kv))
-    )
-    m, l = (q.new_empty(q8[0].shape[:-1], dtype=torch.float32) for _ in range(2))  # noqa: E741
-    return o, m, l, *q8, *k8, *v8
+def shape_of_keys(do: Tensor, kept: Kept, key_rows: int, qkv_format: str) -> tuple[int, ...]:
+    """The shape of k and v."""
+    heads, _, channels = kept.k8.shape
+    padded = (do.shape[0], key_rows) if qkv_format == "bshd" else (key_rows, do.shape[1])
+    return (*((key_rows,) if qkv_format == "thd" else padded), heads, channels)
 
 
-@fake("attention_backward")
-def _attention_backward(
-    do: Tensor,
-    o: Tensor,
-    m: Tensor,
-    l: Tensor,  # noqa: E741
-    q8: Tensor,
-    q_scale_inv: Tensor,
-    k8: Tensor,
-    k_scale_inv: Tensor,
-    v8: Tensor,
-    v_scale_inv: Tensor,
-    config: str,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv_format = parse_attention_config(config).qkv_format
-    dq, dk, dv = (do.new_empty(_shape_of(codes, qkv_format)) for codes in (q8, k8, v8))
-    return dq, dk, dv
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+    qkv_format = parse_attention_config(call.config).qkv_format
+    queries, keys = row_space(q, qkv_format, call.cu_seqlens_q), row_space(k, qkv_format, call.cu_seqlens_kv)
+    kept = []
+    for x, space in ((q, queries), (k, keys), (v, keys)):
+        heads, channels = x.shape[-2:]
+        kept.append(x.new_empty((heads, space.total, channels), dtype=E4M3.dtype))
+        kept.append(x.new_empty((heads, space.blocks), dtype=torch.float32))
+    m, l = (q.new_empty((q.shape[-2], queries.total), dtype=torch.float32) for _ in range(2))  # noqa: E741
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), Kept(m, l, *kept)
 
 
-def _shape_of(codes: Tensor, qkv_format: str) -> tuple[int, ...]:
-    """Of what the codes were cast from."""
-    if qkv_format == "thd":
-        return tuple(codes.shape)
-    batch, heads, rows, channels = codes.shape
-    return (batch, rows, heads, channels) if qkv_format == "bshd" else (rows, batch, heads, channels)
+def _fake_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+    shape = shape_of_keys(do, kept, key_rows, parse_attention_config(call.config).qkv_format)
+    return do.new_empty(do.shape), do.new_empty(shape), do.new_empty(shape)
+
+
+for _name, _op in _as_ops(_fake_forward, _fake_backward).items():
+    fake(_name)(_op)

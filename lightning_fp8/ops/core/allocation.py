@@ -1,14 +1,52 @@
-"""Fast allocation on the current device, past the dispatcher."""
+"""The memory of results: its shape and strides, and its fast allocation, past the dispatcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.core.layout import ABSENT, Allocation
+ABSENT = (0,)
+"""Shape of the tensor that stands for a result that was not asked for."""
+
+
+class Allocation(NamedTuple):
+    """The memory of a tensor that an op allocates.
+
+    Attributes:
+        shape, strides: in elements, padding included.
+        columns: how many of them the tensor shows; None for all.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int | None = None
+
+    @classmethod
+    def absent(cls, dtype: torch.dtype) -> Allocation:
+        """The memory of a result that was not asked for."""
+        return cls(ABSENT, (1,), dtype)
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
+        """The memory of a tensor of at most two dimensions without padding."""
+        strides = (max(shape[1], 1), 1) if len(shape) == 2 else (1,) * len(shape)
+        return cls(shape, strides, dtype)
+
+    def t(self) -> Allocation:
+        """The memory of the transposed view."""
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocate it there, uninitialized, by way of the dispatcher."""
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return tensor if self.columns is None else tensor[:, : self.columns]
+
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """``(shape, strides, dtype) -> tensor``, uninitialized."""
@@ -28,8 +66,7 @@ def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
     """A function that allocates one tensor at each call; a tensor that was not asked for is always the same."""
     shape, strides, dtype, columns = allocation
     if shape == ABSENT:
-        empty = empty_tensor(device, dtype)
-        return lambda: empty
+        return repeat(empty_tensor(device, dtype)).__next__  # as a lambda would, without a frame of Python
     new = partial(allocator(device), shape, strides, dtype)
     return new if columns is None else lambda: new()[:, :columns]
 
@@ -39,3 +76,9 @@ def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
 def empty_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The tensor ``[0]`` that stands for a result that was not asked for."""
     return torch.empty(0, dtype=dtype, device=device)
+
+
+def copy_bits(source: Tensor, target: Tensor) -> None:
+    """Copy between tensors of one shape; FP8 and E8M0 as bytes, which every device can copy."""
+    dtype = torch.uint8 if source.element_size() == 1 else source.dtype
+    target.view(dtype).copy_(source.view(dtype))

@@ -1,4 +1,4 @@
-"""Memory layouts of tensors: the keys of plans, alignment, and the strides that kernels write and read."""
+"""The keys of tensors in plan caches: dtype, shape, strides and alignment, which a plan depends on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.scaled import Layout
-
-ALIGNMENT = 16
-"""Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
+from lightning_fp8.ops.core.alignment import ALIGNMENT
 
 Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
@@ -75,71 +71,3 @@ class TensorKey(NamedTuple):
         alignment = alignment or elements * item
         starts_aligned = self.stride * item % alignment == 0 and self.address % alignment == 0
         return starts_aligned and self.columns % elements == 0
-
-
-ABSENT = (0,)
-"""Shape of the tensor that stands for a result that was not asked for."""
-
-
-class Allocation(NamedTuple):
-    """The memory of a tensor that an op allocates.
-
-    Attributes:
-        shape, strides: in elements, padding included.
-        columns: how many of them the tensor shows; None for all.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    columns: int | None = None
-
-    @classmethod
-    def absent(cls, dtype: torch.dtype) -> Allocation:
-        """The memory of a result that was not asked for."""
-        return cls(ABSENT, (1,), dtype)
-
-    @classmethod
-    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
-        """The memory of a tensor of at most two dimensions without padding."""
-        strides = (max(shape[1], 1), 1) if len(shape) == 2 else (1,) * len(shape)
-        return cls(shape, strides, dtype)
-
-    def t(self) -> Allocation:
-        """The memory of the transposed view."""
-        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Allocate it there, uninitialized, by way of the dispatcher."""
-        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-        return tensor if self.columns is None else tensor[:, : self.columns]
-
-
-def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: int) -> tuple[Allocation, Allocation]:
-    """The memory of ``data`` and ``scale_inv`` of an ``[rows, columns]`` GEMM operand, as kernels write and read it.
-
-    Rows of ``data`` begin at multiples of 16 bytes; zeros fill the gap. Scales that are MN-major begin a row of blocks
-    at a multiple of 16 bytes.
-    """
-    stride = ceil_div(columns, ALIGNMENT) * ALIGNMENT
-    data = Allocation((rows, stride), (stride, 1), dtype, None if stride == columns else columns)
-    shape = layout.scale_shape(rows, columns)
-    if layout.has_one_scale:
-        return data, Allocation.contiguous(shape, layout.scale_dtype)
-    per_line = ALIGNMENT // layout.scale_dtype.itemsize
-    strides = (1, ceil_div(rows, per_line) * per_line) if layout.scale_major == "mn" else (shape[1], 1)
-    return data, Allocation(shape, strides, layout.scale_dtype)
-
-
-def empty_operand(
-    device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Allocate ``data`` and ``scale_inv`` as :func:`operand_allocations` says."""
-    data, scale_inv = operand_allocations(layout, dtype, rows, columns)
-    return data.empty(device), scale_inv.empty(device)
-
-
-def copy_bits(source: Tensor, target: Tensor) -> None:
-    """Copy between tensors of one shape; FP8 and E8M0 as bytes, which every device can copy."""
-    dtype = torch.uint8 if source.element_size() == 1 else source.dtype
-    target.view(dtype).copy_(source.view(dtype))

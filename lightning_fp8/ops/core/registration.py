@@ -1,4 +1,8 @@
-"""Registration in ``torch.ops.lightning_fp8``: schemas, implementations for a device, refusals of vmap."""
+"""How ops are registered in ``torch.ops.lightning_fp8``; the ``schema.py`` of each operation calls it.
+
+There stand an op's signature and its implementation for fake and meta tensors. ``reference.py`` registers what runs on
+the CPU, ``cuda.py`` what runs on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.core.alignment import ALIGNMENT, empty_operand, is_aligned, operand_allocations
+from lightning_fp8.ops.core.allocation import copy_bits
 from lightning_fp8.ops.core.config import NAMES
-from lightning_fp8.ops.core.layout import ALIGNMENT, TensorKey, copy_bits, empty_operand, operand_allocations
+from lightning_fp8.ops.core.layout import TensorKey
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.scaled import Layout
@@ -30,7 +32,7 @@ OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...
 
 
 def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
-    """The key of an operand: ``layout.key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
+    """The key of an operand: ``key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
     return (
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
     )  # fmt: skip
@@ -74,17 +76,8 @@ class GemmOperand(NamedTuple):
 
     @property
     def is_kernel_aligned(self) -> bool:
-        """Whether each row of codes, and each line of scales, starts where a kernel's copies can start."""
-        stride = self.data.stride
-        if not self.data.has_contiguous_rows or stride <= 0 or stride % ALIGNMENT or self.data.address:
-            return False
-        strides = self.scale.strides
-        if self.layout.scale_major == "mn":
-            bytes_per_line = strides[1] * self.layout.scale_dtype.itemsize
-            return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not self.scale.address
-        if self.layout.scales_along_k:
-            return strides[1] == 1
-        return self.layout.has_one_scale or strides[0] == 1 or self.rows == 1
+        """Whether kernels can read it where it lies; see :func:`~lightning_fp8.ops.core.alignment.is_aligned`."""
+        return is_aligned(self.layout, self.data, self.scale)
 
     @property
     def scale_stride(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.ops.core.bf16_products import bf16_products
+from lightning_fp8.ops.core.bf16_products import bf16_products, multiplies_bf16
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.gemm.config import ScaledMMConfig, parse_scaled_mm_config
@@ -49,7 +49,8 @@ def multiply(a: Operand, b: Operand, config: ScaledMMConfig, bias: Tensor | None
         out = data_a.new_zeros(data_a.shape[0], data_b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
     left, right, scale = _factors(a, config.layout_a, b, config.layout_b)
-    if out_dtype == torch.bfloat16 and left.dtype == torch.bfloat16 and scale is None:
+    in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale is None
+    if in_bf16 and (left.is_cuda or multiplies_bf16()):
         return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
     out = _float32_mm(left, right)
     if scale is not None:

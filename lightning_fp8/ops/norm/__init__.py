@@ -17,7 +17,7 @@ from lightning_fp8.ops.norm import cuda_backward as _cuda_backward  # noqa: F401
 from lightning_fp8.ops.norm import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.norm import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.norm.schema import norm_config
-from lightning_fp8.ops.quantize.operands import CastArgs, Quantized, check_cast, run_cast
+from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
 _ops = torch.ops.lightning_fp8

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cuda_kernels.device.rows import cast_row_layout
+from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import Norm
+from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
+from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
 from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config

@@ -10,12 +10,13 @@ from torch import Tensor
 from cuda_kernels.host import launch
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
 from cuda_kernels.norm.statistics import Norm
+from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import ALIGNMENT, Key, TensorKey, key
+from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.schema import NormConfig, check_parameters, parse_norm_config

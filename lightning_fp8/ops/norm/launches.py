@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cuda_kernels.device.rows import THREADS, RowLayout
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.norm.bands import BAND, normalize_bands_kernel
 from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
+from cuda_kernels.norm.rows import THREADS, RowLayout
 from cuda_kernels.norm.statistics import (
     Norm,
     normalized_loader,

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_fp8.ops.quantize import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.quantize import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.quantize import schema as _schema  # noqa: F401  (defines the ops)
-from lightning_fp8.ops.quantize.operands import Quantized, check_cast, run_cast
+from lightning_fp8.ops.quantize.casting import Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
 __all__ = ["Quantized", "observe", "quantize"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.core.allocation import maker
+from lightning_fp8.ops.core.alignment import operand_allocations
+from lightning_fp8.ops.core.allocation import Allocation, copy_bits, maker
 from lightning_fp8.ops.core.dispatch import Op
-from lightning_fp8.ops.core.layout import Allocation, copy_bits, operand_allocations
 from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]

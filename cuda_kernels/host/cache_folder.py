@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, under a hash of what they were made of."""
+"""The folder of compiled kernels: files under the keys that :mod:`cuda_kernels.host.compile_cache` makes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, element_storer, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
@@ -19,10 +19,8 @@ from cuda_kernels.device.ptx import (
     shared_load_16,
     shared_store_4,
     shuffle_xor,
-    store_2,
     store_8,
     store_16,
-    store_f32,
 )
 from cuda_kernels.device.sizes import ceil_div
 
@@ -191,21 +189,6 @@ def parameter_quad(dtype: str) -> Any:
         return decode(registers, 0)
 
     return quad
-
-
-def element_storer(dtype: str) -> Any:
-    """A device function ``(address, value)`` that rounds and stores one element."""
-    pack = pack_halves.get(dtype)
-
-    @device
-    def store_float(address, value):
-        store_f32(address, value)
-
-    @device
-    def store_half(address, value):
-        store_2(address, pack(value, value))
-
-    return store_half if pack else store_float
 
 
 def quad_storer(dtype: str, aligned: bool) -> Any:

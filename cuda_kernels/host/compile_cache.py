@@ -1,10 +1,14 @@
-"""A kernel's machine code: carried here, kept on disk, or compiled; and the keys under which it is found."""
+"""The compile cache: a kernel's machine code is carried here, kept on disk, or compiled; and it has a key.
+
+:mod:`cuda_kernels.host.cache_folder` has the files, :mod:`cuda_kernels.lowering.compiler` compiles. A key is a hash of
+the kernel's source (:mod:`cuda_kernels.host.fingerprint`), its launch bounds, the architecture and the compilers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 
-from cuda_kernels.host.cache import cached, carried, compilers
+from cuda_kernels.host.cache_folder import cached, carried, compilers
 from cuda_kernels.host.fingerprint import code_fingerprint, fingerprint, source_of_module
 from cuda_kernels.kernel import Kernel, KernelError
 

@@ -1,0 +1,132 @@
+"""Suite ``attention``: FP8 attention, forward and backward, beside torch's back ends in BF16, in one run.
+
+Of each problem the last head of keys, with the heads that share it, is compared with float64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.attention_contenders import BACKENDS, CUDNN, OTHERS, NoKernel, Ops, Other, Refused
+from benchmarks.attention_launches import PRODUCTS, Launches
+from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Inputs, Problem, inputs
+from benchmarks.check import poisoned
+from benchmarks.plan import Plan
+from benchmarks.record import OURS, Candidate, Result, said
+from benchmarks.side_by_side import timed
+from benchmarks.timing import Contender
+
+SECONDS = 0.1
+"""Of measuring, for each contender."""
+TOKENS, WIDTH = 32_768, 2048
+"""Rows of a batch, and channels of all heads: the same work for each length but for the scores."""
+COUNTED = {FORWARD: 2, BACKWARD: 5}
+"""Products of a pass in FlashAttention's count."""
+TARGETS = {FORWARD: {f"over {CUDNN}": 1.6}, BACKWARD: {f"over {CUDNN}": 1.25}}
+"""At 16,384 rows and 128 channels."""
+KERNELS_ALONE = f"{OURS}, kernels alone"
+
+
+def _problem(length: int, head_dim: int, sharing: int, causal: bool) -> Problem:
+    main = (length, head_dim, sharing) == (16_384, 128, 1)
+    return Problem(TOKENS // length, length, WIDTH // head_dim, head_dim, sharing, causal, TARGETS if main else {})
+
+
+LENGTHS = 16_384, 2048, 4096, 8192, 32_768
+"""Those with targets first."""
+FULL = tuple(
+    _problem(length, head_dim, sharing, causal)
+    for head_dim, sharing in ((128, 1), (128, 4), (64, 1), (256, 1))
+    for length in LENGTHS
+    for causal in (False, True)
+)
+TINY = (
+    Problem(2, 130, 2, 64, causal=True, target=TARGETS),
+    Problem(1, 40, 4, 64, sharing=4),
+)
+
+
+def unavailable(plan: Plan) -> str | None:
+    return None if plan.dry or plan.device.type == "cuda" else "needs a CUDA device"
+
+
+def run(plan: Plan) -> Iterator[Result]:
+    for problem in TINY if plan.dry else FULL:
+        plan.say(f"attention: {problem.name(str(list(problem.shape)))}")
+        yield from _of_problem(problem, plan)
+
+
+def _of_problem(problem: Problem, plan: Plan) -> Iterator[Result]:
+    given = inputs(problem, plan.device)
+    exam = Exam(problem, given)
+    for passing in (FORWARD, BACKWARD):
+        candidates = [_library(problem, passing, given, exam, other) for other in OTHERS]
+        if plan.kernels:
+            candidates += [_op(problem, passing, given, exam), _kernels(problem, passing, given)]
+        yield from timed(plan, candidates, tuple(BACKENDS), SECONDS)
+    if plan.kernels and problem.target:
+        yield from timed(plan, list(_each_kernel(problem, given)), (), SECONDS)
+
+
+def _result(problem: Problem, passing: str, by: str, dtype: str, **more: Any) -> Result:
+    flops = problem.flops(COUNTED[passing])
+    return Result(problem.name(passing), by, problem.shape, dtype, flops=flops, **more)
+
+
+def _library(problem: Problem, passing: str, given: Inputs, exam: Exam, other: Other) -> Candidate:
+    dtype = "float8_e4m3fn" if "FP8" in other.by else "bfloat16"
+    result = _result(problem, passing, other.by, dtype)
+    try:
+        call = other.make(problem, given).prepared(passing)
+        outcome = call()
+        correct = exam.passes(passing, outcome, fp8=False) if other.judged else None
+        result = replace(result, correct=correct, errors=exam.errors(passing, outcome))
+    except ImportError as error:
+        return Candidate(replace(result, note=f"absent: {error}"), None)
+    except Refused as error:
+        return Candidate(replace(result, note=f"refused: {error}"), None)
+    except Exception as error:  # libraries fail in ways of their own
+        return Candidate(replace(result, note=said(error)), None)
+    return Candidate(result, Contender(call))
+
+
+def _op(problem: Problem, passing: str, given: Inputs, exam: Exam) -> Candidate:
+    """Our op with its casts."""
+    result = _result(problem, passing, OURS, "float8_e4m3fn", target=problem.target.get(passing, {}))
+
+    def candidate() -> Candidate:
+        call = Ops(problem, given).prepared(passing)
+        outcome = tuple(poisoned(lambda: list(call())))
+        correct, errors = exam.passes(passing, outcome, fp8=True), exam.errors(passing, outcome)
+        return Candidate(replace(result, correct=correct, errors=errors), Contender(call))
+
+    return _started(result, candidate)
+
+
+def _kernels(problem: Problem, passing: str, given: Inputs) -> Candidate:
+    result = _result(problem, passing, KERNELS_ALONE, "float8_e4m3fn")
+    return _started(result, lambda: Candidate(result, Contender(Launches(problem, given).products(passing))))
+
+
+def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:
+    """Casts, copies, D, dQ, and dK with dV; TFLOP/s are of the products that a kernel computes."""
+    try:
+        calls = Launches(problem, given).by_kernel()
+    except Exception:  # which the whole passes have told
+        return
+    for kernel, call in calls.items():
+        flops = problem.flops(PRODUCTS[kernel]) if kernel in PRODUCTS else None
+        result = Result(problem.name(kernel), OURS, problem.shape, "float8_e4m3fn", flops=flops)
+        yield Candidate(result, Contender(call))
+
+
+def _started(result: Result, candidate: Callable[[], Candidate]) -> Candidate:
+    """One that does not start shall not take the others' numbers along; where there are targets there are kernels."""
+    try:
+        return candidate()
+    except NoKernel as error:
+        return Candidate(replace(result, correct=False if result.target else None, note=f"no kernel: {error}"), None)
+    except Exception as error:
+        return Candidate(replace(result, correct=False, note=said(error)), None)

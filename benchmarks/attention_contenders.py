@@ -1,0 +1,176 @@
+"""Who computes attention: our ops, our kernels alone, torch's back ends in BF16, FlashAttention-3.
+
+Each is *prepared* for a problem: a function for each pass that gives what the pass computes, ``[B, L, H, D]``. The
+memory is the same for all, heads side by side in a row, as models have it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
+from lightning_fp8.ops.attention import AttentionCall, Band, attention_backward, attention_config, attention_forward
+from lightning_fp8.ops.core import dispatch
+
+CUDNN, FLASH, EFFICIENT = "cuDNN (BF16)", "flash (BF16)", "efficient (BF16)"
+BACKENDS = {
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+    FLASH: SDPBackend.FLASH_ATTENTION,
+    EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
+"""Of torch's ``scaled_dot_product_attention``: each is asked for alone."""
+
+_REFUSALS = "No available kernel", "No viable backend"
+"""What torch says where the back end that was asked for does not take the tensors."""
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+class NoKernel(RuntimeError):
+    """Nothing but the specification computes this here."""
+
+
+class Refused(RuntimeError):
+    """A library has no kernel for this."""
+
+
+# --- Ours -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only_kernels() -> Iterator[None]:
+    """An op that would fall back to the specification is not run.
+
+    Raises:
+        NoKernel: what the op would have warned of.
+    """
+    dispatch.clear_plan_cache()  # which keeps what it has warned of
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            yield
+        except RuntimeWarning as warning:
+            dispatch.clear_plan_cache()
+            raise NoKernel(str(warning)) from warning
+
+
+class Ops:
+    """The ops of FP8 attention, casts included; ``passes`` gives a function for each pass."""
+
+    def __init__(self, problem: Problem, given: Inputs) -> None:
+        self._given = given
+        self._call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
+
+    def prepared(self, passing: str) -> Call:
+        q, k, v, do = self._given
+        with only_kernels():
+            if passing == FORWARD:
+                attention_forward(q, k, v, self._call)
+                return lambda: attention_forward(q, k, v, self._call)[:1]
+            o, kept = attention_forward(q, k, v, self._call)
+            attention_backward(do, o, kept, k.shape[1], self._call)
+        return partial(attention_backward, do, o, kept, k.shape[1], self._call)
+
+
+# --- Others -----------------------------------------------------------------------------------------------------------
+
+
+class Sdpa:
+    """One back end of torch's ``scaled_dot_product_attention``; backward is autograd's whole call."""
+
+    def __init__(self, backend: SDPBackend, problem: Problem, given: Inputs) -> None:
+        self._backend = backend
+        self._causal, self._shared = problem.causal, problem.sharing > 1
+        self._leaves = [x.detach().transpose(1, 2).requires_grad_() for x in given[:3]]
+        self._do = given.do.transpose(1, 2)
+
+    def prepared(self, passing: str) -> Call:
+        o = self._asked()
+        if passing == FORWARD:
+            return lambda: (self._forward().detach().transpose(1, 2),)
+        call = partial(_gradients, o, self._leaves, self._do)
+        return lambda: tuple(x.transpose(1, 2) for x in call())
+
+    def _forward(self) -> Tensor:
+        q, k, v = self._leaves
+        with sdpa_kernel(self._backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self._causal, enable_gqa=self._shared)
+
+    def _asked(self) -> Tensor:
+        """The first call, with torch's reasons where it refuses."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                return self._forward()
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _REFUSALS):
+                    raise
+                reasons = [str(warning.message).split(" (Triggered")[0] for warning in said]
+                raise Refused(" ".join(reasons or [str(error)])[:200]) from error
+
+
+class FlashAttention3:
+    """FlashAttention-3's own interface, in BF16; where it is not installed: ImportError."""
+
+    def __init__(self, problem: Problem, given: Inputs) -> None:
+        self._attend = partial(import_module("flash_attn_interface").flash_attn_func, causal=problem.causal)
+        self._leaves = [x.detach().requires_grad_() for x in given[:3]]
+        self._do = given.do
+
+    def prepared(self, passing: str) -> Call:
+        o = self._forward()
+        return (lambda: (self._forward().detach(),)) if passing == FORWARD else self._backward(o)
+
+    def _forward(self) -> Tensor:
+        out = self._attend(*self._leaves)
+        return out[0] if isinstance(out, tuple) else out  # versions differ
+
+    def _backward(self, o: Tensor) -> Call:
+        return partial(_gradients, o, self._leaves, self._do)
+
+
+class FlashAttention3Fp8(FlashAttention3):
+    """Its forward pass of codes that are given, without scales; it has no backward pass of them."""
+
+    def __init__(self, problem: Problem, given: Inputs) -> None:
+        super().__init__(problem, given)
+        self._leaves = [x.to(torch.float8_e4m3fn) for x in given[:3]]
+
+    def prepared(self, passing: str) -> Call:
+        if passing == BACKWARD:
+            raise Refused("FlashAttention-3 has no backward pass of FP8")
+        return super().prepared(passing)
+
+
+def _gradients(o: Tensor, leaves: list[Tensor], do: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+class Other(NamedTuple):
+    """A library's attention.
+
+    Attributes:
+        make: from a problem and its inputs; raises ImportError where the library is not there.
+        judged: whether its results are compared; else their errors are only noted.
+    """
+
+    by: str
+    make: Callable[[Problem, Inputs], Any]
+    judged: bool = True
+
+
+OTHERS = (
+    *(Other(by, partial(Sdpa, backend)) for by, backend in BACKENDS.items()),
+    Other("FlashAttention-3 (BF16)", FlashAttention3),
+    Other("FlashAttention-3 (FP8, no casts)", FlashAttention3Fp8, judged=False),
+)

@@ -1,0 +1,158 @@
+"""What dQ's block does with the keys: of 64, 96 or 128 channels, a tile of 128 keys at a time.
+
+K, V and transposed K of a tile are a stage of the ring, filled and emptied together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuda_kernels.attention.backward.memory import dq_offsets, dq_stages
+from cuda_kernels.attention.backward.statistics import (
+    CODE_UNIT,
+    LARGEST_CODE,
+    NO_AMAX,
+    SMALLEST,
+)
+from cuda_kernels.attention.block import (
+    TILE,
+    fill_stage,
+)
+from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns
+from cuda_kernels.device.fragments import (
+    add_rows,
+    exp2_rows,
+    pack_a_words,
+    rows_amax,
+    rows_sum,
+    scale_rows,
+    score_gradients_rows,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import float_max, load_f32, reciprocal_approx
+from cuda_kernels.device.ring import stage_counters
+from cuda_kernels.device.sm90 import (
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_wait,
+    tma_load,
+    wgmma_fence,
+    wgmma_wait,
+)
+
+_ZERO = np.float32(0)
+
+
+class DqTiles(NamedTuple):
+    """The parts of the kernel for dQ that depend on how many channels there are.
+
+    Attributes:
+        offsets: of the block's buffers in shared memory, with ``full_q``, ``full``, ``empty`` and ``out`` among them.
+        stages: of the ring that ``full`` and ``empty`` are for.
+        produce: a device function ``(smem, maps, tile, head, kv_head, rows_q, rows_k)`` of the thread that copies.
+        consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, left, right) -> dq, rest,
+            rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
+            ``statistics``: Q's scale times c, dO's, and of both rows the total and D.
+        store: as of :func:`cuda_kernels.attention.stores.make_result_store`, of what ``consume`` gives.
+    """
+
+    offsets: dict[str, int]
+    stages: int
+    produce: Any
+    consume: Any
+    store: Any
+
+
+def make_tiles(spec: AttentionSpec) -> DqTiles:
+    """For heads of at most 128 channels."""
+    stages, offsets = dq_stages(spec), dq_offsets(spec)
+    head_dim = spec.head_dim
+    q_offset, do_offset, k_offset, v_offset, kt_offset, full_q, full, empty = (
+        offsets[name] for name in ("q", "do", "k", "v", "kt", "full_q", "full", "empty")
+    )
+    transposed_bytes = head_dim * 128
+    scores_count, sums_count = ROWS // 2, head_dim // 2
+    zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
+    scores_of, products_of = make_product(ROWS, spec.k_steps), make_register_product(head_dim, ROWS // 32)
+    scores_wait_1, scores_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(scores_count, 0)
+    sums_wait_0 = wgmma_wait(sums_count, 0)
+    hide, exp2, gradients_of = make_band_mask(scores_count), exp2_rows(scores_count), score_gradients_rows(scores_count)
+    amax_of, sum_of = rows_amax(scores_count), rows_sum(scores_count)
+    scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
+    promote = add_rows(sums_count)
+    next_stage, _ = stage_counters(stages)
+
+    @device
+    def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
+        map_q, map_do, map_k, map_v, map_kt = maps
+        row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
+        mbarrier_arrive_expect_tx(smem + full_q, 2 * TILE)
+        tma_load(smem + q_offset, map_q, smem + full_q, 0, head * rows_q + row)
+        tma_load(smem + do_offset, map_do, smem + full_q, 0, head * rows_q + row)
+        stage_idx, phase = i32(0), i32(0)
+        for j in range(first, last):
+            barrier, key = smem + full + 8 * stage_idx, keys + j * ROWS
+            fill_stage(barrier, smem + empty + 8 * stage_idx, phase, 2 * TILE + transposed_bytes)
+            tma_load(smem + k_offset + stage_idx * TILE, map_k, barrier, 0, kv_head * rows_k + key)
+            tma_load(smem + v_offset + stage_idx * TILE, map_v, barrier, 0, kv_head * rows_k + key)
+            tma_load(smem + kt_offset + stage_idx * transposed_bytes, map_kt, barrier, key, kv_head * head_dim)
+            stage_idx, phase = next_stage(stage_idx, phase)
+
+    @device
+    def rounded(ds):
+        """Words of an operand A: dS in units of its rows' scales; and these units."""
+        amax, amax_below = amax_of(ds)
+        amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
+        scaled = scale(ds, LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below))
+        return pack(scaled), amax * CODE_UNIT, amax_below * CODE_UNIT
+
+    @device
+    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, left, right):
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
+        thread = cuda.threadIdx.x & 127
+        lane = thread & 31
+        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
+        visible = visible_columns(tile, row, i32(2 * (lane & 3)), left, right)
+        desc_q, desc_do = descriptor(smem + q_offset + wg_idx * 8192), descriptor(smem + do_offset + wg_idx * 8192)
+        dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
+        next_key_scale, next_value_scale = np.float32(1), np.float32(1)
+        if first < last:
+            next_key_scale, next_value_scale = load_f32(scale_k + i64(first) * 4), load_f32(scale_v + i64(first) * 4)
+        stage_idx, phase = i32(0), i32(0)
+        mbarrier_wait(smem + full_q, 0)
+        for j in range(first, last):
+            key_scale, value_scale = next_key_scale, next_value_scale
+            # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
+            ahead = i64(min(i32(j + 1), i32(last - 1))) * 4
+            next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
+            mbarrier_wait(smem + full + 8 * stage_idx, phase)
+            wgmma_fence()
+            scores = scores_of(zero_scores(), desc_q, descriptor(smem + k_offset + stage_idx * TILE), 0)
+            dp = scores_of(zero_scores(), desc_do, descriptor(smem + v_offset + stage_idx * TILE), 0)
+            scores = scores_wait_1(scores)
+            if j < whole_first or j >= whole_last:
+                scores = hide(scores, visible, i32(j * ROWS))
+            p = exp2(scores, float_max(query_factor * key_scale, SMALLEST), -total, -total_below)
+            dp = scores_wait_0(dp)
+            ds = gradients_of(dp, p, gradient_scale * value_scale, delta, delta_below)
+            more, more_below = sum_of(ds)
+            rest, rest_below = rest + more, rest_below + more_below
+            words, unit, unit_below = rounded(ds)
+            wgmma_fence()
+            part = products_of(zero_sums(), words, descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
+            part = sums_wait_0(part)
+            if thread == 0:
+                mbarrier_arrive(smem + empty + 8 * stage_idx)
+            dq = promote(dq, part, unit * key_scale, unit_below * key_scale)
+            stage_idx, phase = next_stage(stage_idx, phase)
+        return dq, rest, rest_below
+
+    return DqTiles(offsets, stages, produce, consume, make_result_store(head_dim, spec.out))

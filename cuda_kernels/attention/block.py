@@ -1,0 +1,74 @@
+"""What blocks of attention's Hopper kernels have in common: threads and registers, shared memory, rings of copies.
+
+Of a block's three warpgroups two multiply, and of the third one a thread copies with TMA.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.device.language import cuda, device
+from cuda_kernels.device.sm90 import (
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    shfl_sync_0,
+    tma_load,
+)
+
+THREADS = 384
+MULTIPLYING = 256
+"""Threads of the two warpgroups that multiply."""
+PRODUCER_REGISTERS = 24
+REGISTERS = 240
+TILE = ROWS * 128
+"""Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
+SHARED_BYTES = 227 * 1024
+"""The most a block may have."""
+
+
+def placed(**sizes: int) -> dict[str, int]:
+    """Byte offsets in shared memory of buffers one after the other; ``end`` is the size of all."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, size in sizes.items():
+        offsets[name], end = end, end + size
+    return {**offsets, "end": end}
+
+
+@device
+def warpgroup_and_warp():
+    """Of this thread, in its block."""
+    return shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+
+
+@device
+def init_ring(full, empty, stages, readers):
+    """Barriers of a ring: ``full`` counts the bytes that TMA wrote, ``empty`` the readers that are done."""
+    for stage in range(stages):
+        mbarrier_init(full + 8 * stage, 1)
+        mbarrier_init(empty + 8 * stage, readers)
+
+
+@device
+def fill_stage(full, empty, phase, size):
+    """Wait until a stage is empty, and expect ``size`` bytes."""
+    mbarrier_wait(empty, phase ^ 1)
+    mbarrier_arrive_expect_tx(full, size)
+
+
+@cache
+def make_row_load(panels: int) -> Any:
+    """A device function ``(shared, tensor, barrier, row)`` that copies 128 rows of codes.
+
+    Channels beyond 128 lie in a second panel, behind the first.
+    """
+
+    @device
+    def load(shared, tensor, barrier, row):
+        for panel in range(panels):
+            tma_load(shared + panel * TILE, tensor, barrier, panel * 128, row)
+
+    return load

@@ -1,0 +1,248 @@
+"""Attention's kernels for tensors of one key: which there are for a card, and in what order they start.
+
+A *problem* says all that shapes, dtypes and options say; a *plan* is what computes it. Only :data:`PLANS` knows
+architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
+from cuda_kernels.host.launch import architecture_of, name_of
+from cuda_kernels.host.launchers.attention import (
+    AttentionProblem,
+    CastLaunch,
+    CastTables,
+    ForwardLaunch,
+    PackedCodes,
+    Strides,
+    TransposeLaunch,
+    Visible,
+)
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.kernel import KernelError
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
+from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.layout import Key
+
+Rows = tuple[PackedRows, PackedRows]
+"""Of queries and of keys."""
+
+
+class Heads(NamedTuple):
+    """A tensor of heads in one of the formats, with its channels side by side.
+
+    Attributes:
+        dtype: by its name.
+        heads, head_dim: of the tensor.
+        space: its packed rows.
+        strides: in elements.
+        aligned: whether its address is a multiple of four elements.
+    """
+
+    dtype: str
+    heads: int
+    head_dim: int
+    space: RowSpace
+    strides: Strides
+    aligned: bool
+
+    @classmethod
+    def of(cls, key: Key, qkv_format: str, sequences: int) -> Heads:
+        """Those of a tensor with this key; ``sequences``: of ``thd``."""
+        dtype, shape, strides, alignment = key
+        # a dimension of size 1 may have any stride, which no address depends on
+        *outer, of_head = (0 if size == 1 else stride for size, stride in zip(shape[:-1], strides))
+        if qkv_format == "thd":
+            space, (of_sequence, of_row) = RowSpace(sequences, shape[0], True), (0, *outer)
+        elif qkv_format == "bshd":
+            space, (of_sequence, of_row) = RowSpace(shape[0], shape[1], False), outer
+        else:
+            space, (of_row, of_sequence) = RowSpace(shape[1], shape[0], False), outer
+        aligned = alignment % (4 * dtype.itemsize) == 0
+        return cls(NAMES[dtype], shape[-2], shape[-1], space, (of_sequence, of_row, of_head), aligned)
+
+    def contiguous(self, qkv_format: str, heads: int, rows: int) -> Heads:
+        """A contiguous tensor of other ``heads`` and ``rows``, otherwise alike."""
+        of_row = heads * self.head_dim
+        of_sequence, of_row = {
+            "thd": (0, of_row),
+            "bshd": (rows * of_row, of_row),
+            "sbhd": (of_row, self.space.sequences * of_row),
+        }[qkv_format]
+        space = self.space._replace(rows=rows)
+        return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
+
+    def cast(self, device: torch.device, copies: tuple[bool, bool], centered: bool = False) -> CastLaunch:
+        return CastLaunch(
+            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, centered, self.aligned, device
+        )
+
+
+class Problem(NamedTuple):
+    """What both passes compute with tensors of one key.
+
+    Attributes:
+        qkv_format: of all.
+        centered: keys are cast without their mean.
+        kernels: the problem as launches have it.
+        ragged: lengths come with each call.
+    """
+
+    qkv_format: str
+    centered: bool
+    kernels: AttentionProblem
+    ragged: bool
+
+    @classmethod
+    def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> Problem:
+        """That of queries (or of the output's gradient) and keys."""
+        qkv_format, band, centered = parse_attention_config(call.config)
+        visible = Visible(band.left, band.right, band.bottom_right)
+        spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
+        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible, scale)
+        return cls(qkv_format, centered, kernels, ragged)
+
+    def tables(self, device: torch.device, make: Callable[[PackedRows, PackedRows], Any]) -> Callable[..., Any]:
+        """A function of a call that gives its tables, what ``make`` makes of rows of queries and keys.
+
+        Where no lengths come with a call, they are made now, on the host: a copy from there is done when it returns,
+        whatever streams use it.
+        """
+        spaces = self.kernels.queries, self.kernels.keys
+        if not self.ragged:
+            host = torch.device("cpu")
+            tables = _moved(make(*(packed_rows(space, None, host) for space in spaces)), device)
+            return lambda call: tables
+
+        def made(call: AttentionCall) -> Any:
+            queries, keys = call.cu_seqlens_q, call.cu_seqlens_kv
+            assert queries is not None
+            assert keys is not None
+            rows = packed_rows(spaces[0], queries.to(device), device)
+            same = keys is queries and spaces[0] == spaces[1]
+            return make(rows, rows if same else packed_rows(spaces[1], keys.to(device), device))
+
+        return made
+
+
+class ForwardPlan:
+    """The forward pass: casts, then one kernel. V gets both copies; the row copy is for the backward pass.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, device: torch.device, problem: Problem, q: Heads, k: Heads, v: Heads) -> None:
+        self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
+        self._casts = (
+            q.cast(device, (True, False)),
+            k.cast(device, (True, False), problem.centered),
+            v.cast(device, (True, True)),
+        )
+        out = q.contiguous(problem.qkv_format, q.heads, q.space.rows)
+        self._forward = ForwardLaunch(problem.kernels, out.strides, device)
+        self._tables = problem.tables(
+            device,
+            lambda queries, keys: (
+                CastTables.of(queries), CastTables.of(keys), problem.kernels.tiles_of_queries(queries, keys)
+            ),
+        )  # fmt: skip
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+        queries, keys, tiles = self._tables(call)
+        of_q, of_k, of_v = self._casts
+        q8, k8, v8 = of_q.start(q, queries), of_k.start(k, keys), of_v.start(v, keys)
+        o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
+        m, l = (torch.empty(self._shape, device=self._device) for _ in range(2))  # noqa: E741
+        self._forward.start(tiles, q8, k8, v8, o, m, l)
+        return o, Kept(m, l, *_kept(q8), *_kept(k8), *_kept(v8))
+
+
+class BackwardPlan:
+    """The backward pass on Hopper: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, device: torch.device, problem: Problem, do: Heads, k: Heads) -> None:
+        self._device, self._key_shape = device, _shape(k, problem.qkv_format)
+        self._cast = do.cast(device, (True, True))
+        self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)
+        self._transpose_k = TransposeLaunch(k.head_dim, k.heads, k.space, device)
+        dq = do.contiguous(problem.qkv_format, do.heads, do.space.rows)
+        self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
+        self._tables = problem.tables(
+            device, lambda queries, keys: (CastTables.of(queries), self._backward.tables(queries, keys))
+        )
+
+    def __call__(self, do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+        queries, tables = self._tables(call)
+        q8 = self._transpose_q.start(_packed(kept.q8, kept.q_scale_inv))
+        k8 = self._transpose_k.start(_packed(kept.k8, kept.k_scale_inv))
+        operands = Operands(self._cast.start(do, queries), q8, k8, _packed(kept.v8, kept.v_scale_inv))
+        dq = torch.empty(do.shape, dtype=do.dtype, device=self._device)
+        dk, dv = (torch.empty(self._key_shape, dtype=do.dtype, device=self._device) for _ in range(2))
+        o = o.to(torch.bfloat16).contiguous()
+        self._backward.start(tables, operands, o, kept.m, kept.l, (dq, dk, dv))
+        return dq, dk, dv
+
+
+PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
+    "forward": {
+        "90a": (ForwardPlan, HEAD_DIMS),
+        "89": (ForwardPlan, (64, 96, 128)),
+        "120": (ForwardPlan, HEAD_DIMS),
+    },
+    "backward": {"90a": (BackwardPlan, (64, 96, 128))},
+}
+"""By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
+
+
+def chosen(which: str, device: torch.device, head_dim: int) -> Any:
+    """What plans the ``"forward"`` or ``"backward"`` pass of heads of ``head_dim`` channels on ``device``.
+
+    Raises:
+        KernelError: there are no kernels for it.
+    """
+    plans, architecture = PLANS[which], architecture_of(device)
+    plan, head_dims = plans.get(architecture, (None, ()))
+    if head_dim in head_dims:
+        return plan
+    there_are = "; ".join(f"sm_{arch}: {', '.join(map(str, dims))}" for arch, (_, dims) in plans.items())
+    raise KernelError(
+        f"FP8 attention's {which} pass has no kernel for heads of {head_dim} channels on {name_of(device)} "
+        f"(sm_{architecture}), only for {there_are}; fp8_dpa=False in the recipe runs attention in the tensors' own "
+        "precision, by torch's kernels"
+    )
+
+
+def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
+    batch, rows = x.space.sequences, x.space.rows
+    padded = (batch, rows) if qkv_format == "bshd" else (rows, batch)
+    return (*((rows,) if qkv_format == "thd" else padded), x.heads, x.head_dim)
+
+
+def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
+    assert codes.data is not None
+    return codes.data.view(E4M3.dtype), codes.scale_inv
+
+
+def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
+    return PackedCodes(data.view(torch.uint8), None, scale_inv)
+
+
+def _moved(tables: Any, device: torch.device) -> Any:
+    """Tensors, in tuples of tuples, on ``device``."""
+    if isinstance(tables, Tensor):
+        return tables.to(device)
+    moved = (_moved(table, device) for table in tables)
+    return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)
