@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
-from lightning_fp8.ops.attention import Band, attention_backward, attention_config, attention_forward
+from lightning_fp8.ops.attention import AttentionCall, Band, attention_backward, attention_config, attention_forward
 from lightning_fp8.ops.core import dispatch
 
 CUDNN, FLASH, EFFICIENT = "cuDNN (BF16)", "flash (BF16)", "efficient (BF16)"
@@ -69,17 +69,17 @@ class Ops:
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._given = given
-        self._config = attention_config("bshd", Band(right=0) if problem.causal else None)
+        self._call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
 
     def prepared(self, passing: str) -> Call:
         q, k, v, do = self._given
         with only_kernels():
             if passing == FORWARD:
-                attention_forward(q, k, v, self._config)
-                return lambda: attention_forward(q, k, v, self._config)[:1]
-            o, kept = attention_forward(q, k, v, self._config)
-            attention_backward(do, o, kept, self._config)
-        return partial(attention_backward, do, o, kept, self._config)
+                attention_forward(q, k, v, self._call)
+                return lambda: attention_forward(q, k, v, self._call)[:1]
+            o, kept = attention_forward(q, k, v, self._call)
+            attention_backward(do, o, kept, k.shape[1], self._call)
+        return partial(attention_backward, do, o, kept, k.shape[1], self._call)
 
 
 # --- Others -----------------------------------------------------------------------------------------------------------

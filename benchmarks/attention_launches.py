@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.attention_contenders import only_kernels
 from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
 from cuda_kernels.host.launch import Launch
-from lightning_fp8.ops.attention import Band, attention_config, cuda
+from lightning_fp8.ops.attention import AttentionCall, Band, attention_config, cuda
 
 PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
 """Products of scores that a kernel computes; the backward pass computes scores and dP twice."""
@@ -44,15 +44,15 @@ class Launches:
     """
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
-        config = attention_config("bshd", Band(right=0) if problem.causal else None)
+        call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
         q, k, v, do = given
         self._kept: list[Any] = []
         self.started: dict[str, list[Started]] = {FORWARD: [], BACKWARD: []}
         with only_kernels(), _noted(self.started[FORWARD], self._kept):
-            o, *kept = cuda.attention_forward(q, k, v, config, None, None, None)
+            o, kept = cuda.attention_forward(q, k, v, call)
         with only_kernels(), _noted(self.started[BACKWARD], self._kept):
-            cuda.attention_backward(do, o, *kept, config, None, None, None)
-        self._kept += [given, o, *kept]
+            cuda.attention_backward(do, o, kept, k.shape[1], call)
+        self._kept.append((given, o, kept))
 
     def products(self, passing: str) -> Callable[[], None]:
         """The pass without casts and copies."""

@@ -32,8 +32,8 @@ class Kernel:
     Attributes:
         name: unique among all variants, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: kernel code; see :mod:`cuda_kernels.device.language`.
-        parameters: a type for each parameter: int64 for an address, int32, int64 or float32, a tuple of one of them, or
-            a tensor map.
+        parameters: a type for each parameter of ``function``, in its order: int64 for an address, int32, int64 or
+            float32, a tuple of one of them, or a tensor map. The compiler takes them from here, a launch packs by them.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         min_blocks_per_sm: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.

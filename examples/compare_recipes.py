@@ -1,6 +1,7 @@
 """Train the GPT of ``train_gpt.py`` in BF16 and with every FP8 recipe, on several seeds; leave a table and a plot.
 
     python examples/compare_recipes.py --seeds 3 --steps 600 --jobs 2 --out docs/compare_recipes
+    python examples/compare_recipes.py --attention --heads 2 --out docs/compare_attention    # attention in FP8, too
 
 Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
 runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
@@ -21,11 +22,13 @@ from typing import Any
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
+from bf16_on_cpu import fast_bf16, made_on  # the files beside this one
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
-from train_gpt import GPT, StdlibBytes  # the file beside this one
+from train_gpt import GPT, StdlibBytes
 
 from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.recipes import RECIPES
 
 plt.switch_backend("Agg")  # no screen needed
@@ -44,12 +47,24 @@ class Curve(L.Callback):
 
 
 def train(
-    recipe: str, seed: int, threads: int, steps: int, width: int, depth: int, batch_size: int, lr: float
+    recipe: str,
+    seed: int,
+    threads: int,
+    steps: int,
+    width: int,
+    depth: int,
+    heads: int,
+    length: int,
+    batch_size: int,
+    lr: float,
+    attention: bool,
+    all_blocks: bool,
 ) -> dict[str, Any]:
-    """One run: its final validation loss in nats per byte, and its training losses."""
+    """One run: its final validation loss in nats per byte, its training losses, and how much of it ran in FP8."""
     torch.set_num_threads(threads)
     L.seed_everything(seed)
     curve, in_bf16 = Curve(), recipe == "bf16"
+    fp8: dict[str, Any] = {"recipe": recipe, "attention": attention, "first_last_layers_bf16": not all_blocks}
     trainer = L.Trainer(
         max_steps=steps,
         limit_val_batches=0,
@@ -59,22 +74,31 @@ def train(
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
-        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),  # type: ignore[arg-type]
+        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
     )
-    model, data = GPT(width=width, depth=depth, lr=lr), StdlibBytes(batch_size=batch_size, seed=seed)
-    trainer.fit(model, data)
-    trainer.limit_val_batches = 1.0
-    (metrics,) = trainer.validate(model, data, verbose=False)
+    model = GPT(width=width, depth=depth, heads=heads, lr=lr)
+    data = StdlibBytes(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed)
+    with fast_bf16():
+        trainer.fit(model, data)
+        trainer.limit_val_batches = 1.0
+        (metrics,) = trainer.validate(model, data, verbose=False)
     plugin = trainer.precision_plugin
-    fp8_layers = plugin.summary.num_fp8 if isinstance(plugin, FP8Precision) and plugin.summary else 0
-    return {"val_loss": metrics["val_loss"], "losses": curve.losses, "fp8_layers": fp8_layers}
+    layers = plugin.summary.layers if isinstance(plugin, FP8Precision) and plugin.summary else ()
+    ran = [layer.kind for layer in layers if layer.ran]
+    return {
+        "val_loss": metrics["val_loss"],
+        "losses": curve.losses,
+        "fp8_layers": len(ran) - ran.count(ATTENTION),
+        "fp8_attentions": ran.count(ATTENTION),
+    }
 
 
 def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
     """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
     rows = [
-        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers |",
-        "|---|---|---|---|---|",
+        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers "
+        "| FP8 attentions |",
+        "|---|---|---|---|---|---|",
     ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
     for recipe in RUNS:
@@ -82,7 +106,7 @@ def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
         mean = statistics.mean(losses)
         rows.append(
             f"| {recipe} | {mean:.4f} | {max(losses) - min(losses):.4f} | {mean / baseline - 1:+.2%} | "
-            f"{runs[f'{recipe}/0']['fp8_layers']} |"
+            f"{runs[f'{recipe}/0']['fp8_layers']} | {runs[f'{recipe}/0'].get('fp8_attentions', 0)} |"
         )
     return "\n".join(rows)
 
@@ -117,8 +141,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128, help="bytes of context")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--attention", action="store_true", help="attention in FP8, too")
+    parser.add_argument("--all-blocks", action="store_true", help="the first and the last block in FP8, too")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the processor's cores")
     parser.add_argument("--out", type=Path, default=Path("compare_recipes"), help="path of the .md, .png and .json")
     args = parser.parse_args()
@@ -145,8 +173,9 @@ def main() -> None:
             temporary.replace(record)
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
+    what = "FP8 recipes, with FP8 attention," if args.attention else "FP8 recipes"
     text = (
-        f"# FP8 recipes against BF16\n\nMade on the CPU, torch {torch.__version__}, by\n\n```\n{command}\n```\n\n"
+        f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
         f"{table(runs, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)

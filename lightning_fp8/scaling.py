@@ -1,6 +1,8 @@
 """amax -> scale: the formulas of every recipe, as pure functions of tensors.
 
 Convention: ``scale`` multiplies before the cast, ``scale_inv = 1 / scale`` divides back. All arithmetic is float32.
+Kernels have the same formulas in ``cuda_kernels/device/codec.py`` and, of delayed scaling, in
+``cuda_kernels/casts/update_scales.py``; tests compare them bit by bit.
 """
 
 from __future__ import annotations

@@ -64,7 +64,10 @@ def largest_of(a, b, c, d):
 
 @device
 def amax_to_scale(amax, fp8_max, power_2, epsilon):
-    """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below."""
+    """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below.
+
+    The same as ``current_scale`` of ``lightning_fp8.scaling``.
+    """
     amax = epsilon if epsilon > amax else amax
     scale = divide(fp8_max, amax)
     scale = scale if scale < _LARGEST else _LARGEST
@@ -74,7 +77,10 @@ def amax_to_scale(amax, fp8_max, power_2, epsilon):
 
 @device
 def e8m0_code(amax, reciprocal_max):
-    """The E8M0 code of ``amax * reciprocal_max``, rounded up; 254 for inf, 255 for NaN."""
+    """The E8M0 code of ``amax * reciprocal_max``, rounded up; 254 for inf, 255 for NaN.
+
+    The same as ``e8m0_from_amax`` of ``lightning_fp8.scaling``, which names the source.
+    """
     scaled = bits(amax * reciprocal_max)
     exponent, mantissa = scaled >> np.uint32(23), scaled & _MANTISSA
     # A subnormal up to 2**-127 is what code 0 stands for.

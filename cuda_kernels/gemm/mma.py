@@ -54,8 +54,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
-    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
+    b_by_128x128 = scaling.b_along_k_by_block
+    b_by_1x128 = scaling.b_along_k_by_row
     stage_bytes = config.stage_bytes(scaling)
     prefetch = stages - 1
     pending = stages - 2
@@ -197,7 +197,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """
     count = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * count, strip * count, count)
-    b_by_128x128 = spec.scaling is Scaling.BLOCK_1X128_128X128
+    b_by_128x128 = spec.scaling.b_along_k_by_block
     plus_rows = add_rows(count)
     plus_both = add_rows_and_columns(count)
 

@@ -18,7 +18,7 @@ from cuda_kernels.gemm.spec import ACCUMULATORS, SCALE_N, GemmConfig, GemmSpec, 
 
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
-    col_scale_registers = config.tile_n // 4 if spec.scaling is Scaling.BLOCK_1X128_1X128 else 0
+    col_scale_registers = config.tile_n // 4 if spec.scaling.b_along_k_by_row else 0
     most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
     return config.tile_n // 2 * (config.waves + 1) + col_scale_registers <= most
 
@@ -45,7 +45,7 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     def col_scale_smem(smem, stage_idx):
         return i32(smem + scale_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
 
-    if spec.scaling is Scaling.BLOCK_1X128_128X128:
+    if spec.scaling.b_along_k_by_block:
         return row_scales
     if not reads_scales_early(spec, config):
         return device(
@@ -75,7 +75,7 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
     add_row_scaled_by_two = add_rows_of_two(count)
     if not spec.scaling.along_k:
         return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
-    if spec.scaling is Scaling.BLOCK_1X128_1X128:
+    if spec.scaling.b_along_k_by_row:
         add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(spec, config))
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
@@ -101,7 +101,7 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
 
 def block_scale_window(scaling: Scaling) -> int:
     """K iterations whose 128x128 scales are loaded at once, one by each lane; without such scales, all iterations."""
-    return 32 if scaling is Scaling.BLOCK_1X128_128X128 else 1 << 30
+    return 32 if scaling.b_along_k_by_block else 1 << 30
 
 
 @cache

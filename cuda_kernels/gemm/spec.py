@@ -1,4 +1,4 @@
-"""What a GEMM computes, whatever its size; and how a kernel divides the work."""
+"""The specification of a GEMM of any size (formats, scales, epilogue), and the configs that divide its work."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ class Scaling(Enum):
     def along_k(self) -> bool:
         """Whether scales change along K, so that every 128 products are scaled before they are added up."""
         return self in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128)
+
+    @property
+    def b_along_k_by_row(self) -> bool:
+        """Whether each row of B has scales along K of its own."""
+        return self is Scaling.BLOCK_1X128_1X128
+
+    @property
+    def b_along_k_by_block(self) -> bool:
+        """Whether :data:`SCALE_N` rows of B share their scales along K."""
+        return self is Scaling.BLOCK_1X128_128X128
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
         ("b", config.stages * config.tile_n * TILE_K),
         ("out", buffers * EPI_TILE_BYTES),
         ("scale_a", config.stages * config.tile_m * 4 if scaling.along_k else 0),
-        ("scale_b", config.stages * config.tile_n * 4 if scaling is Scaling.BLOCK_1X128_1X128 else 0),
+        ("scale_b", config.stages * config.tile_n * 4 if scaling.b_along_k_by_row else 0),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
         ("order", 16 if config.pingpong else 0),
@@ -215,9 +225,10 @@ class MmaConfig:
     def stage_bytes(self, scaling: Scaling) -> int:
         """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
         operands = (self.tile_m + self.tile_n) * TILE_K
-        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * (scaling is Scaling.BLOCK_1X128_1X128)
+        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * scaling.b_along_k_by_row
 
     def shared_bytes(self, scaling: Scaling) -> int:
+        """Bytes of shared memory of a block: those of its stages."""
         return self.stages * self.stage_bytes(scaling)
 
     def __str__(self) -> str:

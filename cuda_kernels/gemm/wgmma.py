@@ -84,7 +84,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
     tx_bytes += 4 * tile_m if scaling.along_k else 0
-    tx_bytes += 4 * tile_n if scaling is Scaling.BLOCK_1X128_1X128 else 0
+    tx_bytes += 4 * tile_n if scaling.b_along_k_by_row else 0
     b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )
@@ -100,8 +100,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling is Scaling.BLOCK_1X128_128X128
-    b_by_1x128 = scaling is Scaling.BLOCK_1X128_1X128
+    b_by_128x128 = scaling.b_along_k_by_block
+    b_by_1x128 = scaling.b_along_k_by_row
     read_scales = stage_scale_reader(spec, config)
     promote_add = make_promote_add(spec, config)
     releases_early = reads_scales_early(spec, config)

@@ -204,8 +204,8 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 
 def architecture_of(device: torch.device) -> str:
-    """As :func:`architecture`; where kernels are emulated, Hopper's."""
-    return architecture(device.index or 0) if device.type == "cuda" else "90a"
+    """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
+    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
 
 
 @cache
@@ -300,3 +300,5 @@ EXECUTORS: dict[str, Executor] = {}
 
 They get the kernel, the number of blocks, and all parameters, tensors for addresses.
 """
+EMULATED = "90a"
+"""The architecture whose kernels such tensors get."""

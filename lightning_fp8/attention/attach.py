@@ -68,8 +68,9 @@ def attach(model: nn.Module) -> None:
             undo.append(_disowning(module, owner))
         configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
         undo += [_switched(config) for config in configs.values()]
-        _attached[model] = undo
+        # The newest reference to a dead model is told first: it has to be out of ``_attached`` when ours is told.
         weakref.finalize(model, _uninstall_if_unused).atexit = False
+        _attached[model] = undo
         sdpa.install()
 
 

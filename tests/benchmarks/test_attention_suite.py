@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import attention, attention_contenders, attention_problems, report
+from benchmarks import attention, attention_contenders, attention_problems, carried, report
 from benchmarks.__main__ import main
+from benchmarks.attention_launches import Launches
 from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Problem, exact, inputs
+from benchmarks.host import _a_card as a_card
 from benchmarks.record import OURS
+from cuda_kernels.host.launch import Launch
+from lightning_fp8.cli.kernels import noted
+from lightning_fp8.ops.core import dispatch
 
 CPU = torch.device("cpu")
 SMALL = Problem(2, 150, 4, 64, sharing=2, causal=True)
@@ -29,6 +37,14 @@ def run(path: Path) -> list[dict[str, Any]]:
     assert not document["errors"]
     entries: list[dict[str, Any]] = document["suites"]["attention"]
     return entries
+
+
+def tensors_of(kept: Iterable[Any]) -> Iterator[Tensor]:
+    for each in kept:
+        if isinstance(each, Tensor):
+            yield each
+        elif each is not None:
+            yield from tensors_of(each)
 
 
 @pytest.fixture
@@ -181,3 +197,53 @@ def test_libraries_alone_start_no_kernel_of_ours(tmp_path: Path, one_problem: Pr
     entries = json.loads(path.read_text())["suites"]["attention"]
     assert entries
     assert not any(entry["by"].startswith(OURS) for entry in entries)
+
+
+# --- Kernels alone ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_ops_start_is_started_again_on_memory_that_is_kept() -> None:
+    """A launch gets addresses: each lies in a tensor that is held, also after the ops' plans are gone."""
+    problem = Problem(1, 150, 4, 64, sharing=2, causal=True)
+    with a_card():
+        launches = Launches(problem, inputs(problem, CPU))
+        dispatch.clear_plan_cache()
+        gc.collect()
+        held = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in tensors_of(launches._kept)]
+        for each in (*launches.started[FORWARD], *launches.started[BACKWARD]):
+            addresses = [at for at in each.addresses if isinstance(at, int) and at]
+            assert addresses
+            assert all(any(first <= at < end for first, end in held) for at in addresses), each.kernel
+        names = [[each.kernel for each in launches.started[passing]] for passing in (FORWARD, BACKWARD)]
+        assert names[0][-1] == "attention_forward"
+        assert names[1][-3:] == ["attention_delta", "attention_dq", "attention_dkv"]
+        assert {"quantize_heads", "sum_heads", "mean_heads"} <= {*names[0]}
+        again: list[str] = []
+        with patch.object(Launch, "start", lambda launch, *addresses: again.append(launch.kernel.function.__name__)):
+            launches.products(BACKWARD)()
+            assert again == ["attention_delta", "attention_dq", "attention_dkv"]
+            again.clear()
+            launches.by_kernel()["quantize_heads"]()
+        assert again == [name for passing in names for name in passing if name == "quantize_heads"]
+
+
+@pytest.mark.usefixtures("one_problem")
+def test_kernels_alone_are_timed_beside_the_ops(tmp_path: Path) -> None:
+    with noted():
+        entries = {(entry["name"], entry["by"]): entry for entry in run(tmp_path / "out.json")}
+    for passing in ("forward, causal", "backward, causal"):
+        assert entries[passing, "lightning_fp8, kernels alone"]["milliseconds"]
+    flops = 2 * 40**2 * 64 * 2 // 2
+    for kernel, products in (("attention_forward", 2), ("attention_dq", 3), ("attention_dkv", 4)):
+        entry = entries[f"{kernel}, causal", OURS]
+        counted = entry["teraflops"] * entry["milliseconds"]["median"] * 1e9
+        assert counted == pytest.approx(flops * products, rel=2e-3)
+    assert entries["quantize_heads, causal", OURS]["teraflops"] is None
+
+
+def test_kernels_of_the_suite_are_carried() -> None:
+    names = {kernel.name.split(",")[0] for kernel in carried._attention()}
+    assert {f"attention_forward(d={head_dim} bfloat16" for head_dim in (64, 128, 256)} <= names
+    for head_dim in (64, 128):
+        assert {f"attention_{kernel}(d={head_dim} bfloat16" for kernel in ("dq", "dkv")} <= names
+        assert f"attention_delta(d={head_dim})" in names

@@ -81,19 +81,21 @@ def test_the_comparison_reports_means_spread_and_distance(compare_recipes: Modul
         f"{recipe}/{seed}": {"val_loss": 2.0, "fp8_layers": 5} for recipe in compare_recipes.RUNS for seed in (0, 1)
     }
     runs["mxfp8/0"]["val_loss"], runs["mxfp8/1"]["val_loss"] = 2.0, 2.04
+    runs["mxfp8/0"]["fp8_attentions"] = 2
     rows = compare_recipes.table(runs, seeds=2).splitlines()
-    assert rows[-1] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 5 |"
-    assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 5 |"
+    assert rows[-1] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 5 | 2 |"
+    assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 5 | 0 |"
 
 
 def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(tmp_path: Path) -> None:
-    tiny = ["--seeds", "1", "--steps", "30", "--width", "32", "--depth", "3", "--batch-size", "2"]
+    tiny = ["--seeds", "1", "--steps", "30", "--width", "32", "--depth", "3", "--batch-size", "2", "--attention"]
     command = [sys.executable, str(ROOT / "examples" / "compare_recipes.py"), *tiny, "--out", str(tmp_path / "tiny")]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     runs = json.loads((tmp_path / "tiny.json").read_text())["runs"]
     assert all(len(run["losses"]) == 30 for run in runs.values())
-    assert {name: run["fp8_layers"] for name, run in runs.items()}["bf16/0"] == 0
-    assert all(run["fp8_layers"] == 5 for name, run in runs.items() if name != "bf16/0")
+    in_fp8 = {name: (run["fp8_layers"], run["fp8_attentions"]) for name, run in runs.items()}
+    assert in_fp8.pop("bf16/0") == (0, 0)
+    assert set(in_fp8.values()) == {(5, 1)}
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert "run 1 of" not in again.stdout

@@ -21,13 +21,16 @@ from cuda_kernels.host import compile_cache, launch
 from tests.cuda_kernels import (
     attention_backward_cases,
     attention_kernel_cases,
+    attention_mma_cases,
+    attention_op_cases,
     emulated,
     fused_cases,
     gemm_cases,
     kernel_cases,
 )
 
-MODULES = kernel_cases, fused_cases, gemm_cases, attention_kernel_cases, attention_backward_cases
+ATTENTION = attention_kernel_cases, attention_backward_cases, attention_mma_cases, attention_op_cases
+MODULES = kernel_cases, fused_cases, gemm_cases, *ATTENTION
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 NOT_FOR_THIS_CARD = 77
 """What automake's tests exit with when they are skipped."""
@@ -37,6 +40,8 @@ def fits(name: str, architecture: str) -> bool:
     """Whether the case is for cards of ``architecture``: products name their tile, more than two numbers on Hopper."""
     if name.startswith("attention_"):
         return architecture == "90a"
+    if name.startswith("mma_attention_"):
+        return architecture in ("89", "120")
     if not name.startswith("product-"):
         return True
     return (name.split("-")[3].count("/") > 1) == (architecture == "90a")

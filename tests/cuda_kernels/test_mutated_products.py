@@ -13,6 +13,7 @@ import pytest
 
 from tests.cuda_kernels.attention_backward_cases import CASES as ATTENTION_BACKWARD
 from tests.cuda_kernels.attention_kernel_cases import CASES as ATTENTION
+from tests.cuda_kernels.attention_mma_cases import CASES as ATTENTION_MMA
 from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.cuda_kernels.gemm_cases import CASES
 from tests.cuda_kernels.kernel_cases import Case
@@ -46,8 +47,9 @@ MUTATED = (
     "attention_forward-64-many keys",
     "attention_dq-64-many keys",
     "attention_dkv-64-many queries",
+    "mma_attention_forward-64-many keys",
 )
-OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD) if case.name.startswith(MUTATED)]
+OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA) if case.name.startswith(MUTATED)]
 
 
 def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ if not os.environ.get("LIGHTNING_FP8_FOREIGN") and (
 
 from tests.cuda_kernels.attention_backward_cases import CASES as ATTENTION_BACKWARD
 from tests.cuda_kernels.attention_kernel_cases import CASES as ATTENTION
+from tests.cuda_kernels.attention_mma_cases import CASES as ATTENTION_MMA
 from tests.cuda_kernels.emulated import kernels_of, ptx_of
 from tests.cuda_kernels.fused_cases import CASES as FUSED
 from tests.cuda_kernels.gemm_cases import CASES as GEMMS
@@ -70,9 +71,8 @@ def _met() -> set[str]:
 
 def test_what_no_other_kernel_has_is_listed_in_the_docs() -> None:
     """Both ways: no instruction of ours is neither met nor listed, and none is listed that is met, or not ours."""
-    ours = {
-        kernel for case in (*OURS, *FUSED, *GEMMS, *ATTENTION, *ATTENTION_BACKWARD) for kernel in kernels_of(case.run)
-    }
+    cases = *OURS, *FUSED, *GEMMS, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA
+    ours = {kernel for case in cases for kernel in kernels_of(case.run)}
     used = set().union(*(kinds(ptx_of(kernel)) for kernel in ours))
     section = (ROOT / "docs/kernels.md").read_text().split("### Met in nobody else's kernel")[1]
     listed = set(section.split("```")[1].split())

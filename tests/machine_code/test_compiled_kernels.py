@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
+from cuda_kernels.attention.forward import attention_forward_kernel
+from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels import attention_backward_cases, attention_kernel_cases, fused_cases, gemm_cases, kernel_cases
+from tests.cuda_kernels import (
+    attention_backward_cases,
+    attention_kernel_cases,
+    attention_mma_cases,
+    fused_cases,
+    gemm_cases,
+    kernel_cases,
+)
 from tests.cuda_kernels.emulated import builders, compiled, kernels_of
 from tests.machine_code import sass
 from tests.machine_code.cubin import ATTRIBUTES, entry_of
@@ -22,7 +31,7 @@ REGISTERS = 65536
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
-ATTENTION = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES]
+ATTENTION = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES, *attention_mma_cases.CASES]
 CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *ATTENTION]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
@@ -63,7 +72,9 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     assert not starting_with(found, "LDL", "STL"), "local memory"
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
     name = kernel.function.__name__
-    casts = name.startswith(("quantize", "normalize", "cast", "attention")) and name != "attention_delta"
+    casts = (
+        name.startswith(("quantize", "normalize", "cast", "attention", "mma_attention")) and name != "attention_delta"
+    )
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
     if re.search("aligned=True|vector=[48]", kernel.name):
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"
@@ -110,6 +121,32 @@ def test_products_use_tensor_cores(kernel: Kernel) -> None:
         assert all(starting_with(found, name) for name in wanted)
         stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "smem_epilogue" in kernel.name else "STG"
         assert starting_with(found, stored)
+
+
+@pytest.mark.parametrize(("kernel", "arch"), [each for each in variants() if "mma_attention" in str(each.id)])
+def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
+    """Products are FP8's, operands come by asynchronous copies, and nothing is shuffled but maxima of rows."""
+    code = sass.parsed(sass.disassembled(compiled(kernel, arch)[1]))
+    found = Counter(code[index].opcode for step in sass.steps(code) for index in step)
+    assert {"QMMA", "LDSM", "LDGSTS"} <= set(found)
+    assert not {"HMMA", "PRMT", "STS", "CALL"} & set(found), "FP8 is not turned into FP16, and P stays where it is"
+    assert found["SHFL"] == (8 if "dkv" in kernel.name else 4)
+
+
+def test_attention_hands_the_tensor_cores_over_before_its_exponentials() -> None:
+    """The assembler leaves the order in which a tile of 64 by 128 is written: its turn, the scores' four products, the
+    other warpgroup's turn, 64 exponentials of each thread, and the products with V."""
+    kernel = attention_forward_kernel(AttentionSpec(128, "bfloat16"))
+    code = sass.parsed(sass.disassembled(compiled(kernel, "90a")[1]))
+    (step,) = sass.steps(code)
+    named = [code[index].name for index in sorted(step)]
+    products, exponentials, barriers = (
+        [place for place, name in enumerate(named) if name.startswith(opcode)]
+        for opcode in ("QGMMA", "MUFU.EX2", "BAR.")
+    )
+    assert [named[place].split(".")[1] for place in barriers] == ["SYNC", "ARV"]
+    assert len(products) == 8
+    assert barriers[0] < products[0] < products[3] < barriers[1] < exponentials[0] < exponentials[63] < products[4]
 
 
 def test_every_kernel_is_compiled() -> None:

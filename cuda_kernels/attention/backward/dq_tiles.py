@@ -61,9 +61,9 @@ class DqTiles(NamedTuple):
         init_barriers: a device function of shared memory's address.
         produce: a device function ``(smem, maps, tile, head, kv_head, rows_q, rows_k)`` of the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right) -> dq,
-            rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
-            ``statistics``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the sequence's
-            first block of scales.
+            rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both
+            rows. ``statistics``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
+            sequence's first block of scales.
         store: as of :func:`cuda_kernels.attention.stores.make_result_store`, of what ``consume`` gives.
     """
 

@@ -13,9 +13,9 @@ from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
-from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, Launch, address_on
+from cuda_kernels.host.launchers.attention_kernels import forward_kernel, operand_on
 from cuda_kernels.host.launchers.attention_tiles import (
     PackedRows,
     RowSpace,
@@ -24,7 +24,7 @@ from cuda_kernels.host.launchers.attention_tiles import (
     sequence_table,
     tile_table,
 )
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.tensor_maps import Box
 
 Strides = tuple[int, int, int]
 """In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
@@ -236,15 +236,15 @@ class ForwardLaunch:
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
         problem.require_strides(strides)
         spec, visible = problem.spec, problem.visible
-        self._box = map_on(device, Box(ROWS, 128))
-        self._values_box = map_on(device, Box(spec.head_dim, 128))
+        self._box = operand_on(device, Box(ROWS, 128))
+        self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
         scalars = (
             problem.heads[0], problem.group, *problem.totals,
             *limits(visible.left, visible.right), problem.scale_of_exponent, *strides,
         )  # fmt: skip
         blocks = problem.queries.blocks * problem.heads[0]
-        self._launch = Launch(attention_forward_kernel(spec), blocks, scalars, device)
+        self._launch = Launch(forward_kernel(spec, device), blocks, scalars, device)
 
     def start(
         self,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from cuda_kernels.attention.spec import NO_LIMIT, ROWS
 from cuda_kernels.device.sizes import ceil_div
@@ -79,7 +78,8 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
     index = torch.arange(space.sequences, device=device)
     if space.ragged:
         assert cu_seqlens is not None
-        bounds = pad(cu_seqlens[1:].long().clamp(0, space.rows), (1, 0)).cummax(0).values
+        ends = cu_seqlens[1:].long().clamp(0, space.rows)
+        bounds = torch.cat([ends.new_zeros(1), ends]).cummax(0).values
         lengths, first = bounds.diff(), bounds[:-1]
         held = torch.where(index < space.sequences - 1, lengths, space.rows - first)
         starts = first // ROWS + index

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.gemm.mma import mma_gemm_kernel
-from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, Scaling, epi_tile_columns
+from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
 from cuda_kernels.host.launch import address_on, bind
@@ -40,7 +40,7 @@ class GemmStrides(NamedTuple):
 def bind_gemm_kernel(
     device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides
 ) -> GemmStart:
-    """What starts ``config``'s kernel with tensors of the sizes of ``problem`` and of these strides.
+    """Bind ``config``'s kernel to the sizes of ``problem`` and these strides: a function that starts it.
 
     A launch takes FP8 codes ``a [m, k]`` and ``b [n, k]``, whose addresses are multiples of 16; their float32 scales;
     ``bias [n]``, ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are
@@ -61,7 +61,7 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
     map_scale_a = map_of(_scale_box(config.tile_m)) if spec.scaling.along_k else None
-    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling is Scaling.BLOCK_1X128_1X128 else None
+    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling.b_along_k_by_row else None
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),

@@ -1,4 +1,8 @@
-"""Registration in ``torch.ops.lightning_fp8``: schemas, implementations for a device, refusals of vmap."""
+"""How ops are registered in ``torch.ops.lightning_fp8``; the ``schema.py`` of each operation calls it.
+
+There stand an op's signature and its implementation for fake and meta tensors. ``reference.py`` registers what runs on
+the CPU, ``cuda.py`` what runs on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def implement(name: str, device_type: str, function: Callable[..., Any]) -> None
 
 
 def refuse_vmap(*names: str) -> None:
-    """Make vmap refuse ops; its own way around, a loop, is closed to ops that write to an argument."""
+    """Make vmap refuse ops, with a RuntimeError; its own loop is closed to ops that write to an argument."""
 
     def refuse(*args: object) -> None:
         raise RuntimeError(

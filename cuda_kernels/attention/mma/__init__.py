@@ -1,0 +1,1 @@
+"""Attention on GPUs without wgmma, Ada and Blackwell for workstations: warps run mma.sync on what cp.async copied."""

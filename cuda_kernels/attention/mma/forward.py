@@ -1,0 +1,175 @@
+"""FP8 attention's forward pass without wgmma: eight warps, each with 16 queries, share tiles of keys.
+
+A block has 128 queries of one head and walks over the keys that they see, 128 at a time. Codes of K and transposed V
+lie in a ring of stages in shared memory: the next tile is copied while one is multiplied. A warp turns its scores into
+codes of P in registers, which are then the left operand of P V: the order of keys in transposed copies, made for
+wgmma's registers, serves mma's, which lie alike.
+
+Each tile's product with V is a sum of its own, added in float32: the tensor cores' accumulator of FP8 products is short
+here as well (22 bits in all, SageAttention2, arXiv:2411.10958, section 3.3). Numerics: the reference's ``forward``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.mma.operands import (
+    ARCHITECTURES,
+    HEAD_DIMS,
+    LINE,
+    STEP,
+    THREADS,
+    make_add_product,
+    make_copy,
+    make_product,
+    place_in_a,
+    place_in_b,
+)
+from cuda_kernels.attention.softmax import START, make_softmax, quad_sum, row_result
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.device.fragments import (
+    scale_rows,
+    scale_seen_rows,
+    store_fragment_global,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.ptx import (
+    cp_async_commit,
+    cp_async_wait,
+    dynamic_shared,
+    float_max,
+    load_f32,
+    quotient,
+    reciprocal_approx,
+    store_f32,
+)
+from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.kernel import Kernel
+
+STAGES = {64: 3, 96: 2, 128: 2}
+"""Stages of the ring of keys and values, by channels of a head."""
+_TILE = ROWS * LINE
+"""Bytes of 128 rows of codes."""
+
+
+@cache
+def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
+    """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
+
+    Parameters are those of :func:`cuda_kernels.attention.forward.attention_forward_kernel`, with addresses in place of
+    tensor maps.
+    """
+    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    stages, head_dim = STAGES[spec.head_dim], spec.head_dim
+    prefetch, pending = stages - 1, stages - 2
+    stage_bytes = _TILE + head_dim * LINE
+    item = 4 if spec.out == "float32" else 2
+    scores_count, out_count = ROWS // 2, head_dim // 2
+    copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
+    scores_of = make_product(ROWS, spec.k_steps)
+    hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
+    rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
+    zero_out, finish = zeros(out_count), scale_seen_rows(out_count)
+    store = store_fragment_global(out_count, spec.out, True, False)
+
+    @device
+    def copy_keys(stage, keys, j):
+        copy_rows(stage, keys + i64(j) * (ROWS * head_dim), i64(head_dim))
+
+    @device
+    def next_stage(stage, first_stage):
+        """The address of the next stage in the ring."""
+        return i32(stage + stage_bytes) if stage < first_stage + prefetch * stage_bytes else first_stage
+
+    @device
+    def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
+        """The sums of this thread's channels, in units of the softmax's state, and that state.
+
+        ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's. ``query_factor``:
+        Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
+        """
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
+        first_stage = i32(smem + _TILE)
+        in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
+        out, state = zero_out(), START
+        if first < last:
+            copy_rows(smem, queries, i64(head_dim))
+        for ahead in range(prefetch):
+            if first + ahead < last:
+                stage = first_stage + ahead * stage_bytes
+                copy_keys(stage, keys, first + ahead)
+                copy_values(stage + _TILE, values + i64(first + ahead) * ROWS, rows_k)
+            cp_async_commit()
+        stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
+        for j in range(first, last):
+            cp_async_wait(pending)
+            cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
+            if j + prefetch < last:
+                copy_keys(free_stage, keys, j + prefetch)
+                copy_values(free_stage + _TILE, values + i64(j + prefetch) * ROWS, rows_k)
+            cp_async_commit()
+            # Loaded here, they are there when the products are.
+            block = i64(i32(key_block + j)) * 4
+            key_scale, value_scale = load_f32(scales[0] + block), load_f32(scales[1] + block)
+            scores = scores_of(in_a, stage + in_b)
+            if j < whole_first or j >= whole_last:
+                scores = hide(scores, visible, i32(j * ROWS))
+            factor = float_max(query_factor * key_scale, SMALLEST)
+            words, state, alpha, alpha_below = softmax(scores, factor, state)
+            out = rescale(out, alpha, alpha_below)
+            out = add_product(out, words, stage + _TILE + in_b, value_scale, value_scale)
+            stage, free_stage = next_stage(stage, first_stage), stage
+        return out, state
+
+    def mma_attention_forward(
+        q, k, v_t, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
+        heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
+    ):  # fmt: skip
+        smem = dynamic_shared()
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        kv_head = quotient(head, group)
+        row, others = tile[0], tile[1]
+        query_block = (i64(head) * (rows_q >> 7) + (row >> 7)) * 4
+        key_block = i32(kv_head * (rows_k >> 7) + (others >> 7))
+        acc, state = attend(
+            smem, tile,
+            q + (i64(head) * rows_q + row) * head_dim,
+            k + (i64(kv_head) * rows_k + others) * head_dim,
+            v_t + i64(kv_head) * head_dim * rows_k + others,
+            i64(rows_k), load_f32(scale_q + query_block) * c, (scale_k, scale_v), key_block, left, right,
+        )  # fmt: skip
+        # Found again: kept, they would take registers from the loop.
+        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+        lane = cuda.threadIdx.x & 31
+        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        largest, largest_below, unit, unit_below, total, total_below = state
+        total, total_below = quad_sum(total), quad_sum(total_below)
+        inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
+        seen, largest, total = row_result(largest, unit, total, line < valid)
+        seen_below, largest_below, total_below = row_result(largest_below, unit_below, total_below, line + 8 < valid)
+        if lane & 3 == 0:
+            place = (i64(head) * rows_q + row + line) * 4
+            store_f32(m + place, largest)
+            store_f32(m + place + 32, largest_below)
+            store_f32(l + place, total)
+            store_f32(l + place + 32, total_below)
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        store(
+            finish(acc, inverse, inverse_below, seen, seen_below),
+            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
+        )  # fmt: skip
+
+    return Kernel(
+        f"mma_attention_forward({spec}, {stages=})",
+        mma_attention_forward,
+        (*[i64] * 10, *[i32] * 6, f32, *[i64] * 3),
+        THREADS,
+        shared_bytes=_TILE + stages * stage_bytes,
+        architectures=ARCHITECTURES,
+    )

@@ -1,0 +1,32 @@
+"""What attention's kernels for GPUs without wgmma are tested with: as Hopper's, against the specification."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from cuda_kernels.host import launch
+from lightning_fp8.ops.attention import Band
+from tests.cuda_kernels.attention_kernel_cases import CAUSAL, check_forward
+from tests.cuda_kernels.kernel_cases import BF16, FP16, Case
+
+WITHOUT_WGMMA = patch.object(launch, "EMULATED", "120")
+"""Launches on the CPU get the kernels of Blackwell for workstations, which are Ada's, too."""
+
+
+def _forward(name: str, channels: int, **how: Any) -> Case:
+    def run(device: str) -> None:
+        with WITHOUT_WGMMA:
+            check_forward(channels, device, **how)
+
+    return Case(f"mma_attention_forward-{channels}-{name}", run)
+
+
+CASES = [
+    _forward("causal", 128, rows=(130, 600), band=Band(right=0, bottom_right=True)),
+    _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
+    _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=BF16),
+    _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
+    _forward("many keys", 64, rows=(128, 780), dtype=BF16),
+    _forward("grouped causal", 96, heads=(4, 2), rows=(260, 260), band=CAUSAL, dtype=FP16),
+]
