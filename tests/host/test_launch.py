@@ -37,7 +37,7 @@ from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import executing, ptx_of
 from tests.cuda_kernels.kernel_cases import BF16, assert_same, sample
-from tests.cuda_kernels.launch_everything import one_of_each
+from tests.cuda_kernels.launch_everything import every_kernel
 from tests.emulator.ptx_on_cpu_samples import needs_gcc
 from tests.machine_code.test_compiled_kernels import compiled
 
@@ -268,7 +268,7 @@ def test_maps_and_zeros_through_nvidias_bindings(fake_driver: Path) -> None:
 @needs_gcc
 def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_path: Path) -> None:
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
-    for kernel, *_ in one_of_each().values():
+    for kernel in every_kernel():
         arch = kernel.architectures[0]
         cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
 from cuda_kernels.host.launch import architecture_of, name_of
 from cuda_kernels.host.launchers.attention import (
@@ -167,7 +168,7 @@ class ForwardPlan:
 
 
 class BackwardPlan:
-    """The backward pass on Hopper: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+    """The backward pass: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
 
     Raises:
         KernelError: a kernel cannot be compiled or loaded.
@@ -197,11 +198,7 @@ class BackwardPlan:
 
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    "forward": {
-        "90a": (ForwardPlan, HEAD_DIMS),
-        "89": (ForwardPlan, (64, 96, 128)),
-        "120": (ForwardPlan, HEAD_DIMS),
-    },
+    "forward": {"90a": (ForwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (ForwardPlan, mma.HEAD_DIMS))},
     "backward": {"90a": (BackwardPlan, (64, 96, 128))},
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
