@@ -77,6 +77,7 @@ class Started:
     def start(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
         """As the kernel was started for an executor, from two threads."""
         entry = self.load(kernel, kernel.architectures[0])
+        kernel._loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
         values = [on_the_card(arg) for arg in args]
         addresses = next(i for i, kind in enumerate(kernel.parameter_kinds) if kind not in ("tensor_map", "int64"))
         made = Launch(kernel, blocks, values[addresses:], CARD)
