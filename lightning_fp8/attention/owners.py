@@ -64,6 +64,12 @@ _nobody = Owner("", "", True)
 _kept = Owner("", "", False)
 _traced: set[str] = set()
 _said: set[str] = set()
+_compiled_whole = False
+
+COMPILED_WHOLE = (
+    "torch.compile keeps the function of nn.MultiheadAttention whole, and attention cannot be taken out of it; leave "
+    "its block uncompiled"
+)
 
 
 def owner_of(module: nn.Module | None) -> Owner | None:
@@ -164,6 +170,8 @@ def asked(owner: Owner) -> bool:
 
 def note(owner: Owner, wanted: bool, reason: str, rows: int) -> None:
     """Take down a call of so many ``rows`` of queries: what :func:`asked` said, and why it cannot be, if so."""
+    if reason == COMPILED_WHOLE:
+        _note_compiled_whole()
     if torch.compiler.is_compiling():
         if wanted and reason:
             _say(reason)
@@ -198,6 +206,17 @@ def _note_traced(cls: str) -> bool:
 def was_traced(owner: Owner) -> bool:
     """Whether attention of such a module was ever compiled: one that counted nothing may have run all the same."""
     return owner.cls in _traced
+
+
+def _note_compiled_whole() -> None:
+    """Whose call it is cannot be known there."""
+    global _compiled_whole
+    _compiled_whole = True
+
+
+def was_compiled_whole(module: nn.Module | None) -> bool:
+    """Whether ``module``, which counted nothing, may have been compiled as one function of torch, in high precision."""
+    return _compiled_whole and isinstance(module, nn.MultiheadAttention)
 
 
 def any_traced() -> bool:

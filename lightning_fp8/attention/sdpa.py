@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lightning_fp8.attention.owners import asked, current_owner, note
+from lightning_fp8.attention.owners import COMPILED_WHOLE, asked, current_owner, note
 from lightning_fp8.functions.attention import fp8_attention, why_not_fp8
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.ops.attention import Band
@@ -17,13 +20,14 @@ from lightning_fp8.ops.attention import Band
 _CAUSAL = Band(right=0)
 _EVERYTHING = Band()
 _DEVICES = ("cpu", "cuda", "meta")
+_TRACED = (FakeTensor, FunctionalTensor)  # what compiled code calls without Dynamo's looking into it gets these
 
 _BUILT_IN = F.scaled_dot_product_attention
 _torch: Any = _BUILT_IN
 """What the wrapper stands in front of."""
 _installed = False
 """Whether the wrapper is called, by everybody or by somebody else's wrapper around it."""
-_lock = threading.Lock()
+_lock = threading.RLock()  # a model may go, and uninstall, at any allocation
 
 
 def scaled_dot_product_attention(
@@ -75,6 +79,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     """Why attention of ``[..., H, L, D]`` tensors does not run in FP8, or an empty string where it does."""
     if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
+        if type(q) in _TRACED and TracingContext.try_get() is not None:
+            return COMPILED_WHOLE
         return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain ones"
     if any(x.is_nested or x.layout is not torch.strided for x in (q, k, v)):
         return "its tensors are nested or sparse; pad them"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_fp8.attention.owners import Owner, was_traced
+from lightning_fp8.attention.owners import COMPILED_WHOLE, Owner, was_compiled_whole, was_traced
 from lightning_fp8.convert.summary import LayerDecision
 
 OTHER_MEANS = "its forward did not come to torch.nn.functional.scaled_dot_product_attention"
@@ -40,4 +40,5 @@ def judged(
         return replace(layer, ran=False, reason=why)
     if calls and not high_precision:
         return replace(layer, ran=False, reason=WEIGHTS if isinstance(module, nn.MultiheadAttention) else OTHER_MEANS)
-    return replace(layer, ran=False, reason=otherwise)
+    whole = not calls and was_compiled_whole(module)
+    return replace(layer, ran=False, reason=COMPILED_WHOLE if whole else otherwise)

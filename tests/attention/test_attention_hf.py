@@ -162,7 +162,8 @@ def test_cross_attention_of_other_lengths() -> None:
 
 
 @pytest.fixture
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -20,19 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
 from lightning_fp8.attention.owners import owner_of
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
-from tests.convert.test_zoo import Fit, SaveEarly, animal, bf16_losses, in_model
-from tests.small import equal_weights, quiet_trainer
+from tests.convert.test_zoo import in_model
+from tests.convert.zoo import DECODER, VOCABULARY, hf
+from tests.small import quiet_trainer
 
 TORCH_SDPA = F.scaled_dot_product_attention
 LENGTH, WIDTH, HEADS = 24, 32, 4
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Attention(nn.Module):
@@ -114,41 +106,7 @@ def why(summary: ConversionSummary | None, name: str) -> str:
     return next(layer.reason for layer in summary.layers if layer.name == name)
 
 
-# Of each animal of the zoo the attention that runs in FP8, and the one that stays in BF16 by its place.
-ZOO = {
-    "llama": ("model.layers.1.self_attn", "model.layers.{0,2}.self_attn"),
-    "qwen3": ("model.layers.1.self_attn", "model.layers.{0,2}.self_attn"),
-    "bert": ("bert.encoder.layer.1.attention.self", "bert.encoder.layer.{0,2}.attention.self"),
-}
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_models_of_transformers_train(name: str, tmp_path: Any) -> None:
-    fp8, bf16 = map(in_model, ZOO[name])
-    module = Fit(animal(name))
-    former = module.model.config._attn_implementation
-    plugin = FP8Precision("tensorwise", attention=True)
-    callbacks = [FP8Callback(), SaveEarly(tmp_path / "x.ckpt")]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*high precision.*")
-        quiet_trainer(max_epochs=3, plugins=[plugin], callbacks=callbacks).fit(module)
-    assert attentions(plugin.summary) == {**dict.fromkeys(fp8, "FP8"), **dict.fromkeys(bf16, "BF16")}
-    assert {layer.name for layer in plugin.summary.layers if layer.kind == ATTENTION and layer.ran} == fp8
-    assert f"{len(fp8)} of {len(fp8 | bf16)} attentions" in plugin.summary.verdict()
-    for loss, exact in zip(module.losses, bf16_losses(name), strict=True):
-        assert loss == pytest.approx(exact, rel=0.02)
-    assert module.losses[-1] < module.losses[0]
-    assert module.model.config._attn_implementation == former
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-    resumed = Fit(animal(name))
-    again = FP8Precision("tensorwise", attention=True)
-    trainer = quiet_trainer(max_epochs=3, plugins=[again], callbacks=[FP8Callback()])
-    trainer.fit(resumed, ckpt_path=tmp_path / "x.ckpt")
-    assert resumed.losses == module.losses[-1:]
-    assert equal_weights(resumed, module)
-
-
+@pytest.mark.usefixtures("no_other_models")
 def test_a_hand_written_model_trains() -> None:
     torch.manual_seed(0)
     module = Regression(Model())
@@ -217,43 +175,6 @@ def gradients(model: nn.Module, x: Tensor, where: str) -> None:
     trainer.fit(Once(model))
 
 
-@pytest.mark.parametrize("what", ["whole", "blocks", "attention"])
-def test_compiled_as_it_runs(what: str) -> None:
-    torch.manual_seed(0)
-    template = Model(depth=10)
-    found = []
-    for compiled in (True, False):
-        module = Regression(copy.deepcopy(template))
-        parts = {
-            "whole": [module.model],
-            "blocks": module.model.blocks,
-            "attention": [b.attention for b in module.model.blocks],
-        }
-        for part in parts[what] if compiled else ():
-            part.compile(fullgraph=True, backend="aot_eager")
-        plugin = trained(module)
-        if compiled:
-            assert {layer.ran for layer in plugin.summary.layers} == {None}
-        found.append([torch.tensor(module.losses), *module.parameters()])
-    for ours, eager in zip(*found, strict=True):
-        assert torch.equal(ours, eager)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_compiled_blocks_are_recomputed(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    template = Model(reentrant=reentrant)
-    found = []
-    for compiled in (True, False):
-        module = Regression(copy.deepcopy(template), lambda model, x: model(x.requires_grad_()))
-        for block in module.model.blocks if compiled else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        trained(module)
-        found.append([torch.tensor(module.losses), *module.parameters()])
-    for ours, eager in zip(*found, strict=True):
-        assert torch.equal(ours, eager)
-
-
 class Torch(nn.Module):
     """torch's own modules."""
 
@@ -284,6 +205,27 @@ def test_modules_of_torch() -> None:
     assert attentions(plugin.summary) == {"model.part": "BF16"}
 
 
+def test_a_model_of_any_transformers() -> None:
+    """One that knows no mask functions gives a dense mask where there is padding, and its attention says so."""
+    for padding in (False, True):
+        module = Regression(hf("LlamaForCausalLM", "LlamaConfig", **DECODER)(), partial(next_token, padding))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plugin = trained(module)
+        in_fp8 = {name: precision == "FP8" for name, precision in attentions(plugin.summary).items()}
+        name = "model.model.layers.1.self_attn"
+        assert in_fp8.keys() == {name, "model.model.layers.0.self_attn", "model.model.layers.2.self_attn"}
+        assert sum(in_fp8.values()) == in_fp8[name]
+        assert in_fp8[name] or (padding and "got an attn_mask" in why(plugin.summary, name))
+
+
+def next_token(padding: bool, model: nn.Module, batch: Tensor) -> Tensor:
+    """A loss in the form that Regression takes."""
+    ids = torch.arange(2 * 12).view(2, 12) * 7 % VOCABULARY
+    seen = torch.arange(12) < torch.tensor([[12], [9 if padding else 12]])
+    return model(input_ids=ids, labels=ids, attention_mask=seen.long() if padding else None).loss + batch.flip(1)
+
+
 def test_what_does_not_run_in_fp8_is_named() -> None:
     def dropout(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
@@ -312,6 +254,7 @@ def test_skip_and_replace_layers() -> None:
     assert set(attentions(plugin.summary).values()) == {"BF16"}
 
 
+@pytest.mark.usefixtures("no_other_models")
 def test_without_the_flag_nothing_is_touched() -> None:
     seen: list[bool] = []
     module = Regression(
@@ -327,113 +270,3 @@ def test_a_recipe_says_the_same() -> None:
     assert plugin.recipe == FP8Precision("tensorwise", attention=True).recipe
     with pytest.raises(TypeError, match="attention='yes' must be True or False"):
         FP8Precision(attention="yes")  # type: ignore[arg-type]
-
-
-def test_evaluation_runs_in_fp8_and_a_failed_run_restores() -> None:
-    class Failing(Regression):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            y = self.model(batch)
-            assert not torch.equal(y, plain(batch))
-            raise ArithmeticError
-
-        val_dataloader = Regression.train_dataloader
-
-    torch.manual_seed(0)
-    module = Failing(Model())
-    plain = copy.deepcopy(module.model).bfloat16()
-    with pytest.raises(ArithmeticError):
-        trained(module, skip=("*.qkv", "*.out"))
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-    assert {type(m) for m in module.model.modules()} == {
-        Model,
-        nn.ModuleList,
-        Block,
-        nn.LayerNorm,
-        Attention,
-        nn.Linear,
-    }
-
-
-def test_two_plugins_and_threads() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
-    one, other = (Model().bfloat16() for _ in range(2))
-    exact = [copy.deepcopy(model)(x) for model in (one, other)]
-    skip = ("*.qkv", "*.out")
-    first = FP8FabricPrecision("tensorwise", attention=True, skip=skip)
-    second = FP8FabricPrecision("tensorwise", attention=True, skip=(*skip, "*.attention"))
-    first.convert_module(one)
-    second.convert_module(other)
-    with first.forward_context():
-        found = one(x)
-        outside: list[Tensor] = []
-        thread = threading.Thread(target=lambda: outside.append(one(x)))
-        thread.start()
-        thread.join()
-    with second.forward_context():
-        assert torch.equal(other(x), exact[1])
-    assert not torch.equal(found, exact[0])
-    assert torch.equal(outside[0], exact[0])
-    first.detach_attention()
-    assert F.scaled_dot_product_attention is not TORCH_SDPA
-    second.detach_attention()
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-def test_the_wrapper_goes_with_the_last_model() -> None:
-    import gc
-
-    model = convert_module(Model().bfloat16())
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
-        model(torch.randn(2, LENGTH, WIDTH).bfloat16())
-    assert F.scaled_dot_product_attention is not TORCH_SDPA
-    del model
-    gc.collect()
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-def test_somebody_elses_wrapper_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before ours it is what ours stands in front of; around ours it calls ours, which is not put around it again."""
-
-    def wrapping(function: Any) -> Any:
-        return lambda *args, **options: function(*args, **options)
-
-    before = wrapping(TORCH_SDPA)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", before)
-    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
-    plugins: list[FP8FabricPrecision] = []
-    models = [Model().bfloat16() for _ in range(2)]
-    exact = [copy.deepcopy(model)(x) for model in models]
-    for model in models:
-        plugins.append(FP8FabricPrecision("tensorwise", attention=True, skip=("*.qkv", "*.out")))
-        plugins[-1].convert_module(model)
-        ours = F.scaled_dot_product_attention
-        assert ours is not before
-        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapping(ours))
-    for plugin, model, right in zip(plugins, models, exact):
-        assert torch.equal(model(x), right)
-        with plugin.forward_context():
-            assert not torch.equal(model(x), right)
-        plugin.detach_attention()
-        assert torch.equal(model(x), right)
-    monkeypatch.undo()
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-    trained(Regression(Model()))
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-def test_what_transformers_saves_does_not_name_us(tmp_path: Any) -> None:
-    animal("llama")
-    module = Fit(animal("llama"))
-
-    class Save(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            assert pl_module.model.config._attn_implementation == "lightning_fp8"  # type: ignore[union-attr]
-            pl_module.model.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
-
-    plugin = FP8Precision("tensorwise", attention=True)
-    quiet_trainer(plugins=[plugin], callbacks=[FP8Callback(), Save()]).fit(module)
-    assert "lightning_fp8" not in (tmp_path / "config.json").read_text()
-    transformers = importlib.import_module("transformers")
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
