@@ -65,7 +65,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
-        kernel._loaded.clear()  # the driver notes a name when a kernel is loaded
+        kernel._loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
         code = carried(compile_cache.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
@@ -77,7 +77,6 @@ class Started:
     def start(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
         """As the kernel was started for an executor, from two threads."""
         entry = self.load(kernel, kernel.architectures[0])
-        kernel._loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
         values = [on_the_card(arg) for arg in args]
         addresses = next(i for i, kind in enumerate(kernel.parameter_kinds) if kind not in ("tensor_map", "int64"))
         made = Launch(kernel, blocks, values[addresses:], CARD)
