@@ -243,7 +243,7 @@ CASES = [
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
     _case(check_dkv, "dkv", "many queries", Problem((780,), (128,), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((20,), (400,), head_dim=256)),
-    _case(check_dkv, "dkv", "many queries", Problem((520,), (20,), head_dim=256, flush=128)),
+    _case(check_dkv, "dkv", "many queries", Problem((300,), (20,), 2, 2, head_dim=256, flush=128)),
     _case(check_dq, "dq", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
     _case(check_dkv, "dkv", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
 ]
