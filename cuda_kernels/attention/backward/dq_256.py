@@ -1,8 +1,10 @@
-"""What dQ's block does with the keys: of 256 channels, a tile of 128 keys in two parts.
+"""What dQ's block does with the keys: of 256 channels, a tile of 128 keys in parts.
 
-A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64
-keys at a time, and rounded when both parts' largest gradients are known. K, V and transposed K of a tile are 96 KB, of
-which two do not fit beside Q and dO: they take turns in a ring of :data:`SLOTS`, each filled as soon as it is empty.
+A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64,
+32 and 32 keys, and rounded when the largest gradient of all is known. The product with K adds 64 channels at a time.
+K, V and transposed K of a tile are 96 KB, of which two do not fit beside Q and dO: they take turns in a ring of
+:data:`SLOTS`, each filled as soon as it is empty. Each half of a place has a barrier of its own: a wait between products
+with transposed K keeps the assembler from starting one before the sums of the others are added.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ from cuda_kernels.device.sm90 import (
 )
 
 _ZERO = np.float32(0)
-_PART = ROWS // 2
-"""Keys whose scores are in registers at once."""
 
 
 class _Part(NamedTuple):
+    """Device functions on some keys of a tile: dS, its rows' largest magnitudes and sums, and its codes."""
+
     gradients: Any
     amax: Any
     sum: Any
@@ -64,7 +66,7 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
 
     @device
     def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
-        """dS of 64 keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
+        """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
         _, _, total, total_below, delta, delta_below = statistics
         desc_q = descriptor(found_again(own))
         desc_do = desc_q + (SLOT >> 4)
