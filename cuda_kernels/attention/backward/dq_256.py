@@ -1,10 +1,10 @@
-"""What dQ's block does with the keys: of 256 channels, a tile of 128 keys in parts.
+"""What the block for dQ does with the keys: of 256 channels, a tile of 128 keys in parts.
 
 A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64,
 32 and 32 keys, and rounded when the largest gradient of all is known. The product with K adds 64 channels at a time.
 K, V and transposed K of a tile are 96 KB, of which two do not fit beside Q and dO: they take turns in a ring of
-:data:`SLOTS`, each filled as soon as it is empty. Each half of a place has a barrier of its own: a wait between products
-with transposed K keeps the assembler from starting one before the sums of the others are added.
+:data:`SLOTS`, each filled as soon as it is empty. Each half of a place has a barrier of its own: a wait between two
+products with transposed K keeps the assembler from starting one before the sums of the others are added.
 """
 
 from __future__ import annotations
