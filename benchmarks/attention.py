@@ -110,7 +110,12 @@ def _op(problem: Problem, passing: str, given: Inputs, exam: Exam) -> Candidate:
 
 def _kernels(problem: Problem, passing: str, given: Inputs) -> Candidate:
     result = _result(problem, passing, KERNELS_ALONE, "float8_e4m3fn")
-    return _started(result, lambda: Candidate(result, Contender(Launches(problem, given).products(passing))))
+
+    def candidate() -> Candidate:
+        launches = Launches(problem, given, backward=passing == BACKWARD)
+        return Candidate(result, Contender(launches.products(passing)))
+
+    return _started(result, candidate)
 
 
 def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:

@@ -65,7 +65,7 @@ def only_kernels() -> Iterator[None]:
 
 
 class Ops:
-    """The ops of FP8 attention, casts included; ``passes`` gives a function for each pass."""
+    """The ops of FP8 attention, casts included."""
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._given = given

@@ -28,7 +28,8 @@ class Started(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        return self.launch.kernel.function.__name__
+        """Its function's name, the same for all cards."""
+        return self.launch.kernel.function.__name__.removeprefix("mma_")
 
     def __call__(self) -> None:
         self.launch.start(*self.addresses)
@@ -37,22 +38,25 @@ class Started(NamedTuple):
 class Launches:
     """What the ops start for a problem, in order, for each pass; their memory is kept.
 
+    Without ``backward`` the forward pass alone, which more cards have kernels for.
+
     Started again, dK's and dV's sums in global memory go on where they were: their results are for nobody.
 
     Raises:
         NoKernel: an op would fall back to the specification.
     """
 
-    def __init__(self, problem: Problem, given: Inputs) -> None:
+    def __init__(self, problem: Problem, given: Inputs, backward: bool = True) -> None:
         call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
         q, k, v, do = given
         self._kept: list[Any] = []
         self.started: dict[str, list[Started]] = {FORWARD: [], BACKWARD: []}
         with only_kernels(), _noted(self.started[FORWARD], self._kept):
             o, kept = cuda.attention_forward(q, k, v, call)
-        with only_kernels(), _noted(self.started[BACKWARD], self._kept):
-            cuda.attention_backward(do, o, kept, k.shape[1], call)
         self._kept.append((given, o, kept))
+        if backward:
+            with only_kernels(), _noted(self.started[BACKWARD], self._kept):
+                cuda.attention_backward(do, o, kept, k.shape[1], call)
 
     def products(self, passing: str) -> Callable[[], None]:
         """The pass without casts and copies."""

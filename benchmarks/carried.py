@@ -18,6 +18,8 @@ from benchmarks import attention, attention_problems, casts, hardware, layers, o
 from benchmarks.attention_contenders import NoKernel
 from benchmarks.attention_launches import Launches
 from benchmarks.plan import Plan
+from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.cli.kernels import build, doctors_kernels, kernels_of_layer, noted
@@ -73,6 +75,8 @@ def _attention() -> Iterator[Kernel]:
 
 
 def _hardware() -> Iterator[Kernel]:
+    """But for the one without turns, which is compiled where it is timed: a kernel of ours in other words."""
+    yield from (attention_dkv_kernel(AttentionSpec(128, "bfloat16"), flush) for flush in hardware.FLUSHES)
     with noted() as found:
         for _ in hardware.run(Plan(torch.device("cpu"), dry=True)):
             pass

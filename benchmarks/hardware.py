@@ -127,7 +127,7 @@ def _turns(problem: Problem, plan: Plan) -> Iterator[Candidate]:
     alone = Result("attention_forward", IN_TURNS, problem.shape, "float8_e4m3fn", flops=problem.flops(2))
 
     def contender() -> Contender:
-        return Contender(Launches(problem, given).products(FORWARD))
+        return Contender(Launches(problem, given, backward=False).products(FORWARD))
 
     yield _started(alone, contender)
     with without_turns():

@@ -247,3 +247,6 @@ def test_kernels_of_the_suite_are_carried() -> None:
     for head_dim in (64, 128):
         assert {f"attention_{kernel}(d={head_dim} bfloat16" for kernel in ("dq", "dkv")} <= names
         assert f"attention_delta(d={head_dim})" in names
+    of_hardware = [kernel.name for kernel in carried._hardware()]
+    for word in ("flush=128)", "flush=1048576)", "product_rate(n=64, A in registers)", "copy_rate(add=True)"):
+        assert any(word in name for name in of_hardware), word

@@ -1,6 +1,6 @@
 """Operands of a warp's products: copied with cp.async to swizzled shared memory, read by ldmatrix, multiplied by mma.
 
-Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`).
+Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`).
 """
 
 from __future__ import annotations

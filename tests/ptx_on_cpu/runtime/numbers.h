@@ -18,33 +18,20 @@ typedef unsigned __int128 u128;
 
 /* Registers are unsigned integers: floating-point values live in them as their bits. */
 
-static inline float float_of(u32 bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
+#define SAME_BITS(name, to, from)            \
+    static inline to name(from value)        \
+    {                                        \
+        to same;                             \
+        memcpy(&same, &value, sizeof same);  \
+        return same;                         \
+    }
 
-static inline u32 bits_of(float value)
-{
-    u32 bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline double double_of(u64 bits)
-{
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline u64 bits_of_double(double value)
-{
-    u64 bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
+SAME_BITS(float_of, float, u32)
+SAME_BITS(bits_of, u32, float)
+SAME_BITS(double_of, double, u64)
+SAME_BITS(bits_of_double, u64, double)
+SAME_BITS(half_of, _Float16, u16)
+SAME_BITS(bits_of_half, u16, _Float16)
 
 static inline float flush(float x)
 {
@@ -61,29 +48,17 @@ static inline float saturate(float x)
 
 static inline u16 f16_from(double x)
 {
-    if (isnan(x))
-        return 0x7fff;
-    _Float16 half = (_Float16)x;
-    u16 bits;
-    memcpy(&bits, &half, sizeof bits);
-    return bits;
+    return isnan(x) ? 0x7fff : bits_of_half((_Float16)x);
 }
 
 static inline u16 f16_from_float(float x)
 {
-    if (isnan(x))
-        return 0x7fff;
-    _Float16 half = (_Float16)x;
-    u16 bits;
-    memcpy(&bits, &half, sizeof bits);
-    return bits;
+    return isnan(x) ? 0x7fff : bits_of_half((_Float16)x);
 }
 
 static inline float f16_value(u16 bits)
 {
-    _Float16 half;
-    memcpy(&half, &bits, sizeof half);
-    return (float)half;
+    return (float)half_of(bits);
 }
 
 static inline u16 bf16_from_float(float x)
