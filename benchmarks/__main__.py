@@ -32,7 +32,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "host", "training")
+SUITES = ("casts", "products", "attention", "hardware", "host", "training")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,8 +3,9 @@
 Drawn: ``gauss``; ``outlier``, the FlashAttention-3 paper's N(0, 1) with one in a thousand from N(0, 100)
 (arXiv:2407.08608, section 4.3); ``channel``, keys with a mean in some channels, as language models have, and gradients
 whose rows differ by orders of magnitude; ``sink``, one key that takes nine tenths of every row and whose value is
-near 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453). Trained: every
-layer of the example's GPT in the middle and at the end of a short training.
+near 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453). Built to fail, the
+known limits: ``late keys`` and ``value offset``. Trained: every layer of the example's GPT in the middle and at the end
+of a short training.
 """
 
 from __future__ import annotations
@@ -61,7 +62,28 @@ def sink(length: int = 4096, strength: float = 11.0, channels: int = 128, seed: 
     return _bfloat16(q, k, v, do)
 
 
+LATE = 128
+"""Keys at the end of :func:`late_keys` that earlier rows never see."""
+
+
+def late_keys(heads: int = 2, length: int = 1024, channels: int = 128, offset: float = 64.0, seed: int = 0) -> Inputs:
+    """The last 128 keys share an offset, which moves the mean of all; no gradient reaches the rows that see them."""
+    q, k, v, do = _normal(4, heads, length, channels, seed)
+    k[..., -LATE:, :] += offset
+    do[..., -LATE:, :] = 0
+    return _bfloat16(q, k, v, do)
+
+
+def value_offset(
+    heads: int = 2, length: int = 1024, channels: int = 128, offset: float = 16.0, seed: int = 0
+) -> Inputs:
+    """All values share an offset, on which the exact dQ, dK and dV do not depend."""
+    q, k, v, do = _normal(4, heads, length, channels, seed)
+    return _bfloat16(q, k, v + offset, do)
+
+
 DRAWN: dict[str, Callable[[], Inputs]] = {"gauss": gauss, "outlier": outlier, "channel": channel, "sink": sink}
+LIMITS: dict[str, Callable[[], Inputs]] = {"late keys": late_keys, "value offset": value_offset}
 
 
 def trained(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, attention_problems, casts, layers, operations, products
+from benchmarks import attention, attention_problems, casts, hardware, layers, operations, products
 from benchmarks.attention_contenders import NoKernel
 from benchmarks.attention_launches import Launches
 from benchmarks.plan import Plan
@@ -27,7 +27,7 @@ from lightning_fp8.recipes import RECIPES, make_recipe
 
 def kernels(arch: str) -> list[Kernel]:
     """All of them and the doctor's, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
-    rooms = _casts(), _products(arch), _attention(), _layers(arch), _tests(), doctors_kernels()
+    rooms = _casts(), _products(arch), _attention(), _hardware(), _layers(arch), _tests(), doctors_kernels()
     found = {kernel.name: kernel for kernel in chain(*rooms)}
     return [kernel for kernel in found.values() if arch in kernel.architectures]
 
@@ -69,6 +69,13 @@ def _attention() -> Iterator[Kernel]:
             problem = attention_problems.Problem(1, 128, 2, head_dim)
             with suppress(NoKernel):
                 Launches(problem, attention_problems.inputs(problem, torch.device("cpu")))
+    yield from found.values()
+
+
+def _hardware() -> Iterator[Kernel]:
+    with noted() as found:
+        for _ in hardware.run(Plan(torch.device("cpu"), dry=True)):
+            pass
     yield from found.values()
 
 

@@ -95,10 +95,13 @@ KERNELS = {
     "SwiGLU backward": "swiglu_backward-bf16-given-bias",
     "attention's cast": "cast_heads-bfloat16-128",
     "attention's cast about a mean": "cast_heads-bfloat16-128-copies=(True,False)-centered=True",
+    "attention's transposed copy": "transpose_heads-64",
     "attention forward": "attention_forward-128-whole tiles",
+    "attention forward, mma.sync": "mma_attention_forward-128-causal",
     "attention's D": "attention_delta-64-padded",
     "attention's dQ": "attention_dq-64-many keys",
     "attention's dK and dV": "attention_dkv-64-many queries",
+    "attention, both passes": "attention_ops-bshd grouped bottom right",
 }
 """One of each kernel, by the name of its case in ``tests``; the simplest first, so that the first to hang says most."""
 DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
@@ -181,8 +184,9 @@ def stages(out: Path, dry: bool) -> list[Stage]:
             suite("products", 240, **starts("products")),
         ]),
         Stage("attention", 210, [
-            *([] if dry else [suite("attention", 70, "--libraries", results="attention_libraries")]),
-            suite("attention", 140, **starts("attention")),
+            *([] if dry else [suite("attention", 60, "--libraries", results="attention_libraries")]),
+            suite("attention", 110, **starts("attention")),
+            suite("hardware", 40, **starts("attention")),
         ]),
         Stage("host", 40, [suite("host", 40)]),
         Stage("choose", 20, [Step("choose", chooser, 20, needs=out / "products.json")]),

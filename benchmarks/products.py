@@ -22,7 +22,7 @@ from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.side_by_side import timed
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.core.layout import TensorKey
+from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, bind_gemm, with_kernel_strides

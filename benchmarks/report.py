@@ -16,7 +16,14 @@ Entry = dict[str, Any]
 
 def table(document: dict[str, Any]) -> str:
     """All suites of a run."""
-    tables = {"casts": _casts, "products": _products, "attention": _attention, "host": _host, "training": _training}
+    tables = {
+        "casts": _casts,
+        "products": _products,
+        "attention": _attention,
+        "hardware": _hardware,
+        "host": _host,
+        "training": _training,
+    }
     parts = [_provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
     parts += [f"**{name} broke off**: {error.splitlines()[-1]}" for name, error in document["errors"].items()]
@@ -201,6 +208,25 @@ def _attention(entries: list[Entry]) -> str:
     )
     header = ("pass B×L×H×D", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "error, %", "targets")
     return _markdown(header, rows)
+
+
+# --- Hardware ---------------------------------------------------------------------------------------------------------
+
+
+def _hardware(entries: list[Entry]) -> str:
+    rows = (
+        (
+            f"{entry['name']} {'×'.join(map(str, entry['shape']))}",
+            entry["by"],
+            _quartiles(entry, 3) or entry["note"] or "",
+            _number(entry["teraflops"], 0),
+            _number(entry["gigabytes_per_second"], 0),
+            "; ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
+            " ".join(f"{name} {100 * error:.3f}" for name, error in (entry["errors"] or {}).items()),
+        )
+        for entry in entries
+    )
+    return _markdown(("what", "how", "ms (quartiles)", "TFLOP/s", "GB/s", "times as fast as", "error, %"), rows)
 
 
 # --- Host and training ------------------------------------------------------------------------------------------------

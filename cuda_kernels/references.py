@@ -1,4 +1,4 @@
-"""What a function names: its global and closed-over values."""
+"""The global and closed-over values that a function names."""
 
 from __future__ import annotations
 

@@ -12,6 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def multiplies_bf16() -> bool:
+    """Whether torch multiplies BF16 by the processor's own instructions."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def made_on() -> str:
+    """A sentence's part on how BF16 was computed here, for a report."""
+    slow = ", which has no BF16: layers in BF16 multiply in float32 and round their results"
+    return f"the CPU, torch {torch.__version__}{'' if multiplies_bf16() else slow}"
+
+
 @contextmanager
 def fast_bf16() -> Iterator[None]:
     """Compute linear layers and attention of BF16 tensors in float32 and round their results, where that is faster.
@@ -20,7 +31,7 @@ def fast_bf16() -> Iterator[None]:
     their numbers but for the order of additions; attention loses the rounding inside, so that this baseline is a
     little better than BF16's own. Changes nothing on a processor that multiplies BF16, and nothing that runs in FP8.
     """
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if multiplies_bf16():
         yield
         return
     with (

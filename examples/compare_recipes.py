@@ -22,7 +22,7 @@ from typing import Any
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
-from bf16_on_cpu import fast_bf16  # the files beside this one
+from bf16_on_cpu import fast_bf16, made_on  # the files beside this one
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from train_gpt import GPT, StdlibBytes
@@ -96,8 +96,8 @@ def train(
 def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
     """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
     rows = [
-        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 "
-        "| FP8 layers | FP8 attentions |",
+        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers "
+        "| FP8 attentions |",
         "|---|---|---|---|---|---|",
     ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
@@ -173,8 +173,9 @@ def main() -> None:
             temporary.replace(record)
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
+    what = "FP8 recipes, with FP8 attention," if args.attention else "FP8 recipes"
     text = (
-        f"# FP8 recipes against BF16\n\nMade on the CPU, torch {torch.__version__}, by\n\n```\n{command}\n```\n\n"
+        f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
         f"{table(runs, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)

@@ -37,7 +37,7 @@ E8M0_DTYPE = torch.float8_e8m0fnu
 """A power of two, 2**(code - 127), without sign or mantissa; code 255 is NaN. Scales of MXFP8 only."""
 
 FORMATS = {format.name.lower(): format for format in (E4M3, E5M2)}
-"""By the names that ops and kernels call them."""
+"""The formats by the names that ops and kernels give them."""
 
 _BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
 

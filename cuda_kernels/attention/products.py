@@ -7,16 +7,14 @@ from typing import Any
 
 from cuda_kernels.device.fragments import slice_words
 from cuda_kernels.device.language import device
-from cuda_kernels.device.sm90 import SMEM_DESC_K_MAJOR_SW128, wgmma, wgmma_commit, wgmma_rs
+from cuda_kernels.device.sm90 import wgmma, wgmma_commit, wgmma_rs
+from cuda_kernels.device.swizzle import smem_descriptor
 
 _PANEL = 128 * 128 >> 4
 """From 128 channels of a tile of 128 rows to the next 128, in a descriptor's units of 16 bytes."""
 
-
-@device
-def descriptor(shared):
-    """Of K-major rows of 128 bytes at ``shared``, a multiple of 1024 but for 32-byte steps within the rows."""
-    return SMEM_DESC_K_MAJOR_SW128 | ((shared & 0x3FFFF) >> 4)
+descriptor = smem_descriptor
+"""As the kernels of attention call it."""
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cuda_kernels.device.language import UniTuple, f32, lowered
-from cuda_kernels.device.swizzle import swizzle_128b as swizzle_128b
 
 
 def fragment_type(count: int) -> UniTuple:

@@ -7,7 +7,6 @@ from typing import Any
 
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, u32x, void
-from cuda_kernels.device.swizzle import SMEM_DESC_K_MAJOR_SW128 as SMEM_DESC_K_MAJOR_SW128
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ TRANSPOSED_BYTES = TILE * TILE
 
 
 def tiles(rows: int, columns: int) -> int:
+    """The number of tiles that cover ``[rows, columns]``."""
     return ceil_div(rows, TILE) * ceil_div(columns, TILE)
 
 

@@ -1,4 +1,4 @@
-"""What a GEMM computes, whatever its size; and how a kernel divides the work."""
+"""The specification of a GEMM of any size (formats, scales, epilogue), and the configs that divide its work."""
 
 from __future__ import annotations
 
@@ -228,6 +228,7 @@ class MmaConfig:
         return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * scaling.b_along_k_by_row
 
     def shared_bytes(self, scaling: Scaling) -> int:
+        """Bytes of shared memory of a block: those of its stages."""
         return self.stages * self.stage_bytes(scaling)
 
     def __str__(self) -> str:

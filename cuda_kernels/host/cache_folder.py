@@ -30,7 +30,7 @@ def compilers() -> str:
 
 
 def _toolkits() -> str:
-    """Where compilers may come from that are no packages, and what each place says of its version."""
+    """Folders of compilers that are no packages, and the version that each folder's file says."""
     places = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(name)]
     versions_of = [path.read_text() for place in places if (path := Path(place, "version.json")).is_file()]
     return " ".join((*places, *versions_of))
@@ -43,6 +43,7 @@ _memory: dict[str, bytes] = {}
 
 
 def cache_folder() -> Path:
+    """The folder that :data:`CACHE_VARIABLE` names, or else ``~/.cache/lightning_fp8``."""
     try:
         home = Path.home()
     except RuntimeError:  # a user without an entry and without HOME
@@ -110,7 +111,7 @@ def is_cached(key: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """What :func:`_write` wrote; None where there is no file, or a damaged one."""
+    """The bytes that :func:`_write` wrote; None where there is no file, or a damaged one."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

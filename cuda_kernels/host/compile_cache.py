@@ -33,10 +33,10 @@ def built(kernel: Kernel, arch: str) -> bytes:
         ImportError: a compiler is missing.
     """
     _check(kernel, arch)
-    return cached(key(kernel, "cubin", arch), lambda: _compiled(kernel, arch))
+    return cached(cache_key(kernel, "cubin", arch), lambda: _compiled(kernel, arch))
 
 
-def key(kernel: Kernel, what: str, arch: str) -> str:
+def cache_key(kernel: Kernel, what: str, arch: str) -> str:
     """The cache key of this kernel's artifact of kind ``what``; it changes with the source and with the compilers."""
     return _hashed(f"{source_key(kernel, what, arch)} {code_fingerprint(kernel.function)} {compilers()}")
 

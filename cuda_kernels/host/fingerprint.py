@@ -1,4 +1,4 @@
-"""What a kernel is compiled from, as text: another text, another kernel.
+"""The fingerprint of a kernel, a text of all that it is compiled from: another text, another kernel.
 
 A kernel is a function that calls others, which were put together from options: the functions of a source of values,
 of an epilogue, instructions as PTX. All that it reaches counts, wherever it is written; nothing else does, so that an
@@ -38,7 +38,10 @@ def fingerprint(word: Any) -> str:
 
 
 def code_fingerprint(word: Any) -> str:
-    """The same of the code that runs: a file may have been edited since it was imported, and Numba does not read it."""
+    """The same of the bytecode that runs.
+
+    A file may have been edited since it was imported, and Numba does not read it.
+    """
     return _text_of(word, _bytecode_of)
 
 
@@ -119,6 +122,6 @@ def _imported_by(name: str) -> Iterator[str]:
 
 
 def _file_of(module: str) -> Path:
-    """Of a module of this package, whose parents are not imported for it."""
+    """The file of a module of this package; its parents are not imported for it."""
     path = _ROOT.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -29,7 +29,7 @@ SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
 
 
 class Library(Enum):
-    """What computes a GEMM where no kernel of ours does."""
+    """A library that computes a GEMM where no kernel of ours does."""
 
     CUBLASLT = "cublaslt"
     """``torch._scaled_mm``."""
@@ -41,7 +41,7 @@ class Library(Enum):
 KernelConfig = GemmConfig | MmaConfig
 """One of our kernels, on Hopper and elsewhere, and how it divides the work."""
 GemmChoice = KernelConfig | Library
-"""What computes a GEMM."""
+"""The kernel or library that computes a GEMM."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:
 
 
 def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
-    """How long shared memory takes for a step, at 128 bytes in a clock.
+    """Clocks that shared memory takes for a step, at 128 bytes in each.
 
     The copies write 128 bytes for each row and column; products of 64 rows read these and all columns; each warp reads
     the scales of its columns, eight at a time, where they have some.
@@ -225,7 +225,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
 
 
 def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
-    """How long a warpgroup takes for its part of a step: its products, and what is added while it does not multiply."""
+    """Clocks of a warpgroup for its part of a step: its products, and additions, during which it does not multiply."""
     if not spec.promote:
         return 0.0
     each = 2 if spec.scaling.b_along_k_by_row else 1

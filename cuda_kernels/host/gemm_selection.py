@@ -1,4 +1,4 @@
-"""What computes a GEMM: the choice, and the measurements that it rests on.
+"""The choice of the kernel and tile, or library, that computes a GEMM, and the measurements that it rests on.
 
 A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file is in the
 folder of compiled kernels; files that ship with the package are in ``measured`` here, which has none yet.
@@ -41,7 +41,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measurement:
-    """What computed a GEMM fastest.
+    """A GEMM, and the kernel or library that computed it fastest.
 
     Attributes:
         gemm: ``str`` of its :class:`GemmSpec`.
@@ -54,7 +54,7 @@ class Measurement:
 
 
 def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), backend: str | None = None) -> GemmChoice:
-    """What computes ``problem``: one of :func:`legal_choices`.
+    """Choose the kernel and tile, or library, that computes ``problem``: one of :func:`legal_choices`.
 
     Args:
         measured: measurements on this GPU.
@@ -90,7 +90,7 @@ def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 
 def builds_of(problem: GemmProblem) -> list[Build]:
-    """How to build the kernels of all its :func:`legal_configs`."""
+    """The functions, and their arguments, that build the kernels of all its :func:`legal_configs`."""
     from cuda_kernels.gemm import mma, wgmma
 
     return [

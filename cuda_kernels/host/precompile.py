@@ -14,17 +14,17 @@ from cuda_kernels.host.cache_folder import is_cached, is_carried
 from cuda_kernels.kernel import Kernel
 
 Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
-"""What makes a kernel: a function that a module has, and its arguments."""
+"""A function of a module that makes a kernel, and its arguments."""
 
 
 def missing(builds: Iterable[Build], arch: str) -> list[Build]:
-    """Those whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
+    """Builds whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
     kernels = {function(*arguments): (function, arguments) for function, arguments in builds}
     return [
         build
         for kernel, build in kernels.items()
         if not is_carried(compile_cache.source_key(kernel, "cubin", arch))
-        and not is_cached(compile_cache.key(kernel, "cubin", arch))
+        and not is_cached(compile_cache.cache_key(kernel, "cubin", arch))
     ]
 
 

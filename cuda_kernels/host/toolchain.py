@@ -14,10 +14,10 @@ TOOLS = (
     "numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc",
     "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
-"""What a kernel's machine code depends on; CUDA 12's wheel of nvcc holds libnvvm, CUDA 13 has one for it."""
+"""Packages that a kernel's machine code depends on; CUDA 12's wheel of nvcc holds libnvvm, CUDA 13 has one for it."""
 
 COMPANIONS = ("numpy", "cuda-bindings", "cuda-pathfinder")
-"""What has to agree with them."""
+"""Packages whose versions have to agree with those."""
 
 _NEWEST_NUMPY = {
     (0, 60): (2, 0),
@@ -30,7 +30,7 @@ _NEWEST_NUMPY = {
 """The newest numpy that numba imports with, from this version of numba on."""
 
 _NUMBA_READ = (0, 69)
-"""From here on nobody has looked."""
+"""The first version of numba whose imports nobody has read."""
 
 Versions = Mapping[str, str]
 

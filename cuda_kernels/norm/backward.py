@@ -116,33 +116,36 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel:
+def norm_backward_kernel(norm: Norm, dy_dtype: str, row_layout: RowLayout) -> Kernel:
     """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
     The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
     blocks of 1024 threads, with 64 registers each, compute them twice instead.
     """
-    threads = layout.threads_per_row
-    quads = layout.quads_per_thread
-    column_of = quad_column(layout)
-    load_x, load_dy = row_loader(norm.dtype, layout), row_loader(dy_dtype, layout)
+    threads = row_layout.threads_per_row
+    quads = row_layout.quads_per_thread
+    column_of = quad_column(row_layout)
+    load_x, load_dy = row_loader(norm.dtype, row_layout), row_loader(dy_dtype, row_layout)
     decode_x = quad_decoder(norm.dtype)
     decode_dy = quad_decoder(dy_dtype)
     weights = parameter_quad(norm.weight_dtype)
-    num_x_registers, num_dy_registers = row_registers(norm.dtype, layout), row_registers(dy_dtype, layout)
+    num_x_registers, num_dy_registers = row_registers(norm.dtype, row_layout), row_registers(dy_dtype, row_layout)
     x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
     itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    weight_address, dx_address_of = quad_address(ITEM_BYTES[norm.weight_dtype], layout), quad_address(itemsize, layout)
+    weight_address, dx_address_of = (
+        quad_address(ITEM_BYTES[norm.weight_dtype], row_layout),
+        quad_address(itemsize, row_layout),
+    )
     has_mean = norm.mean
     has_bias = norm.bias
     elements = 4 * quads
     rstd_pointer = rstd_address(norm.mean)
     normalize = _normalizer(norm)
-    store = _gradient_storer(norm, True, layout.full)
+    store = _gradient_storer(norm, True, row_layout.full)
     total = row_sum(threads)
     sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
-    in_bounds = inside_row(layout)
+    in_bounds = inside_row(row_layout)
     ahead = threads < 1024
 
     @device
@@ -219,7 +222,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, layout: RowLayout) -> Kernel
                     )  # fmt: skip
 
     return Kernel(
-        f"norm_backward({norm}, {dy_dtype}, {layout})",
+        f"norm_backward({norm}, {dy_dtype}, {row_layout})",
         norm_backward,
         _PARAMETERS,
         threads,

@@ -53,14 +53,14 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
+def _row_caster(norm: Norm, fp8: str, row_layout: RowLayout) -> Any:
     """A device function that normalizes the row in registers, stores its codes if ``stored``, and returns its amax.
 
     ``codes``: the address of the thread's first code.
     """
-    quads = layout.quads_per_thread
-    last = layout.quads_per_vec - 1
-    column_of = quad_column(layout)
+    quads = row_layout.quads_per_thread
+    last = row_layout.quads_per_vec - 1
+    column_of = quad_column(row_layout)
     num_registers = quad_registers(norm.dtype)
     itemsize = ITEM_BYTES[norm.weight_dtype]
     has_bias = norm.bias
@@ -68,9 +68,9 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     parameters = parameter_quad(norm.weight_dtype)
     normalize = normalizer(norm)
     pack = float8x4[fp8]
-    is_inside = inside_row(layout)
+    is_inside = inside_row(row_layout)
     larger = larger_magnitudes["float32"]
-    parameter_address, code_address = quad_address(itemsize, layout), quad_address(1, layout)
+    parameter_address, code_address = quad_address(itemsize, row_layout), quad_address(1, row_layout)
 
     @device
     def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
@@ -101,29 +101,29 @@ def _row_caster(norm: Norm, fp8: str, layout: RowLayout) -> Any:
     return cast
 
 
-def _min_blocks_per_sm(norm: Norm, layout: RowLayout) -> int:
-    return 2 if row_registers(norm.dtype, layout) > 32 or norm.bias else 3
+def _min_blocks_per_sm(norm: Norm, row_layout: RowLayout) -> int:
+    return 2 if row_registers(norm.dtype, row_layout) > 32 or norm.bias else 3
 
 
 @cache
-def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> Kernel:
+def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
 
     Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
     of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
     """
-    load_row = row_loader(norm.dtype, layout)
-    statistics = row_statistics(norm.dtype, norm.mean, layout)
-    cast = _row_caster(norm, fp8, layout)
+    load_row = row_loader(norm.dtype, row_layout)
+    statistics = row_statistics(norm.dtype, norm.mean, row_layout)
+    cast = _row_caster(norm, fp8, row_layout)
     has_mean = norm.mean
     rstd_pointer = rstd_address(norm.mean)
-    num_registers = row_registers(norm.dtype, layout)
+    num_registers = row_registers(norm.dtype, row_layout)
     itemsize = ITEM_BYTES[norm.dtype]
-    lane_mask = layout.threads_per_row - 1
-    shift = layout.log2_threads
-    rows_of_block = THREADS >> layout.log2_threads
+    lane_mask = row_layout.threads_per_row - 1
+    shift = row_layout.log2_threads
+    rows_of_block = THREADS >> row_layout.log2_threads
     larger = larger_magnitudes["float32"]
-    code_address = quad_address(1, layout)
+    code_address = quad_address(1, row_layout)
 
     def normalize(
         x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
@@ -168,31 +168,31 @@ def normalize_kernel(norm: Norm, fp8: str, layout: RowLayout, observe: bool) -> 
             store_f32(out_scale, divide(_ONE, factor))
 
     return Kernel(
-        f"normalize({norm}, {fp8}, {layout}, {observe=})",
+        f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
         normalize,
         (*[i64] * 10, i32, i32, f32, f32, i64),
         THREADS,
         shared_bytes=160,
-        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
     )
 
 
 @cache
-def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
+def cast_normalized_kernel(norm: Norm, fp8: str, row_layout: RowLayout) -> Kernel:
     """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
-    predicated = replace(layout, full=False)
-    load_row = row_loader(norm.dtype, layout)
+    predicated = replace(row_layout, full=False)
+    load_row = row_loader(norm.dtype, row_layout)
     cast = _row_caster(norm, fp8, predicated)
-    num_registers = row_registers(norm.dtype, layout)
+    num_registers = row_registers(norm.dtype, row_layout)
     itemsize = ITEM_BYTES[norm.dtype]
     has_mean = norm.mean
     fp8_max = FP8_MAX[fp8]
     rstd_pointer = rstd_address(norm.mean)
-    lane_mask = layout.threads_per_row - 1
-    shift = layout.log2_threads
-    rows_of_block = THREADS >> layout.log2_threads
-    code_address = quad_address(1, layout)
+    lane_mask = row_layout.threads_per_row - 1
+    shift = row_layout.log2_threads
+    rows_of_block = THREADS >> row_layout.log2_threads
+    code_address = quad_address(1, row_layout)
 
     def cast_normalized(
         x, stride, weight, bias, means, scale, block_amax, out, out_scale,
@@ -217,10 +217,10 @@ def cast_normalized_kernel(norm: Norm, fp8: str, layout: RowLayout) -> Kernel:
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
-        f"cast_normalized({norm}, {fp8}, {layout})",
+        f"cast_normalized({norm}, {fp8}, {row_layout})",
         cast_normalized,
         (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
         THREADS,
         shared_bytes=32,
-        min_blocks_per_sm=_min_blocks_per_sm(norm, layout),
+        min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
     )

@@ -80,18 +80,18 @@ def cast_row_layout(dtype: str, columns: int) -> RowLayout | None:
     return narrowest_row_layout((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
-def row_loader(dtype: str, layout: RowLayout) -> Any:
+def row_loader(dtype: str, row_layout: RowLayout) -> Any:
     """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
     """
-    threads = layout.threads_per_row
-    vectors = layout.vecs_per_thread
-    width = 4 * layout.quads_per_vec
+    threads = row_layout.threads_per_row
+    vectors = row_layout.vecs_per_thread
+    width = 4 * row_layout.quads_per_vec
     itemsize = ITEM_BYTES[dtype]
-    num_registers = ITEM_BYTES[dtype] * layout.quads_per_vec
+    num_registers = ITEM_BYTES[dtype] * row_layout.quads_per_vec
     load_vector = load_16_if if num_registers == 4 else load_8_if
-    in_bounds = inside_row(layout)
+    in_bounds = inside_row(row_layout)
 
     @device
     def load(address, columns, lane, registers):
@@ -105,9 +105,9 @@ def row_loader(dtype: str, layout: RowLayout) -> Any:
     return load
 
 
-def inside_row(layout: RowLayout) -> Any:
+def inside_row(row_layout: RowLayout) -> Any:
     """A device function ``(column, columns) -> bool``: whether a thread's column is inside the row."""
-    full = layout.full
+    full = row_layout.full
 
     @device
     def in_bounds(column, columns):
@@ -116,12 +116,12 @@ def inside_row(layout: RowLayout) -> Any:
     return in_bounds
 
 
-def quad_column(layout: RowLayout) -> Any:
+def quad_column(row_layout: RowLayout) -> Any:
     """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
-    threads = layout.threads_per_row
-    width = 4 * layout.quads_per_vec
-    shift = layout.quads_per_vec - 1
-    mask = layout.quads_per_vec - 1
+    threads = row_layout.threads_per_row
+    width = 4 * row_layout.quads_per_vec
+    shift = row_layout.quads_per_vec - 1
+    mask = row_layout.quads_per_vec - 1
 
     @device
     def column_of(quad, lane):
@@ -130,16 +130,16 @@ def quad_column(layout: RowLayout) -> Any:
     return column_of
 
 
-def quad_address(itemsize: int, layout: RowLayout) -> Any:
+def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
     """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four elements.
 
     Elements have ``itemsize`` bytes. The address is that of the lane and a number known when compiled, which loads and
     stores add for nothing.
     """
-    threads = layout.threads_per_row
-    width = 4 * layout.quads_per_vec
-    shift = layout.quads_per_vec - 1
-    mask = layout.quads_per_vec - 1
+    threads = row_layout.threads_per_row
+    width = 4 * row_layout.quads_per_vec
+    shift = row_layout.quads_per_vec - 1
+    mask = row_layout.quads_per_vec - 1
 
     @device
     def address_of(row, quad, lane):
@@ -148,9 +148,9 @@ def quad_address(itemsize: int, layout: RowLayout) -> Any:
     return address_of
 
 
-def row_registers(dtype: str, layout: RowLayout) -> int:
+def row_registers(dtype: str, row_layout: RowLayout) -> int:
     """32-bit registers of a thread that hold its share of a row."""
-    return quad_registers(dtype) * layout.quads_per_vec * layout.vecs_per_thread
+    return quad_registers(dtype) * row_layout.quads_per_vec * row_layout.vecs_per_thread
 
 
 def quad_reader(dtype: str, aligned: bool) -> Any:

@@ -151,17 +151,17 @@ def _rstd(squares, columns, eps):
     return divide(_ONE, square_root(divide(squares, f32(columns)) + eps))
 
 
-def row_statistics(dtype: str, mean: bool, layout: RowLayout) -> Any:
+def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
     """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
 
     ``shared``: two times 32 bytes.
     """
     num_registers = quad_registers(dtype)
-    quads = layout.quads_per_thread
-    column_of = quad_column(layout)
+    quads = row_layout.quads_per_thread
+    column_of = quad_column(row_layout)
     decode = quad_decoder(dtype)
-    total = row_sum(layout.threads_per_row)
-    in_bounds = inside_row(layout)
+    total = row_sum(row_layout.threads_per_row)
+    in_bounds = inside_row(row_layout)
 
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
@@ -240,15 +240,15 @@ _STATISTICS = (i64, i64, i64, i32, i32, f32)
 
 
 @cache
-def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kernel:
+def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
-    load_row = row_loader(dtype, layout)
-    statistics = row_statistics(dtype, mean, layout)
-    num_registers = row_registers(dtype, layout)
+    load_row = row_loader(dtype, row_layout)
+    statistics = row_statistics(dtype, mean, row_layout)
+    num_registers = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
-    lane_mask = layout.threads_per_row - 1
-    shift = layout.log2_threads
-    rows_of_block = THREADS >> layout.log2_threads
+    lane_mask = row_layout.threads_per_row - 1
+    shift = row_layout.log2_threads
+    rows_of_block = THREADS >> row_layout.log2_threads
     rstd_pointer = rstd_address(mean)
 
     def statistics_of_rows(x, stride, means, rows, columns, eps):
@@ -265,7 +265,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, layout: RowLayout) -> Kern
             store_f32(rstd_pointer(means, rows) + i64(row) * 4, r)
 
     return Kernel(
-        f"statistics({dtype}, {mean=}, {layout})",
+        f"statistics({dtype}, {mean=}, {row_layout})",
         statistics_of_rows,
         _STATISTICS,
         THREADS,

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_fp8.checkpoint.load import load_hook, planned_rows
+from lightning_fp8.checkpoint.load import load_hook, planned_fp8_roles
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
@@ -48,7 +48,7 @@ class FP8Callback(Callback):
             self.te_report = report
             rank_zero_info(str(report))
 
-        hook = load_hook(lambda: planned_rows(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
+        hook = load_hook(lambda: planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
 
         def named(*args: Any) -> None:
             try:

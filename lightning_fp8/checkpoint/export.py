@@ -157,6 +157,7 @@ class _StandinPickler(_Pickler):
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def save_standin(self, standin: Standin) -> None:
+        """Write the opcodes that make an object of the class ``standin.name``."""
         module, _, name = standin.name.rpartition(".")
         self.save(module)
         self.save(name)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
-from lightning_fp8.checkpoint.remap import FP8Rows, Remapped, has_te_state, remap
+from lightning_fp8.checkpoint.remap import FP8Roles, Remapped, has_te_state, remap
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
@@ -38,7 +38,7 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
     require_mapping("load_te_state_dict", state_dict)
     require_bool("strict", strict)
     nested = state_dict.get("state_dict")
-    remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, rows_of(model))
+    remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, fp8_roles_of(model))
     check_fit(model, remapped, strict)
     model.load_state_dict(remapped.state_dict, strict=strict)
     if remapped.fp8_state is not None:
@@ -46,16 +46,16 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
     return remapped.report
 
 
-def rows_of(model: nn.Module) -> FP8Rows:
+def fp8_roles_of(model: nn.Module) -> FP8Roles:
     """The modules of ``model`` that run in FP8, and their roles."""
     return {name: module.roles for name, module in fp8_modules(model) if module.fp8}
 
 
-def planned_rows(model: nn.Module, plan: ConversionSummary) -> FP8Rows:
+def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
     """The modules of ``model`` that will run in FP8 once it is converted as ``plan`` says."""
     linears = {layer.name: layer.fp8 for layer in plan.layers}
     return {name: LINEAR_ROLES for name, fp8 in linears.items() if fp8} | {
-        name: roles for name, roles in rows_of(model).items() if name not in linears
+        name: roles for name, roles in fp8_roles_of(model).items() if name not in linears
     }
 
 
@@ -85,19 +85,19 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> None:
 
 
 def load_hook(
-    rows: Callable[[], FP8Rows], receive: Callable[[dict[str, Any] | None, LoadReport], None]
+    fp8_roles: Callable[[], FP8Roles], receive: Callable[[dict[str, Any] | None, LoadReport], None]
 ) -> Callable[..., None]:
     """A load-state pre-hook of a whole model, which takes Transformer Engine's states out of what is being loaded.
 
     Args:
-        rows: the modules that run, or will run, in FP8.
+        fp8_roles: gives the modules that run, or will run, in FP8.
         receive: called with the FP8 state, or None, and the report.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:
         if prefix or not has_te_state(state_dict):
             return
-        remapped = remap(state_dict, module, rows())
+        remapped = remap(state_dict, module, fp8_roles())
         check_fit(module, remapped, strict)
         state_dict.clear()
         state_dict.update(remapped.state_dict)

@@ -1,4 +1,4 @@
-"""From the keys of a Transformer Engine checkpoint to the names of a model: parameters, and rows of an amax history.
+"""Translation of a Transformer Engine checkpoint's keys to a model's names: parameters, and rows of an amax history.
 
 Pure functions of a state dict and a model's shape. Nothing is loaded here.
 """
@@ -20,7 +20,7 @@ from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState
 from lightning_fp8.te.torch_file import TensorRecord
 from lightning_fp8.te.unpickle import CheckpointError
 
-FP8Rows = Mapping[str, tuple[Role, ...]]
+FP8Roles = Mapping[str, tuple[Role, ...]]
 """The modules of a model that keep history rows, by name, and their roles."""
 
 
@@ -40,6 +40,7 @@ class Remapped:
 
 
 def has_te_state(keys: Iterable[str]) -> bool:
+    """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
     return any(key.rpartition(".")[2] == EXTRA_STATE for key in keys)
 
 
@@ -48,14 +49,14 @@ def is_grouped(owner: str, keys: Container[str]) -> bool:
     return f"{prefix_of(owner)}weight0" in keys
 
 
-def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Remapped:
+def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) -> Remapped:
     """Translate a Transformer Engine checkpoint for ``model``.
 
     Args:
         state_dict: parameters and ``_extra_state`` values by name. Prefixes of Lightning, DDP, FSDP and torch.compile
             may differ from the model's.
         model: decides the names; its values are not read.
-        rows: which of its modules keep history rows.
+        fp8_roles: which of its modules keep history rows, and for what.
 
     Raises:
         CheckpointError: a state is damaged or foreign; the message names its key.
@@ -83,10 +84,10 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, rows: FP8Rows) -> Rem
         if is_grouped(owner, parameters):
             entries.append(Entry(key, "ignored", "GroupedLinear's states are not read", state.writer))
             continue
-        found, outcome, reason = _place(owner, key, state, modules, rows)
+        found, outcome, reason = _place(owner, key, state, modules, fp8_roles)
         state_rows |= found
         entries.append(Entry(key, outcome, reason, state.writer))
-    missing = [name for name in rows if not any(row_name(name, role) in state_rows for role in rows[name])]
+    missing = [name for name in fp8_roles if not any(row_name(name, role) in state_rows for role in fp8_roles[name])]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
     result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
@@ -106,8 +107,8 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     te_values = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
     states, _ = _read_states(te_values, {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
-    rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
-    return parameters, _history_state(rows), len(read)
+    named_rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
+    return parameters, _history_state(named_rows), len(read)
 
 
 def _read_states(
@@ -142,13 +143,13 @@ def _attention_owner(owner: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _place(
-    owner: str, key: str, state: TEState, modules: Mapping[str, nn.Module], rows: FP8Rows
+    owner: str, key: str, state: TEState, modules: Mapping[str, nn.Module], fp8_roles: FP8Roles
 ) -> tuple[dict[str, Row], Outcome, str]:
     """The rows that a state becomes, and what to say of it."""
     if state.forward is None:
         return {}, "defaulted", f"{state.recipe} keeps no state" if state.recipe else "the module had no FP8 state"
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
-    roles = rows.get(owner)
+    roles = fp8_roles.get(owner)
     if roles == ATTENTION_ROLES or (roles and state.num_gemms == 1):
         assert roles is not None
         try:
@@ -161,7 +162,7 @@ def _place(
     if not linears or len(linears) != state.num_gemms:
         where = f"{type(modules[owner]).__name__} has no rows" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
-    in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if rows.get(name) == LINEAR_ROLES]
+    in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
     found = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
     if not found:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
@@ -199,17 +200,17 @@ def _leading_paths(names: list[str]) -> list[str]:
     return [".".join(shared[: count + 1]) + "." for count in range(len(shared))]
 
 
-def _history_state(rows: Mapping[str, Row]) -> dict[str, Any] | None:
+def _history_state(named_rows: Mapping[str, Row]) -> dict[str, Any] | None:
     """The rows as one amax history; shorter windows are padded at their old end."""
-    if not rows:
+    if not named_rows:
         return None
-    length = max(len(row.amax_history) for row in rows.values())
-    amax_history = torch.zeros(length, len(rows), dtype=torch.float32, device="cpu")
-    for index, row in enumerate(rows.values()):
+    length = max(len(row.amax_history) for row in named_rows.values())
+    amax_history = torch.zeros(length, len(named_rows), dtype=torch.float32, device="cpu")
+    for index, row in enumerate(named_rows.values()):
         amax_history[length - len(row.amax_history) :, index] = row.amax_history
     return {
-        "names": list(rows),
-        "scale": torch.tensor([row.scale for row in rows.values()], dtype=torch.float32, device="cpu"),
+        "names": list(named_rows),
+        "scale": torch.tensor([row.scale for row in named_rows.values()], dtype=torch.float32, device="cpu"),
         "amax_history": amax_history,
         "updates": 0,
     }

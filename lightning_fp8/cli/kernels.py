@@ -38,7 +38,7 @@ from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 
 MANIFEST = "built.json"
-"""In a folder of built kernels: of each its name, its architecture, and what made it."""
+"""The file in a folder of built kernels that lists each one's name and architecture, and the compilers that made it."""
 
 _CUDA_SIDES = (
     "lightning_fp8.ops.quantize.cuda",
@@ -48,7 +48,7 @@ _CUDA_SIDES = (
     "lightning_fp8.ops.activation.cuda",
 )
 _STEPS = 3
-"""Of training: delayed scaling has no scale in the first, and the host does not know of it in the second."""
+"""Training steps: delayed scaling has no scale in the first, and the host does not know of it in the second."""
 
 
 class _OnCardToo(TorchDispatchMode):

@@ -128,7 +128,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """By ``id`` every name of a module: a shared one has several."""
+    """Every name of each module by its ``id``; a shared one has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(clean_name(name))
@@ -235,13 +235,17 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
 def _share_history(model: nn.Module) -> AmaxHistory:
     modules = [(name, module) for name, module in fp8_modules(model) if module.fp8]
-    rows = [row for name, module in modules for row in module.history_rows(name)]
+    names_and_roles = [row for name, module in modules for row in module.history_rows(name)]
     histories = [module.history for _, module in modules]
     shared = histories[0] if histories else None
-    if shared and shared.names == [name for name, _ in rows] and all(history is shared for history in histories):
+    if (
+        shared
+        and shared.names == [name for name, _ in names_and_roles]
+        and all(history is shared for history in histories)
+    ):
         return shared
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
-    history = AmaxHistory(rows, device)
+    history = AmaxHistory(names_and_roles, device)
     history.load_state_dict(fp8_state_dict(model))
     first_row = 0
     for _, module in modules:

@@ -47,6 +47,7 @@ class _Calls:
     unknown: bool = False
 
     def add(self, rows: int, x: Tensor) -> None:
+        """Count a forward of ``rows`` rows whose input is ``x``."""
         graded = rows * torch.is_grad_enabled()
         with_gradient = rows * (torch.is_grad_enabled() and x.requires_grad)
         if in_backward():

@@ -46,6 +46,7 @@ class _Tower:
     bare: bool = False
 
     def index_of(self, name: str) -> int | None:
+        """The index of the block that is or holds the module ``name``; None outside the tower."""
         return next((i for i, block in enumerate(self.blocks) if f"{name}.".startswith(f"{block}.")), None)
 
 

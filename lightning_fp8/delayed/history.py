@@ -73,13 +73,13 @@ class AmaxHistory:
     span: Span | None = None
 
     @_not_for_inference
-    def __init__(self, rows: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
-        self.names = [name for name, _ in rows]
-        self.roles = [role for _, role in rows]
-        self.amax = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.amax_history = torch.zeros(0, len(rows), dtype=torch.float32, device=device)
-        self.scale = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        self.num_observed = torch.zeros(len(rows), dtype=torch.float32, device=device)
+    def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
+        self.names = [name for name, _ in names_and_roles]
+        self.roles = [role for _, role in names_and_roles]
+        self.amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(0, len(self.names), dtype=torch.float32, device=device)
+        self.scale = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+        self.num_observed = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self.updates = 0
         self.steps = -1
         self.waited = 0
@@ -282,9 +282,9 @@ class AmaxHistory:
         new_scale = torch.zeros_like(self.scale)
         new_history = self.amax_history.new_zeros(amax_history.shape[0], len(self.names))
         if known:
-            rows, columns = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
-            new_scale[rows] = scale.to(self.scale.device)[columns]
-            new_history[:, rows] = amax_history.to(self.scale.device)[:, columns]
+            own_rows, saved_rows = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
+            new_scale[own_rows] = scale.to(self.scale.device)[saved_rows]
+            new_history[:, own_rows] = amax_history.to(self.scale.device)[:, saved_rows]
         self.scale.copy_(new_scale)
         self.amax_history = new_history
         self.updates = updates
@@ -293,9 +293,9 @@ class AmaxHistory:
         self.amax.zero_()
         self.num_observed.zero_()
         if known:  # files of others hold neither
-            self.amax[rows] = state["seen"].to(self.scale.device)[columns] if "seen" in state else 0.0
-            self.num_observed[rows] = (
-                state["counts"].to(self.scale.device)[columns] if "counts" in state else float(updates)
+            self.amax[own_rows] = state["seen"].to(self.scale.device)[saved_rows] if "seen" in state else 0.0
+            self.num_observed[own_rows] = (
+                state["counts"].to(self.scale.device)[saved_rows] if "counts" in state else float(updates)
             )
         self.steps = state.get("steps", -1)
         self.waited = 0

@@ -17,7 +17,7 @@ from lightning_fp8.scaled import Role, ScaledTensor
 
 Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, of the weight and of the bias; None where it is not needed."""
+"""The gradients of x, of the weight and of the bias; None where one is not needed."""
 
 _STALE = "_fp8_stale"
 """The attribute of a ``main_grad`` that the next wgrad overwrites."""

@@ -40,7 +40,7 @@ class FP8Module(nn.Module):
 
     @property
     def slots(self) -> Slots | None:
-        """By role the row of the amax history that this module reads its scale from and writes its amax to."""
+        """The row of the amax history for each role: this module reads its scale from it and writes its amax to it."""
         return self._slots
 
     @property
@@ -127,7 +127,7 @@ class FP8Module(nn.Module):
     def _load_te_state(self, value: Any) -> None:
         state = read_te_state(value)
         if state.forward is not None:
-            rows = {role: state.row(role) for role in self.roles}
+            te_rows = {role: state.row(role) for role in self.roles}
             slots = self.ensure_slots()
-            for role, row in rows.items():
+            for role, row in te_rows.items():
                 slots[role].history.set_row(slots[role].row, row.scale, row.amax_history)

@@ -92,12 +92,12 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
         if history is None:
             continue
         histories[id(history)] = history
-        rows = names.setdefault(id(history), list(history.names))
+        row_names = names.setdefault(id(history), list(history.names))
         for role, slot in (module.slots or {}).items():
-            rows[slot.row] = row_name(name, role)
+            row_names[slot.row] = row_name(name, role)
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
-    model_rows = [name for rows in names.values() for name in rows]
+    model_rows = [name for row_names in names.values() for name in row_names]
     if saved_names and not set(saved_names) & set(model_rows):
         raise ValueError(
             f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "

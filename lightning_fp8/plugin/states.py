@@ -36,5 +36,5 @@ def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory
 
 def with_equal_rows(states: dict[str, Any]) -> list[str]:
     """The names of states that hold rows of the same names as another, for which one could be taken."""
-    rows = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
-    return [name for name, names in rows.items() if list(rows.values()).count(names) > 1]
+    row_names = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
+    return [name for name, names in row_names.items() if list(row_names.values()).count(names) > 1]

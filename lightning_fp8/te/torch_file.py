@@ -70,7 +70,11 @@ class Storage:
         return self.numel * self.dtype.itemsize
 
     def elements(self) -> Tensor:
-        """``[numel]``; the same tensor each time, so that tensors that share a storage still do."""
+        """The storage as a tensor ``[numel]``; the same one each time, so that tensors that share a storage still do.
+
+        Raises:
+            CheckpointError: the file has another number of bytes for it than it claims.
+        """
         if self._elements is None:
             data = self.read() if self.read else b""
             if len(data) != self.num_bytes:

@@ -44,6 +44,18 @@ def test_it_writes_errors_and_says_whether_they_are_small_enough(
     assert json.loads(path.read_text())["results"][0]["met"] is False
 
 
+def test_known_limits_show_and_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention_data.LIMITS, "late keys", partial(attention_data.late_keys, 1, 256, 32))
+    monkeypatch.setitem(attention_data.LIMITS, "value offset", partial(attention_data.value_offset, 1, 128, 32))
+    path = tmp_path / "out.json"
+    assert main(["--data", "late keys,value offset", "--json", str(path)]) == 0
+    late, offset = (result["percent"] for result in json.loads(path.read_text())["results"])
+    plain = late["FP8, keys not centered"]
+    assert max(plain.values()) < 15, "rows that see the late keys are not counted"
+    assert all(late["FP8"][name] > 3 * plain[name] for name in NAMES)
+    assert offset["FP8"]["O"] < 1 < 20 < min(offset["FP8"]["dQ"], offset["FP8"]["dK"])
+
+
 def test_it_keeps_and_reads_what_it_trained(tmp_path: Path) -> None:
     path = tmp_path / "layers.pt"
     small = {4: [attention_data.gauss(1, 64, 32)], 8: [attention_data.gauss(1, 64, 32, seed=1)]}
@@ -65,4 +77,7 @@ def test_trained_layers_are_what_attention_got() -> None:
 def test_unknown_data_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--data", "gauss,noise"])
-    assert "'noise' is not one of gauss, outlier, channel, sink, gpt middle, gpt end" in capsys.readouterr().err
+    assert (
+        "'noise' is not one of gauss, outlier, channel, sink, late keys, value offset, gpt middle, gpt end"
+        in capsys.readouterr().err
+    )

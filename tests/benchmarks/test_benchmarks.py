@@ -111,6 +111,11 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert direct
     assert all("needs a CUDA device" in note for note in direct)
 
+    for suite in ("attention", "hardware"):
+        assert all(e["milliseconds"] or e["note"] for e in document["suites"][suite])
+        assert all(e["correct"] in (True, None) for e in document["suites"][suite])
+    assert any(e["by"] == OURS and e["correct"] for e in document["suites"]["attention"])
+
     yardstick, *ours = document["suites"]["host"]
     assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
     host = {e["name"]: e for e in ours}

@@ -298,13 +298,14 @@ def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "products/libraries": "ok",
         "products/products": "left out",
         "attention/attention": "ok",
+        "attention/hardware": "ok",
         "host/host": "ok",
         "choose/choose": "left out",
         "ncu/cast": "ok",
         "ncu/fprop": "left out",
     }
     assert "with traps: failed, RuntimeError: CUDA_ERROR_LAUNCH_FAILED: 719" in (out / "report.md").read_text()
-    for suite in ("casts", "libraries", "attention", "host"):
+    for suite in ("casts", "libraries", "attention", "hardware", "host"):
         results = json.loads((out / f"{suite}.json").read_text())
         assert not results["errors"]
         assert all(results["suites"].values())

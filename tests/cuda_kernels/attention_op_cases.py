@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from lightning_fp8.ops.attention import AttentionCall, Band, Kept, attention_config, cpu, cuda
+from lightning_fp8.ops.attention import AttentionCall, Band, Gradients, Kept, attention_config, cpu, cuda
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.cuda_kernels.attention_backward_cases import CODES_THAT_MOVE, error
 from tests.cuda_kernels.kernel_cases import Case, assert_same
 
+ALL = Band()
 BF16_ROUNDING = 2.0**-8
 
 
@@ -41,46 +43,68 @@ def drawn(
     return x.bfloat16().to(device)[..., heads:, :]
 
 
-def check_ops(
-    qkv_format: str,
-    lengths: list[tuple[int, int]],
-    device: str,
-    *,
-    heads: tuple[int, int] = (1, 1),
-    channels: int = 64,
-    band: Band = Band(),  # noqa: B008 (frozen)
-    tail: int = 0,
-    uniform: bool = False,
-) -> None:
-    """Both ops on ``device``, the second with what the first kept; and the CPU's second with the same.
+@dataclass(frozen=True)
+class Problem:
+    """One call of both ops.
 
-    Args:
+    Attributes:
         lengths: of queries and keys of each sequence.
+        heads: of queries, and of keys.
         tail: rows of a padded batch, or behind the last sequence of ``thd``, that belong to no sequence.
         uniform: without ``cu_seqlens``.
     """
-    shapes = []
-    for each in zip(*lengths):
-        rows, batch = (sum(each) if qkv_format == "thd" else max(each)) + tail, len(each)
-        shapes.append({"thd": (rows,), "bshd": (batch, rows), "sbhd": (rows, batch)}[qkv_format])
-    q, k, v, do = (
-        drawn(shapes[which], heads[which], channels, seed, mean=seed == 1, device=device)
-        for seed, which in enumerate((0, 1, 1, 0))
-    )
-    starts = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in zip(*lengths)]
-    config, sequences = attention_config(qkv_format, band), () if uniform else tuple(starts)
-    right_call = AttentionCall(config, None, *sequences)
-    call = AttentionCall(config, None, *(each.to(device) for each in sequences))
-    key_rows = shapes[1][1 if qkv_format == "bshd" else 0]
 
+    qkv_format: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (1, 1)
+    channels: int = 64
+    band: Band = ALL
+    tail: int = 0
+    uniform: bool = False
+
+    def shape(self, which: int) -> tuple[int, ...]:
+        """Of queries or of keys, but for heads and channels."""
+        lengths = [each[which] for each in self.lengths]
+        rows = (sum(lengths) if self.qkv_format == "thd" else max(lengths)) + self.tail
+        return {"thd": (rows,), "bshd": (len(lengths), rows), "sbhd": (rows, len(lengths))}[self.qkv_format]
+
+    @property
+    def key_rows(self) -> int:
+        return self.shape(1)[1 if self.qkv_format == "bshd" else 0]
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Q, K, V and dO."""
+        q, k, v, do = (
+            drawn(self.shape(which), self.heads[which], self.channels, seed, mean=seed == 1, device=device)
+            for seed, which in enumerate((0, 1, 1, 0))
+        )
+        return q, k, v, do
+
+    def call(self, device: str) -> AttentionCall:
+        config = attention_config(self.qkv_format, self.band)
+        if self.uniform:
+            return AttentionCall(config)
+        starts = (torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in zip(*self.lengths))
+        return AttentionCall(config, None, *(each.to(device) for each in starts))
+
+
+def run_ops(problem: Problem, device: str) -> tuple[Tensor, Kept, Gradients]:
+    """Both ops as ``device`` runs them, the second with what the first kept."""
+    (q, k, v, do), call = problem.tensors(device), problem.call(device)
     clear_plan_cache()
     with nan_in_new_memory():
         o, kept = cuda.attention_forward(q, k, v, call)
-        gradients = cuda.attention_backward(do, o, kept, key_rows, call)
+        gradients = cuda.attention_backward(do, o, kept, problem.key_rows, call)
     clear_plan_cache()
+    return o, kept, gradients
 
+
+def check_ops(problem: Problem, device: str) -> None:
+    """What the CPU gives, its second op also of what the first one kept on ``device``."""
+    (q, k, v, do), call = problem.tensors("cpu"), problem.call("cpu")
+    o, kept, gradients = run_ops(problem, device)
     o, kept = o.cpu(), Kept(*(each.cpu() for each in kept))
-    right_o, right = cpu.attention_forward(q.cpu(), k.cpu(), v.cpu(), right_call)
+    right_o, right = cpu.attention_forward(q, k, v, call)
     tolerance = BF16_ROUNDING + CODES_THAT_MOVE[torch.device(device).type]
     assert o.is_contiguous()
     assert error(o, right_o) <= tolerance
@@ -92,25 +116,26 @@ def check_ops(
     torch.testing.assert_close(kept.m, right.m, rtol=moves, atol=moves)
     torch.testing.assert_close(kept.l, right.l, rtol=20 * moves, atol=moves)
 
-    expected = cpu.attention_backward(do.cpu(), o, kept, key_rows, right_call)
+    expected = cpu.attention_backward(do, o, kept, problem.key_rows, call)
     for name, actual, truth in zip(("dq", "dk", "dv"), gradients, expected):
         assert actual.is_contiguous()
         assert error(actual, truth) <= tolerance, name
-    if qkv_format == "thd":
-        of_queries, of_keys = (int(each[-1]) for each in starts)
+    if problem.qkv_format == "thd":
+        of_queries, of_keys = (sum(each) for each in zip(*problem.lengths))
         tails = o[of_queries:], gradients[0][of_queries:], gradients[1][of_keys:], gradients[2][of_keys:]
         assert not any(each.any() for each in tails)
 
 
-def _case(name: str, *args: object, **how: object) -> Case:
-    return Case(f"attention_ops-{name}", partial(check_ops, *args, **how))  # type: ignore[arg-type]
-
-
-CASES = [
-    _case(
-        "bshd grouped bottom right", "bshd", [(100, 200)], heads=(2, 1), band=Band(right=0, bottom_right=True),
-        uniform=True,
+PROBLEMS = {
+    "bshd grouped bottom right": Problem(
+        "bshd", ((100, 200),), heads=(2, 1), band=Band(right=0, bottom_right=True), uniform=True
     ),
-    _case("sbhd window", "sbhd", [(140, 20), (60, 130)], channels=128, band=Band(left=40, right=20), tail=2),
-    _case("thd", "thd", [(1, 60), (130, 3), (0, 5), (40, 129)], heads=(2, 2), band=Band(right=0), tail=140),
+    "sbhd window": Problem("sbhd", ((140, 20), (60, 130)), channels=128, band=Band(left=40, right=20), tail=2),
+    "thd": Problem("thd", ((1, 60), (130, 3), (0, 5), (40, 129)), heads=(2, 2), band=Band(right=0), tail=140),
+}
+CASES = [Case(f"attention_ops-{name}", partial(check_ops, problem)) for name, problem in PROBLEMS.items()]
+KERNELS = [
+    "quantize_heads", "sum_heads", "mean_heads", "quantize_heads", "quantize_heads", "attention_forward",
+    "transpose_heads", "transpose_heads", "quantize_heads", "attention_delta", "attention_dq", "attention_dkv",
 ]  # fmt: skip
+"""What both ops start, in this order."""

@@ -29,7 +29,7 @@ def ltoir_of(kernel: Kernel, arch: str) -> bytes:
     """The kernel before linking, the slow step: from disk where it was compiled before."""
     from cuda_kernels.lowering import compiler
 
-    return cached(compile_cache.key(kernel, "ltoir", arch), lambda: compiler.ltoir(kernel, arch))
+    return cached(compile_cache.cache_key(kernel, "ltoir", arch), lambda: compiler.ltoir(kernel, arch))
 
 
 @cache
@@ -38,7 +38,9 @@ def ptx_of(kernel: Kernel) -> str:
     from cuda_kernels.lowering import compiler
 
     arch = kernel.architectures[0]
-    ptx = cached(compile_cache.key(kernel, "ptx", arch), lambda: compiler.link(ltoir_of(kernel, arch), arch, "ptx")[0])
+    ptx = cached(
+        compile_cache.cache_key(kernel, "ptx", arch), lambda: compiler.link(ltoir_of(kernel, arch), arch, "ptx")[0]
+    )
     return ptx.decode().rstrip("\0")
 
 
@@ -51,7 +53,7 @@ def compiled(kernel: Kernel, arch: str) -> tuple[str, bytes]:
         code, report = compiler.link(ltoir_of(kernel, arch), arch, "cubin")
         return report.encode() + b"\0" + code
 
-    report, _, code = cached(compile_cache.key(kernel, "report", arch), build).partition(b"\0")
+    report, _, code = cached(compile_cache.cache_key(kernel, "report", arch), build).partition(b"\0")
     return report.decode(), code
 
 

@@ -32,7 +32,7 @@ from torch import Tensor  # noqa: E402
 
 from cuda_kernels.host import compile_cache, launch  # noqa: E402
 from cuda_kernels.host.cache_folder import carried  # noqa: E402
-from cuda_kernels.host.launch import Argument, Launch  # noqa: E402
+from cuda_kernels.host.launch import Argument, Executor, Launch  # noqa: E402
 from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402
 from cuda_kernels.kernel import Kernel, compute_capability  # noqa: E402
 from tests.machine_code.cubin import Entry, entry_of  # noqa: E402
@@ -148,8 +148,31 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     return found
 
 
+def of_attention_ops(start: Executor) -> list[Kernel]:
+    """What both ops of attention launch, in order, each handed to ``start``."""
+    from tests.cuda_kernels.attention_op_cases import PROBLEMS, run_ops
+
+    launched: list[Kernel] = []
+
+    def note(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+        launched.append(kernel)
+        start(kernel, blocks, args)
+
+    with patch.dict(launch.EXECUTORS, {"cpu": note}):
+        run_ops(PROBLEMS["thd"], "cpu")
+    return launched
+
+
+def every_kernel() -> set[Kernel]:
+    """All that this program starts."""
+    return {kernel for kernel, *_ in one_of_each().values()} | set(of_attention_ops(lambda *launched: None))
+
+
 if __name__ == "__main__":
     started = Started()
     for launched in one_of_each().values():
         started.start(*launched)
+    from tests.cuda_kernels.attention_op_cases import KERNELS
+
+    assert [kernel.function.__name__ for kernel in of_attention_ops(started.start)] == KERNELS
     print("started")

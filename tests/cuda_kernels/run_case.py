@@ -41,7 +41,7 @@ def fits(name: str, architecture: str) -> bool:
     if name.startswith("attention_"):
         return architecture == "90a"
     if name.startswith("mma_attention_"):
-        return architecture == "120" or (architecture == "89" and "-256-" not in name)
+        return architecture in ("89", "120")
     if not name.startswith("product-"):
         return True
     return (name.split("-")[3].count("/") > 1) == (architecture == "90a")

@@ -9,14 +9,9 @@ import torch
 
 from lightning_fp8.ops.attention import AttentionCall, attention_config, cpu, cuda
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
-from tests.cuda_kernels.attention_op_cases import CASES, drawn
+from tests.cuda_kernels.attention_op_cases import CASES, KERNELS, drawn
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
-
-FORWARD = ["quantize_heads", "sum_heads", "mean_heads", "quantize_heads", "quantize_heads", "attention_forward"]
-BACKWARD = [
-    "transpose_heads", "transpose_heads", "quantize_heads", "attention_delta", "attention_dq", "attention_dkv",
-]  # fmt: skip
 
 
 @needs_compilers
@@ -25,7 +20,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         case.run("cpu")
-    assert [kernel.function.__name__ for kernel in emulator.launched] == FORWARD + BACKWARD
+    assert [kernel.function.__name__ for kernel in emulator.launched] == KERNELS
 
 
 def test_a_plan_serves_all_calls_of_its_key() -> None:

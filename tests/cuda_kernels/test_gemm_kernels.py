@@ -176,7 +176,7 @@ def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeyp
         case.run("cpu")
         (trapping,) = emulator.launched
         assert trapping.name == f"{kernel.name[:-1]} trap)"
-        assert compile_cache.key(trapping, "cubin", "90a") != compile_cache.key(kernel, "cubin", "90a")
+        assert compile_cache.cache_key(trapping, "cubin", "90a") != compile_cache.cache_key(kernel, "cubin", "90a")
         assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
         emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
         with pytest.raises(EmulatorError, match="trap"):

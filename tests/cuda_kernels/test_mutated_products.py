@@ -48,7 +48,6 @@ MUTATED = (
     "attention_dq-64-many keys",
     "attention_dkv-64-many queries",
     "mma_attention_forward-64-many keys",
-    "mma_attention_forward-256-window",
 )
 OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA) if case.name.startswith(MUTATED)]
 

@@ -27,6 +27,7 @@ from tests.cuda_kernels.kernel_cases import (
     sample,
 )
 from tests.cuda_kernels.test_cast_kernels import SCALES, every_bf16
+from tests.gpu.graphs import captured
 
 ops = torch.ops.lightning_fp8
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -126,11 +127,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
     def cast() -> tuple[Tensor, ...]:
         return ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
 
-    cast()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = cast()
+    graph, results = captured(cast)
     for seed in range(3):
         values = sample(500, 768, BF16, seed)
         x.copy_(values)

@@ -18,6 +18,7 @@ from lightning_fp8.ops.core import dispatch
 from lightning_fp8.recipes import RECIPES
 from tests.cuda_kernels.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.cuda_kernels.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
+from tests.gpu.graphs import captured
 
 CARD = torch.device("cuda", 0)
 
@@ -147,11 +148,7 @@ def test_a_product_in_a_graph() -> None:
     def multiply() -> torch.Tensor:
         return torch.ops.lightning_fp8.scaled_mm(a, one, b, one, "tensor tensor float32")
 
-    multiply()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = multiply()
+    graph, out = captured(multiply)
     for seed in range(3):
         torch.manual_seed(seed)
         a.copy_(torch.randint(-3, 4, (300, 512), device="cuda").to(E4M3))

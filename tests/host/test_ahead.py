@@ -40,7 +40,8 @@ def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert missing(builds, "90a") == [(broken_kernel, ())]
     assert missing(builds, "89") == builds[:3]
     names = {
-        (tmp_path / compile_cache.key(function(*arguments), "cubin", "90a")) for function, arguments in (sums, scales)
+        (tmp_path / compile_cache.cache_key(function(*arguments), "cubin", "90a"))
+        for function, arguments in (sums, scales)
     }
     assert set(tmp_path.iterdir()) == names
     assert list(compile_ahead([], "90a")) == []

@@ -34,11 +34,11 @@ from cuda_kernels.attention.backward import delta, dkv, dq
 from cuda_kernels.attention.casts import cast as heads_cast, heads, means
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
-from cuda_kernels.device import rows, tile
+from cuda_kernels.device import tile
 from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import compile_cache
-from cuda_kernels.norm import backward, bands, cast, statistics
+from cuda_kernels.norm import backward, bands, cast, rows, statistics
 rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
@@ -215,7 +215,7 @@ path = Path(raster.__file__)
 if "early" in sys.argv:
     path.write_text(path.read_text().replace("band * _BAND + ", "band * _BAND + 0 + "))
 kernel = mma.mma_gemm_kernel(GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16"), MmaConfig(64, 64, 3))
-print(compile_cache.key(kernel, "cubin", "89"))
+print(compile_cache.cache_key(kernel, "cubin", "89"))
 """
     found = [
         subprocess.run([sys.executable, "-c", program, *late], cwd=folder, capture_output=True, text=True, check=True)

@@ -37,7 +37,7 @@ from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import executing, ptx_of
 from tests.cuda_kernels.kernel_cases import BF16, assert_same, sample
-from tests.cuda_kernels.launch_everything import one_of_each
+from tests.cuda_kernels.launch_everything import every_kernel
 from tests.emulator.ptx_on_cpu_samples import needs_gcc
 from tests.machine_code.test_compiled_kernels import compiled
 
@@ -134,11 +134,16 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
 
 def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of what is carried does not: it was compiled elsewhere."""
-    key, carried = compile_cache.key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
-    assert len({key, compile_cache.key(KERNEL, "cubin", "89"), compile_cache.key(KERNEL, "ptx", "89"), carried}) == 4
+    key, carried = compile_cache.cache_key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
+    assert (
+        len(
+            {key, compile_cache.cache_key(KERNEL, "cubin", "89"), compile_cache.cache_key(KERNEL, "ptx", "89"), carried}
+        )
+        == 4
+    )
     monkeypatch.setattr(cache_folder, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
     cache_folder.compilers.cache_clear()
-    assert key != compile_cache.key(KERNEL, "cubin", "90a")
+    assert key != compile_cache.cache_key(KERNEL, "cubin", "90a")
     assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
     cache_folder.compilers.cache_clear()
@@ -263,7 +268,7 @@ def test_maps_and_zeros_through_nvidias_bindings(fake_driver: Path) -> None:
 @needs_gcc
 def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_path: Path) -> None:
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
-    for kernel, *_ in one_of_each().values():
+    for kernel in every_kernel():
         arch = kernel.architectures[0]
         cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}

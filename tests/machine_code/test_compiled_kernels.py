@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cuda_kernels.attention.forward import attention_forward_kernel
+from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels import (
@@ -128,7 +130,23 @@ def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
     found = Counter(code[index].opcode for step in sass.steps(code) for index in step)
     assert {"QMMA", "LDSM", "LDGSTS"} <= set(found)
     assert not {"HMMA", "PRMT", "STS", "CALL"} & set(found), "FP8 is not turned into FP16, and P stays where it is"
-    assert found["SHFL"] == 4
+    assert found["SHFL"] == (8 if "dkv" in kernel.name else 4)
+
+
+def test_attention_hands_the_tensor_cores_over_before_its_exponentials() -> None:
+    """The assembler leaves the order in which a tile of 64 by 128 is written: its turn, the scores' four products, the
+    other warpgroup's turn, 64 exponentials of each thread, and the products with V."""
+    kernel = attention_forward_kernel(AttentionSpec(128, "bfloat16"))
+    code = sass.parsed(sass.disassembled(compiled(kernel, "90a")[1]))
+    (step,) = sass.steps(code)
+    named = [code[index].name for index in sorted(step)]
+    products, exponentials, barriers = (
+        [place for place, name in enumerate(named) if name.startswith(opcode)]
+        for opcode in ("QGMMA", "MUFU.EX2", "BAR.")
+    )
+    assert [named[place].split(".")[1] for place in barriers] == ["SYNC", "ARV"]
+    assert len(products) == 8
+    assert barriers[0] < products[0] < products[3] < barriers[1] < exponentials[0] < exponentials[63] < products[4]
 
 
 def test_every_kernel_is_compiled() -> None:

@@ -1,10 +1,9 @@
 """FP8 attention's forward pass without wgmma: eight warps, each with 16 queries, share tiles of keys.
 
 A block has 128 queries of one head and walks over the keys that they see, 128 at a time. Codes of K and transposed V
-lie in a ring of stages in shared memory; where there are several, the next tile is copied while one is multiplied.
-Heads of 256 channels have room for one: values are copied while scores are computed, and the next keys while values are
-multiplied. A warp turns its scores into codes of P in registers, which are then the left operand of P V: the order of
-keys in transposed copies, made for wgmma's registers, serves mma's, which lie alike.
+lie in a ring of stages in shared memory: the next tile is copied while one is multiplied. A warp turns its scores into
+codes of P in registers, which are then the left operand of P V: the order of keys in transposed copies, made for
+wgmma's registers, serves mma's, which lie alike.
 
 Each tile's product with V is a sum of its own, added in float32: the tensor cores' accumulator of FP8 products is short
 here as well (22 bits in all, SageAttention2, arXiv:2411.10958, section 3.3). Numerics: the reference's ``forward``.
@@ -17,6 +16,7 @@ from functools import cache
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.operands import (
     ARCHITECTURES,
+    HEAD_DIMS,
     LINE,
     STEP,
     THREADS,
@@ -49,19 +49,10 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
-STAGES = {64: 3, 96: 2, 128: 2, 256: 1}
+STAGES = {64: 3, 96: 2, 128: 2}
 """Stages of the ring of keys and values, by channels of a head."""
-ARCHITECTURES_OF_WIDE_HEADS = ("120",)
-"""Of 256 channels: for Ada the assembler finds no registers for their sums, it spills 332 bytes of a thread's."""
-
-
-def shared_bytes(spec: AttentionSpec) -> int:
-    """Of a block: Q's codes, and the stages of K's and transposed V's."""
-    return spec.panels * ROWS * LINE + STAGES[spec.head_dim] * _stage_bytes(spec)
-
-
-def _stage_bytes(spec: AttentionSpec) -> int:
-    return spec.panels * ROWS * LINE + spec.head_dim * LINE
+_TILE = ROWS * LINE
+"""Bytes of 128 rows of codes."""
 
 
 @cache
@@ -71,15 +62,14 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     Parameters are those of :func:`cuda_kernels.attention.forward.attention_forward_kernel`, with addresses in place of
     tensor maps.
     """
+    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
-    one_stage, prefetch = stages == 1, stages - 1
-    pending = max(stages - 2, 0)
-    q_bytes, stage_bytes = spec.panels * ROWS * LINE, _stage_bytes(spec)
-    v_offset = spec.panels * ROWS * LINE
+    prefetch, pending = stages - 1, stages - 2
+    stage_bytes = _TILE + head_dim * LINE
     item = 4 if spec.out == "float32" else 2
     scores_count, out_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
-    scores_of = make_product(ROWS, spec.panels * spec.k_steps, ROWS, ROWS)
+    scores_of = make_product(ROWS, spec.k_steps)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
     zero_out, finish = zeros(out_count), scale_seen_rows(out_count)
@@ -104,29 +94,24 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
-        first_stage = i32(smem + q_bytes)
+        first_stage = i32(smem + _TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
         if first < last:
             copy_rows(smem, queries, i64(head_dim))
-        if one_stage and first < last:
-            copy_keys(first_stage, keys, first)
-            cp_async_commit()
         for ahead in range(prefetch):
             if first + ahead < last:
                 stage = first_stage + ahead * stage_bytes
                 copy_keys(stage, keys, first + ahead)
-                copy_values(stage + v_offset, values + i64(first + ahead) * ROWS, rows_k)
+                copy_values(stage + _TILE, values + i64(first + ahead) * ROWS, rows_k)
             cp_async_commit()
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
         for j in range(first, last):
             cp_async_wait(pending)
             cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
-            if one_stage:
-                copy_values(stage + v_offset, values + i64(j) * ROWS, rows_k)
-            elif j + prefetch < last:
+            if j + prefetch < last:
                 copy_keys(free_stage, keys, j + prefetch)
-                copy_values(free_stage + v_offset, values + i64(j + prefetch) * ROWS, rows_k)
+                copy_values(free_stage + _TILE, values + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
@@ -136,14 +121,8 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 scores = hide(scores, visible, i32(j * ROWS))
             factor = float_max(query_factor * key_scale, SMALLEST)
             words, state, alpha, alpha_below = softmax(scores, factor, state)
-            if one_stage:
-                cp_async_wait(0)
-                cuda.syncthreads()
-                if j + 1 < last:
-                    copy_keys(stage, keys, j + 1)
-                cp_async_commit()
             out = rescale(out, alpha, alpha_below)
-            out = add_product(out, words, stage + v_offset + in_b, value_scale, value_scale)
+            out = add_product(out, words, stage + _TILE + in_b, value_scale, value_scale)
             stage, free_stage = next_stage(stage, first_stage), stage
         return out, state
 
@@ -191,6 +170,6 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         mma_attention_forward,
         (*[i64] * 10, *[i32] * 6, f32, *[i64] * 3),
         THREADS,
-        shared_bytes=shared_bytes(spec),
-        architectures=ARCHITECTURES if spec.panels == 1 else ARCHITECTURES_OF_WIDE_HEADS,
+        shared_bytes=_TILE + stages * stage_bytes,
+        architectures=ARCHITECTURES,
     )

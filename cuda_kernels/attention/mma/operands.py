@@ -1,7 +1,6 @@
 """Operands of a warp's products: copied with cp.async to swizzled shared memory, read by ldmatrix, multiplied by mma.
 
-Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`); rows of 256
-channels lie in two panels of such lines.
+Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.fragments.swizzle_128b`).
 """
 
 from __future__ import annotations
@@ -9,17 +8,20 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, swizzle_128b, zeros
+from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, zeros
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import cp_async_16
+from cuda_kernels.device.swizzle import swizzle_128b
 
 THREADS = 256
 """Of a block: eight warps, which all copy and all multiply, 16 rows of the result each."""
 LINE = 128
-"""Bytes of a row in shared memory, or of its part in a panel."""
+"""Bytes of a row in shared memory."""
 STEP = 32
 """Bytes of a row that one mma multiplies."""
 ARCHITECTURES = ("89", "120")
+HEAD_DIMS, BACKWARD_HEAD_DIMS = (64, 96, 128), (64, 96)
+"""Channels of a head for which a thread has registers enough."""
 
 _COLUMNS = 32
 """Columns of a product that are computed at a time, so that few words of B are in registers."""
@@ -30,7 +32,7 @@ def make_copy(rows: int, row_bytes: int) -> Any:
     """A device function ``(shared, address, stride)``: the block's threads start to copy ``rows`` rows.
 
     Args:
-        row_bytes: of a row; a multiple of 16, at most 128, or 256. The rest of a line is left as it is.
+        row_bytes: of a row; a multiple of 16, at most 128. The rest of a line is left as it is.
     """
     copy_from_chunk = _make_copy(rows, row_bytes)
 
@@ -61,13 +63,12 @@ def _make_copy(rows: int, row_bytes: int) -> Any:
         lanes *= 2
     rows_at_once = THREADS // lanes
     shift = lanes.bit_length() - 1
-    panel = rows * LINE
 
     @device
     def copy(shared, first_chunk, address, stride):
         row, chunk = cuda.threadIdx.x >> shift, cuda.threadIdx.x & (lanes - 1)
         if chunk < chunks:
-            shared += row * LINE + (chunk >> 3) * panel + swizzle_128b(row, (chunk & 7) + first_chunk)
+            shared += row * LINE + swizzle_128b(row, chunk + first_chunk)
             address += i64(row) * stride + 16 * chunk
             for first in range(0, rows, rows_at_once):
                 cp_async_16(shared + first * LINE, address, 16)
@@ -91,32 +92,26 @@ def place_in_b(lane):
 
 
 @cache
-def make_product(columns: int, k_steps: int, rows_a: int = 0, rows_b: int = 0, first: int = 0) -> Any:
+def make_product(columns: int, k_steps: int, first: int = 0) -> Any:
     """A device function ``(a, b) -> acc``: a warp's product ``A [16, 32 k_steps] Bᵀ [.., columns]`` of E4M3 codes.
 
     ``a``, ``b``: addresses in shared memory, :func:`place_in_a` and :func:`place_in_b` from the operands' first rows.
 
     Args:
-        rows_a, rows_b: of the operands' panels, where there are two.
         first: the row of B that makes the first column; a multiple of 8.
     """
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
 
     def of_step(step: int) -> Any:
-        # The exclusive or comes first, so that sums of constants are left for the instruction.
-        flip, panel = STEP * (step & 3), (step >> 2) * rows_a * LINE
+        flip = STEP * step
 
-        @device
-        def words(a):
-            return load_a((a ^ flip) + panel)
+        return device(lambda a: load_a(a ^ flip))
 
-        return words
-
-    product = _chained(width, tuple(of_step(step) for step in range(k_steps)), 0, rows_b, first)
+    product = _chained(width, tuple(of_step(step) for step in range(k_steps)), 0, first)
     if width == columns:
         return product
-    others = make_product(columns - width, k_steps, rows_a, rows_b, first + width)
+    others = make_product(columns - width, k_steps, first + width)
 
     @device
     def products(a, b):
@@ -134,7 +129,7 @@ def make_add_product(columns: int, k_steps: int, first: int = 0) -> Any:
     registers twice.
     """
     words_of = tuple(slice_words(4 * k_steps, 4 * step, 4) for step in range(k_steps))
-    multiply = _chained(_COLUMNS, words_of, 0, 0, first)
+    multiply = _chained(_COLUMNS, words_of, 0, first)
     part, add = slice_fragment(columns // 2, first // 2, _COLUMNS // 2), add_rows(_COLUMNS // 2)
 
     @device
@@ -152,15 +147,15 @@ def make_add_product(columns: int, k_steps: int, first: int = 0) -> Any:
     return add_all
 
 
-def _chained(columns: int, words_of: tuple[Any, ...], step: int, rows_b: int, first: int) -> Any:
+def _chained(columns: int, words_of: tuple[Any, ...], step: int, first: int) -> Any:
     """A device function ``(a, b) -> acc``: products from ``step`` on; ``words_of`` gives the words of A of each."""
     multiply, load_b, start = (
         mma(1, columns // 8, "e4m3", "e4m3"),
         ldmatrix_x4(columns // 16, 16 * LINE),
         zeros(columns // 2),
     )
-    flip, offset = STEP * (step & 3), ((step >> 2) * rows_b + first) * LINE
-    words = words_of[step]
+    # The exclusive or comes first, so that a sum with a constant is left for the instruction.
+    words, flip, offset = words_of[step], STEP * step, first * LINE
 
     if step == len(words_of) - 1:
 
@@ -169,7 +164,7 @@ def _chained(columns: int, words_of: tuple[Any, ...], step: int, rows_b: int, fi
             return multiply(start(), words(a), load_b((b ^ flip) + offset))
 
         return last
-    rest = _chained(columns, words_of, step + 1, rows_b, first)
+    rest = _chained(columns, words_of, step + 1, first)
 
     @device
     def product(a, b):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.attention.forward import attention_forward_kernel
+from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
-from cuda_kernels.attention.mma.operands import ARCHITECTURES as MMA
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, architecture_of
 from cuda_kernels.host.tensor_maps import Box, map_on
@@ -21,7 +21,9 @@ def forward_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
 
     Where there is none for the device, loading it fails with a :class:`~cuda_kernels.kernel.KernelError`.
     """
-    return mma_attention_forward_kernel(spec) if _multiplies_in_warps(device) else attention_forward_kernel(spec)
+    return (
+        mma_attention_forward_kernel(spec) if _by_mma(spec, device, mma.HEAD_DIMS) else attention_forward_kernel(spec)
+    )
 
 
 def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
@@ -29,5 +31,9 @@ def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     return address_on(device) if _multiplies_in_warps(device) else map_on(device, box)
 
 
+def _by_mma(spec: AttentionSpec, device: torch.device, head_dims: tuple[int, ...]) -> bool:
+    return spec.head_dim in head_dims and _multiplies_in_warps(device)
+
+
 def _multiplies_in_warps(device: torch.device) -> bool:
-    return architecture_of(device) in MMA
+    return architecture_of(device) in mma.ARCHITECTURES

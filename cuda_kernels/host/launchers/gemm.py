@@ -40,7 +40,7 @@ class GemmStrides(NamedTuple):
 def bind_gemm_kernel(
     device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides
 ) -> GemmStart:
-    """What starts ``config``'s kernel with tensors of the sizes of ``problem`` and of these strides.
+    """Bind ``config``'s kernel to the sizes of ``problem`` and these strides: a function that starts it.
 
     A launch takes FP8 codes ``a [m, k]`` and ``b [n, k]``, whose addresses are multiples of 16; their float32 scales;
     ``bias [n]``, ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are

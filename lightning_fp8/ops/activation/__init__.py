@@ -69,6 +69,10 @@ def activation_backward_quantize(
 
     Returns:
         The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
+
+    Raises:
+        TypeError, ValueError: as :func:`activation_quantize`; dy has another shape than the activation of x, or
+            ``bias_dtype`` is none of the three dtypes.
     """
     check_cast("activation_backward_quantize", x, cast, **cast_args)
     _check_activation(activation, x)

@@ -24,7 +24,7 @@ from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
 from lightning_fp8.ops.quantize.launches import (
     CastVariant,
@@ -55,30 +55,33 @@ def activation_backward_quantize(
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
 ) -> Results:
+    """See :mod:`lightning_fp8.ops.activation.schema`."""
     counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
     variant_key = config, scale is not None, amax is not None, counts_key
-    run = _backward_plan(x.device, x.is_cuda and current_device(), key(x), key(dy), variant_key)
+    run = _backward_plan(x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), variant_key)
     return run(dy, x, config, (scale, amax, overflow_counts))
 
 
 class ActivationBackwardLaunches:
     """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, config: ActivationConfig, variant: CastVariant) -> None:
+    def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationConfig, variant: CastVariant) -> None:
         device = x.device
         aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
-        loader = activation_backward_loader(config.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        loader = activation_backward_loader(options.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
         store_loader = None
         self._sums = None
-        if config.bias_dtype:
+        if options.bias_dtype:
             store_loader = summed_loader(loader)
             num_partials = ceil_div(x.rows, WARP_ROWS)
-            self._sums = ColumnSums(device, num_partials, x.columns, config.bias_dtype, num_sets=1)
-        self._cast = cast_launches(variant.config.layout)(device, loader, x.rows, x.columns, variant, store_loader).cast
+            self._sums = ColumnSums(device, num_partials, x.columns, options.bias_dtype, num_sets=1)
+        self._cast = cast_launches(variant.options.layout)(
+            device, loader, x.rows, x.columns, variant, store_loader
+        ).cast
         self._pointer = launch.address_on(device)
         self._strides = x.stride, dy.stride
         self._allocate = allocator(device)
-        self._dbias = (x.columns,), (1,), config.bias_dtype or torch.float32
+        self._dbias = (x.columns,), (1,), options.bias_dtype or torch.float32
         self._no_bias = empty_tensor(device, torch.float32)
 
     def run(self, dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
@@ -96,7 +99,9 @@ class ActivationBackwardLaunches:
 
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
-def _backward_plan(device: torch.device, x_key: Key, dy_key: Key, variant_key: VariantKey) -> Callable[..., Results]:
+def _backward_plan(
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, variant_key: VariantKey
+) -> Callable[..., Results]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     variant = cast_variant(device, variant_key)
     options = parse_activation_config(variant_key[0])

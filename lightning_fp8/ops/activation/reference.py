@@ -82,7 +82,7 @@ ACTIVATIONS = {
     )
     for name in names
 }
-"""By Transformer Engine's names; ``gelu`` is the tanh form."""
+"""The activations by Transformer Engine's names; ``gelu`` is the tanh form."""
 
 
 def activate(x: Tensor, config: str, io: CastIO) -> Outputs:

@@ -51,7 +51,11 @@ def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def activation_config(name: str, bias_dtype: torch.dtype | None = None) -> str:
-    """The text form of an activation's options."""
+    """The text form of an activation's options.
+
+    Raises:
+        TypeError: ``bias_dtype`` is not bfloat16, float16 or float32.
+    """
     if bias_dtype is not None and bias_dtype not in NAMES:
         raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, NAMES))}")
     return name if bias_dtype is None else f"{name} bias={NAMES[bias_dtype]}"

@@ -39,6 +39,7 @@ __all__ = [
     "AttentionCall",
     "Band",
     "Codes",
+    "Gradients",
     "Kept",
     "Lengths",
     "attention_backward",

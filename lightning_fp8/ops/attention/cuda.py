@@ -20,7 +20,7 @@ from lightning_fp8.ops.attention.schema import (
     parse_attention_config,
 )
 from lightning_fp8.ops.core.dispatch import EmptyTensor, check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, key
+from lightning_fp8.ops.core.tensor_keys import PlainKey, tensor_key
 
 CallKey = tuple[str, float | None, int | None]
 """The config, the softmax scale, and the number of sequences where lengths come with each call."""
@@ -29,7 +29,9 @@ CallKey = tuple[str, float | None, int | None]
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
     q, k, v = map(_with_channels_side_by_side, (q, k, v))
-    plan = _forward_plan(q.device, q.is_cuda and current_device(), key(q), key(k), key(v), _call_key(call))
+    plan = _forward_plan(
+        q.device, q.is_cuda and current_device(), tensor_key(q), tensor_key(k), tensor_key(v), _call_key(call)
+    )
     return plan(q, k, v, call)
 
 
@@ -37,12 +39,14 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
     """See :mod:`lightning_fp8.ops.attention.schema`."""
     do = _with_channels_side_by_side(do)
     heads = kept.k8.shape[0]
-    plan = _backward_plan(do.device, do.is_cuda and current_device(), key(do), heads, key_rows, _call_key(call))
+    plan = _backward_plan(do.device, do.is_cuda and current_device(), tensor_key(do), heads, key_rows, _call_key(call))
     return plan(do, o, kept, key_rows, call)
 
 
 @planned(cpu.attention_forward)
-def _forward_plan(device: torch.device, q_key: Key, k_key: Key, v_key: Key, call_key: CallKey) -> Forward:
+def _forward_plan(
+    device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
+) -> Forward:
     qkv_format, sequences = _sequences(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(each, qkv_format, sequences) for each in (q_key, k_key, v_key))
@@ -52,7 +56,7 @@ def _forward_plan(device: torch.device, q_key: Key, k_key: Key, v_key: Key, call
 
 
 @planned(cpu.attention_backward)
-def _backward_plan(device: torch.device, do_key: Key, heads: int, key_rows: int, call_key: CallKey) -> Backward:
+def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey) -> Backward:
     qkv_format, sequences = _sequences(call_key)
     check_not_empty((*do_key[1], heads, key_rows, sequences))
     do = Heads.of(do_key, qkv_format, sequences)

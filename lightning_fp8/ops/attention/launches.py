@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
 from cuda_kernels.host.launch import architecture_of, name_of
 from cuda_kernels.host.launchers.attention import (
@@ -30,7 +31,7 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
 from lightning_fp8.ops.core.config import NAMES
-from lightning_fp8.ops.core.layout import Key
+from lightning_fp8.ops.core.tensor_keys import PlainKey
 
 Rows = tuple[PackedRows, PackedRows]
 """Of queries and of keys."""
@@ -55,7 +56,7 @@ class Heads(NamedTuple):
     aligned: bool
 
     @classmethod
-    def of(cls, key: Key, qkv_format: str, sequences: int) -> Heads:
+    def of(cls, key: PlainKey, qkv_format: str, sequences: int) -> Heads:
         """Those of a tensor with this key; ``sequences``: of ``thd``."""
         dtype, shape, strides, alignment = key
         # a dimension of size 1 may have any stride, which no address depends on
@@ -167,7 +168,7 @@ class ForwardPlan:
 
 
 class BackwardPlan:
-    """The backward pass on Hopper: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+    """The backward pass: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
 
     Raises:
         KernelError: a kernel cannot be compiled or loaded.
@@ -197,11 +198,7 @@ class BackwardPlan:
 
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    "forward": {
-        "90a": (ForwardPlan, HEAD_DIMS),
-        "89": (ForwardPlan, (64, 96, 128)),
-        "120": (ForwardPlan, HEAD_DIMS),
-    },
+    "forward": {"90a": (ForwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (ForwardPlan, mma.HEAD_DIMS))},
     "backward": {"90a": (BackwardPlan, (64, 96, 128))},
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""

@@ -15,7 +15,7 @@ from lightning_fp8.ops.core.allocation import Allocation
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
-    from lightning_fp8.ops.core.layout import TensorKey
+    from lightning_fp8.ops.core.tensor_keys import TensorKey
 
 ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""

@@ -40,7 +40,7 @@ def implement(name: str, device_type: str, function: Callable[..., Any]) -> None
 
 
 def refuse_vmap(*names: str) -> None:
-    """Make vmap refuse ops; its own way around, a loop, is closed to ops that write to an argument."""
+    """Make vmap refuse ops, with a RuntimeError; its own loop is closed to ops that write to an argument."""
 
     def refuse(*args: object) -> None:
         raise RuntimeError(

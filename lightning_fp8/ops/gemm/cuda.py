@@ -14,8 +14,8 @@ from torch import Tensor
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned, warn_once
-from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, key_and_device, memoryless_key
 from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, key_and_device, memoryless_key
 from lightning_fp8.ops.gemm import reference
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm

@@ -30,16 +30,17 @@ def build_gemm(gemm: BoundGemm, plan: GemmChoice) -> Gemm:
 class KernelGemm:
     """One of our kernels, bound to a GEMM and a tile configuration."""
 
-    def __init__(self, gemm: BoundGemm, config: KernelConfig) -> None:
+    def __init__(self, gemm: BoundGemm, kernel_config: KernelConfig) -> None:
         device, problem, a, b = gemm.device, gemm.problem, gemm.a, gemm.b
         self._allocate = allocator(device)
         self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_config(gemm.config).out_dtype
         strides = GemmStrides(a.data.stride, b.data.stride, a.scale_stride, b.scale_stride, gemm.stride)
-        self._start = bind_gemm_kernel(device, problem, config, strides)
+        self._start = bind_gemm_kernel(device, problem, kernel_config, strides)
 
     def run(
         self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        """Start the kernel; it adds to ``out`` if there is one, or else gives a new tensor."""
         if out is None:
             out = self._allocate(*self._out)
         self._start(*a, *b, bias, amax, out)
@@ -50,13 +51,14 @@ class ScaledMm:
     """``torch._scaled_mm``; once it has refused, with one warning, ``fallback`` in its place."""
 
     def __init__(self, config: str, fallback: Gemm) -> None:
-        self._config = parse_scaled_mm_config(config)
+        self._options = parse_scaled_mm_config(config)
         self._fallback = fallback
         self._refused = False
 
     def run(
         self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
         if self._refused:
             return self._fallback(a, b, config, bias, amax, out)
         (data_a, scale_a), (data_b, scale_b) = a, b
@@ -67,8 +69,8 @@ class ScaledMm:
                 scale_a=scale_a,
                 scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
                 bias=bias,
-                out_dtype=self._config.out_dtype,
-                use_fast_accum=self._config.fast_accum,
+                out_dtype=self._options.out_dtype,
+                use_fast_accum=self._options.fast_accum,
             )
         except torch.OutOfMemoryError:
             raise

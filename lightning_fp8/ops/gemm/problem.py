@@ -14,7 +14,7 @@ from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.alignment import ALIGNMENT, empty_operand, is_aligned, operand_allocations
 from lightning_fp8.ops.core.allocation import copy_bits
 from lightning_fp8.ops.core.config import NAMES
-from lightning_fp8.ops.core.layout import TensorKey
+from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.scaled import Layout
@@ -32,7 +32,7 @@ OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...
 
 
 def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
-    """The key of an operand: ``key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
+    """The key of an operand: ``tensor_key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
     return (
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
     )  # fmt: skip
@@ -47,6 +47,7 @@ class GemmOperand(NamedTuple):
 
     @classmethod
     def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
+        """The operand that :func:`operand_key` describes."""
         dtype, shape, strides, address, scale_strides, scale_address = key
         scale_shape = layout.scale_shape(*shape)
         return cls(

@@ -36,19 +36,19 @@ def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> T
     return result if out is None else out.add_(result)
 
 
-def multiply(a: Operand, b: Operand, config: ScaledMMConfig, bias: Tensor | None) -> Tensor:
+def multiply(a: Operand, b: Operand, options: ScaledMMConfig, bias: Tensor | None) -> Tensor:
     """``a @ bᵀ + bias`` in ``config.out_dtype``; no operand is rounded."""
     data_a, data_b = a[0], b[0]
-    for name, (data, scale_inv), layout in (("a", a, config.layout_a), ("b", b, config.layout_b)):
+    for name, (data, scale_inv), layout in (("a", a, options.layout_a), ("b", b, options.layout_b)):
         if data.numel():
             shape = layout.scale_shape(*data.shape)
             require(f"scale_inv of {name}", scale_inv, layout.scale_dtype, shape, data_a.device)
     check_epilogue((data_a.shape[0], data_b.shape[0]), data_a.device, bias)
-    out_dtype = config.out_dtype
+    out_dtype = options.out_dtype
     if not (data_a.numel() and data_b.numel()):  # no row, no column, or nothing to add up
         out = data_a.new_zeros(data_a.shape[0], data_b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
-    left, right, scale = _factors(a, config.layout_a, b, config.layout_b)
+    left, right, scale = _factors(a, options.layout_a, b, options.layout_b)
     in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale is None
     if in_bf16 and (left.is_cuda or multiplies_bf16()):
         return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())

@@ -12,7 +12,7 @@ from cuda_kernels.norm.statistics import Norm
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
 from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
@@ -30,6 +30,7 @@ def norm_quantize(
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
 ) -> Results:
+    """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -37,7 +38,7 @@ def norm_quantize(
     counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
     variant_key = config, scale is not None, amax is not None, counts_key
     run = _plan(
-        x.device, x.is_cuda and current_device(), key(x), weight.dtype, parameters_address % ALIGNMENT,
+        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype, parameters_address % ALIGNMENT,
         bias is not None, variant_key,
     )  # fmt: skip
     return run(x, weight, bias, config, (scale, amax, overflow_counts))
@@ -46,7 +47,7 @@ def norm_quantize(
 @planned(fallback=with_kernel_strides(reference.normalize))
 def _plan(
     device: torch.device,
-    x_key: Key,
+    x_key: PlainKey,
     weight_dtype: torch.dtype,
     parameters_address: int,
     has_bias: bool,
@@ -61,7 +62,7 @@ def _plan(
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
         return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
-    norm, cast = parse_norm_config(variant_key[0]), variant.config
+    norm, cast = parse_norm_config(variant_key[0]), variant.options
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None

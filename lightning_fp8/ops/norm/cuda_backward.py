@@ -16,8 +16,8 @@ from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_con
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.schema import NormConfig, check_parameters, parse_norm_config
 
@@ -26,10 +26,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+    """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous():
         weight = weight.contiguous()
     op = _plan(
-        x.device, x.is_cuda and current_device(), key(x), key(dy), weight.dtype, weight.data_ptr() % ALIGNMENT, norm
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
+        weight.data_ptr() % ALIGNMENT, norm,
     )  # fmt: skip
     return op(dy, x, weight, statistics, norm)
 
@@ -37,8 +39,8 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, nor
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, config: NormConfig) -> None:
-        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not config.rms, config.bias)
+    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormConfig) -> None:
+        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
         if all(each.is_vectorizable(8, 16) for each in inputs):
@@ -52,14 +54,14 @@ class NormBackwardLaunches:
         self._allocate = allocator(device)
         self._checked = CheckedAddresses(device)
         self._device = device
-        self._statistics_shape = config.num_statistics, x.rows
+        self._statistics_shape = options.num_statistics, x.rows
         self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
         self._dweight = (x.columns,), (1,), weight.dtype
         self._strides = x.stride, dy.stride
-        self._no_bias = None if config.bias else empty_tensor(device, weight.dtype)
-        scalars = x.rows, x.columns, float(config.zero_centered)
+        self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
+        scalars = x.rows, x.columns, float(options.zero_centered)
         self._start = launch.Launch(kernel, blocks, scalars, device).start
-        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + config.bias)
+        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
         pointer = self._pointer
@@ -88,7 +90,7 @@ class NormBackwardLaunches:
 
 @planned(fallback=reference.norm_backward)
 def _plan(
-    device: torch.device, x_key: Key, dy_key: Key, weight_dtype: torch.dtype, weight_address: int, norm: str
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, weight_address: int, norm: str
 ) -> Callable[..., Gradients]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     address = x.address | dy.address | weight_address

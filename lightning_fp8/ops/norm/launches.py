@@ -21,7 +21,7 @@ from cuda_kernels.norm.statistics import (
 )
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses
-from lightning_fp8.ops.core.layout import TensorKey
+from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters
 from lightning_fp8.ops.quantize.launches import CastVariant, cast_launches
 from lightning_fp8.ops.quantize.outputs import CastOutputs
@@ -68,9 +68,9 @@ class OneReadNorm(NormLaunches):
 
     def __init__(self, x: TensorKey, spec: Norm, norm: NormConfig, row_layout: RowLayout, variant: CastVariant) -> None:
         super().__init__(x, norm)
-        config, device = variant.config, x.device
-        fp8 = config.float8.name.lower()
-        self._outputs = CastOutputs(device, config, x.rows, x.columns)
+        options, device = variant.options, x.device
+        fp8 = options.float8.name.lower()
+        self._outputs = CastOutputs(device, options, x.rows, x.columns)
         kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
         num_groups = ceil_div(x.rows * row_layout.threads_per_row, THREADS)
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
@@ -110,9 +110,9 @@ class BandNorm(NormLaunches):
 
     def __init__(self, x: TensorKey, spec: Norm, norm: NormConfig, aligned: bool, variant: CastVariant) -> None:
         super().__init__(x, norm)
-        config, device = variant.config, x.device
-        self._outputs = CastOutputs(device, config, x.rows, x.columns)
-        kernel = normalize_bands_kernel(spec, aligned, config.float8.name.lower(), config.rowwise, variant.has_amax)
+        options, device = variant.options, x.device
+        self._outputs = CastOutputs(device, options, x.rows, x.columns)
+        kernel = normalize_bands_kernel(spec, aligned, options.float8.name.lower(), options.rowwise, variant.has_amax)
         stride, _, stride_t, _ = self._outputs.strides
         scalars = x.rows, x.columns, norm.eps, stride, stride_t
         self._start = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).start
@@ -151,7 +151,7 @@ class TwoReadNorm(NormLaunches):
             blocks = x.rows
         self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm.eps), device).start
         loader = normalized_loader(spec, aligned)
-        self._cast = cast_launches(variant.config.layout)(device, loader, x.rows, x.columns, variant).cast
+        self._cast = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
         pointer = self._pointer

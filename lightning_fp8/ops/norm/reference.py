@@ -50,8 +50,8 @@ def norm_backward(
     return (dx * rstd[:, None]).to(x.dtype), dweight, dbias
 
 
-def _gamma(weight: Tensor, config: NormConfig) -> Tensor:
-    return weight.float() + (1.0 if config.zero_centered else 0.0)
+def _gamma(weight: Tensor, options: NormConfig) -> Tensor:
+    return weight.float() + (1.0 if options.zero_centered else 0.0)
 
 
 implement_cast("norm_quantize", "cpu", norm_quantize)

@@ -16,8 +16,8 @@ from cuda_kernels.host import launch
 from lightning_fp8.ops.core.checks import CheckedAddresses
 from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device, planned
-from lightning_fp8.ops.core.layout import Key, TensorKey, key
 from lightning_fp8.ops.core.registration import implement
+from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.ops.quantize.launches import VariantKey, cast_launches, cast_variant, num_blocks, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
@@ -38,10 +38,10 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: Key, variant_key: VariantKey) -> Op:
+    def plan(device: torch.device, x_key: PlainKey, variant_key: VariantKey) -> Op:
         x = TensorKey(*x_key, device)
         variant = cast_variant(device, variant_key)
-        options, text = variant.config, variant_key[0]
+        options, text = variant.options, variant_key[0]
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
             return lambda x, config, io: op(x.contiguous(), config, *io)
@@ -61,7 +61,7 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
     ) -> Outputs:  # fmt: skip
         counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
         variant_key = config, scale is not None, amax is not None, counts_key
-        run = plan(x.device, x.is_cuda and current_device(), key(x), variant_key)
+        run = plan(x.device, x.is_cuda and current_device(), tensor_key(x), variant_key)
         return run(x, config, (scale, amax, overflow_counts))
 
     return op
@@ -78,11 +78,12 @@ quantize = planned_cast(reference.cast, tensor_loaders)
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
-    _observe_plan(x.device, x.is_cuda and current_device(), key(x))(x, amax)
+    """See :func:`lightning_fp8.ops.observe`."""
+    _observe_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x, amax)
 
 
 @planned(fallback=reference.observe)
-def _observe_plan(device: torch.device, x_key: Key) -> Callable[[Tensor, Tensor], None]:
+def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Tensor], None]:
     key_of_x = TensorKey(*x_key, device)
     shape = key_of_x.shape
     check_not_empty(shape)

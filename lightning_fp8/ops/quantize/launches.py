@@ -18,7 +18,7 @@ from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
-from lightning_fp8.ops.core.layout import KeyAndDevice, TensorKey, memoryless_key
+from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, memoryless_key
 from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_overflow_counts
@@ -33,7 +33,7 @@ RunCast = Callable[..., Outputs]
 class CastVariant(NamedTuple):
     """A kind of cast, for which kernels are compiled: its options, and which tensors of :data:`CastIO` are given."""
 
-    config: QuantizeConfig
+    options: QuantizeConfig
     has_scale: bool
     has_amax: bool
     has_overflow_counts: bool
@@ -45,12 +45,12 @@ class CastVariant(NamedTuple):
         A given scale of 0 means that none is known yet: the tensor's own then replaces it as delayed scaling would
         compute it, without a recipe's options.
         """
-        return (0, 0.0) if self.has_scale else (int(self.config.power_2), self.config.epsilon)
+        return (0, 0.0) if self.has_scale else (int(self.options.power_2), self.options.epsilon)
 
     @property
     def scale_is_known(self) -> bool:
         """Whether no amax has to be found before the cast."""
-        return self.has_scale and self.config.scale_is_nonzero
+        return self.has_scale and self.options.scale_is_nonzero
 
 
 VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
@@ -104,12 +104,12 @@ class CastLaunches:
         store_loader: TileLoader | None = None,
     ) -> None:
         if variant.has_scale:
-            refuse_scale(variant.config.layout)
+            refuse_scale(variant.options.layout)
         self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
         self.device = device
         self.rows = rows
         self.columns = columns
-        self.outputs = CastOutputs(device, variant.config, rows, columns)
+        self.outputs = CastOutputs(device, variant.options, rows, columns)
         self._allocate = allocator(device)
         kernel, *scalars = self._plan(loader, store_loader or loader, variant)
         self._store = launch.Launch(kernel, tile.tiles(rows, columns), scalars, device).start
@@ -131,13 +131,13 @@ class TensorCast(CastLaunches):
     """One scale for all; the tensor's own amax is found first where it may be needed."""
 
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
-        config = variant.config
+        options = variant.options
         self._checked = CheckedAddresses(self.device)
         blocks = num_blocks(self.device, self.rows, self.columns)
         self._block_amaxes = (blocks,), (1,), torch.float32
         self._find_amax = None if variant.scale_is_known else self._launch(amax_kernel(loader, False), blocks)
         kernel = quantize_tensor_kernel(
-            store_loader, config.float8.name.lower(), config.rowwise, config.columnwise, variant.has_amax,
+            store_loader, options.float8.name.lower(), options.rowwise, options.columnwise, variant.has_amax,
             variant.has_overflow_counts,
         )  # fmt: skip
         stride, _, stride_t, _ = self.outputs.strides
@@ -171,14 +171,14 @@ class RowCast(CastLaunches):
     """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
 
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
-        config = variant.config
-        usage = config.rowwise, config.columnwise
+        options = variant.options
+        usage = options.rowwise, options.columnwise
         num_amaxes = self.rows + self.columns
         self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), tile.tiles(self.rows, self.columns))
         self._amaxes = (num_amaxes,), (1,), torch.float32
         self._column_offset = 4 * self.rows
         self._zero = launch.zeroing(self.device, num_amaxes)
-        kernel = quantize_rows_kernel(store_loader, config.float8.name.lower(), *usage, variant.has_overflow_counts)
+        kernel = quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts)
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
@@ -202,9 +202,9 @@ class BlockCast(CastLaunches):
     """One scale for each block, from the block itself."""
 
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
-        config = variant.config
+        options = variant.options
         kernel = quantize_blocks_kernel(
-            store_loader, config.float8.name.lower(), config.layout.value, config.rowwise, config.columnwise,
+            store_loader, options.float8.name.lower(), options.layout.value, options.rowwise, options.columnwise,
             variant.has_overflow_counts,
         )  # fmt: skip
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
@@ -222,5 +222,5 @@ class BlockCast(CastLaunches):
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
-    """What casts as ``layout`` asks."""
+    """The class whose launches cast as ``layout`` asks."""
     return TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast

@@ -17,41 +17,41 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """``data``, ``scale_inv``, and the same of the transposed copy; what was not asked for is empty."""
 
 
-def output_allocations(config: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
+def output_allocations(options: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as kernels lay them out."""
 
     def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
-        return operand_allocations(config.layout, config.float8.dtype, r, k)
+        return operand_allocations(options.layout, options.float8.dtype, r, k)
 
-    return _allocations(config, rows, columns, describe_operand)
+    return _allocations(options, rows, columns, describe_operand)
 
 
-def reference_allocations(config: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
+def reference_allocations(options: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as the reference lays them out: codes in x's order, so that those of xᵀ are a view."""
 
     def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
-        dtype = config.float8.dtype
+        dtype = options.float8.dtype
         data = Allocation.contiguous((k, r), dtype).t() if transposed else Allocation.contiguous((r, k), dtype)
-        return data, Allocation.contiguous(config.layout.scale_shape(r, k), config.layout.scale_dtype)
+        return data, Allocation.contiguous(options.layout.scale_shape(r, k), options.layout.scale_dtype)
 
-    return _allocations(config, rows, columns, describe_operand)
+    return _allocations(options, rows, columns, describe_operand)
 
 
 def _allocations(
-    config: QuantizeConfig, rows: int, columns: int, describe_operand: Callable[[int, int, bool], Sequence[Allocation]]
+    options: QuantizeConfig, rows: int, columns: int, describe_operand: Callable[[int, int, bool], Sequence[Allocation]]
 ) -> tuple[Allocation, ...]:
-    absent = Allocation.absent(config.float8.dtype), Allocation.absent(config.layout.scale_dtype)
-    row = describe_operand(rows, columns, False) if config.rowwise else absent
-    column = describe_operand(columns, rows, True) if config.columnwise else absent
-    if config.layout.has_one_scale:  # which serves both, and is there where neither is asked for
-        return row[0], Allocation((), (), config.layout.scale_dtype), column[0], absent[1]
+    absent = Allocation.absent(options.float8.dtype), Allocation.absent(options.layout.scale_dtype)
+    row = describe_operand(rows, columns, False) if options.rowwise else absent
+    column = describe_operand(columns, rows, True) if options.columnwise else absent
+    if options.layout.has_one_scale:  # which serves both, and is there where neither is asked for
+        return row[0], Allocation((), (), options.layout.scale_dtype), column[0], absent[1]
     return *row, *column
 
 
-def fake_outputs(x: Tensor, config: QuantizeConfig, rows: int, columns: int) -> Outputs:
+def fake_outputs(x: Tensor, options: QuantizeConfig, rows: int, columns: int) -> Outputs:
     """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
     allocations = output_allocations if x.device.type == "cuda" else reference_allocations
-    data, scale_inv, data_t, scale_inv_t = (each.empty(x.device) for each in allocations(config, rows, columns))
+    data, scale_inv, data_t, scale_inv_t = (each.empty(x.device) for each in allocations(options, rows, columns))
     return data, scale_inv, data_t, scale_inv_t
 
 
@@ -63,10 +63,10 @@ class CastOutputs:
             scales; of x's operand, and of xᵀ's.
     """
 
-    def __init__(self, device: torch.device, config: QuantizeConfig, rows: int, columns: int) -> None:
-        allocations = output_allocations(config, rows, columns)
+    def __init__(self, device: torch.device, options: QuantizeConfig, rows: int, columns: int) -> None:
+        allocations = output_allocations(options, rows, columns)
         self._makers = tuple(maker(device, allocation) for allocation in allocations)
-        along = 1 if config.layout.scale_major == "mn" else 0
+        along = 1 if options.layout.scale_major == "mn" else 0
         self.strides: list[int] = []
         for data, scale_inv in (allocations[:2], allocations[2:]):
             self.strides.append(data.strides[0] if len(data.shape) == 2 else 0)
@@ -82,11 +82,11 @@ def with_kernel_strides(reference_op: Op) -> Op:
     """An op ``(*inputs, config, io)`` of the reference, with its operands copied into kernels' layout."""
 
     def op(*args: Any) -> tuple[Tensor, ...]:
-        config = parse_quantize_config(args[-2])
+        options = parse_quantize_config(args[-2])
         results = reference_op(*args)
         data, _, data_t, _ = results[:4]
-        rows, columns = data.shape if config.rowwise else data_t.t().shape if config.columnwise else (0, 0)
-        copies = [each.empty(data.device) for each in output_allocations(config, rows, columns)]
+        rows, columns = data.shape if options.rowwise else data_t.t().shape if options.columnwise else (0, 0)
+        copies = [each.empty(data.device) for each in output_allocations(options, rows, columns)]
         for result, copy in zip(results, copies):
             copy_bits(result, copy)
         return (*copies, *results[4:])

@@ -42,7 +42,11 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
-    """See :func:`lightning_fp8.ops.observe`."""
+    """See :func:`lightning_fp8.ops.observe`.
+
+    Raises:
+        TypeError, ValueError: x is not floating point; ``amax`` has another dtype, shape or device.
+    """
     require("amax", amax, torch.float32, (), x.device)
     if not x.is_floating_point():
         raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
@@ -78,20 +82,20 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
 quantize = cast_op(cast, num_inputs=1)
 
 
-def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, config: QuantizeConfig) -> Tensor:
+def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, options: QuantizeConfig) -> Tensor:
     """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
     # Asking a GPU for the scale would wait for it.
-    is_nonzero = config.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
+    is_nonzero = options.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
     if is_nonzero and amax is None:
         return scale
     x_amax = tensor_amax(x)
     if amax is not None:
         torch.maximum(amax, x_amax, out=amax)
-    return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, config.float8.max), scale)
+    return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, options.float8.max), scale)
 
 
-def _absent(x: Tensor, config: QuantizeConfig) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0, dtype=config.float8.dtype), x.new_empty(0, dtype=config.layout.scale_dtype)
+def _absent(x: Tensor, options: QuantizeConfig) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0, dtype=options.float8.dtype), x.new_empty(0, dtype=options.layout.scale_dtype)
 
 
 def _count(overflow_counts: Tensor | None, values: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
@@ -101,19 +105,19 @@ def _count(overflow_counts: Tensor | None, values: Tensor, scale: Tensor, codes:
         overflow_counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
 
 
-def _quantize_tensor(x: Tensor, scale: Tensor, config: QuantizeConfig, overflow_counts: Tensor | None) -> Outputs:
-    data = saturating_cast(x.to(torch.float32, copy=True), scale, config.float8)
+def _quantize_tensor(x: Tensor, scale: Tensor, options: QuantizeConfig, overflow_counts: Tensor | None) -> Outputs:
+    data = saturating_cast(x.to(torch.float32, copy=True), scale, options.float8)
     scale_inv = 1.0 / scale
-    _count(overflow_counts, x.float(), scale, data, config.float8)
-    absent, no_scale = _absent(x, config)
+    _count(overflow_counts, x.float(), scale, data, options.float8)
+    absent, no_scale = _absent(x, options)
     data_t = absent
-    if config.columnwise:
-        data_t = (data.clone() if config.rowwise else data).t()  # each output has its own memory
-    return data if config.rowwise else absent, scale_inv, data_t, no_scale
+    if options.columnwise:
+        data_t = (data.clone() if options.rowwise else data).t()  # each output has its own memory
+    return data if options.rowwise else absent, scale_inv, data_t, no_scale
 
 
 def _quantize_blocks(
-    x: Tensor, block: tuple[int, int], config: QuantizeConfig, overflow_counts: Tensor | None
+    x: Tensor, block: tuple[int, int], options: QuantizeConfig, overflow_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape
@@ -126,16 +130,16 @@ def _quantize_blocks(
     grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
     blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
     amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
-    if config.layout.scale_dtype == E8M0_DTYPE:
-        codes = scaling.e8m0_from_amax(amax, config.float8.max)
+    if options.layout.scale_dtype == E8M0_DTYPE:
+        codes = scaling.e8m0_from_amax(amax, options.float8.max)
         scale = scaling.e8m0_scale(codes)
         scale_inv = codes.view(E8M0_DTYPE)
     else:
-        scale = scaling.current_scale(amax, config.float8.max, config.power_2, config.epsilon)
+        scale = scaling.current_scale(amax, options.float8.max, options.power_2, options.epsilon)
         scale_inv = 1.0 / scale
     block_scale = scale[:, None, :, None]
-    data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, config.float8)
-    _count(overflow_counts, blocks.float(), block_scale, data, config.float8)
+    data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, options.float8)
+    _count(overflow_counts, blocks.float(), block_scale, data, options.float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
 
 

@@ -20,6 +20,7 @@ from lightning_fp8.ops.scales.schema import check_update
 def update_scales(
     amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
 ) -> None:
+    """See :func:`lightning_fp8.ops.update_scales`."""
     op = _plan(amax.device, amax.is_cuda and current_device(), amax_history.shape, margin, algorithm)
     return op(amax, amax_history, scale, fp8_max, margin, algorithm)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 
-Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+PlainKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
 
 
-def key(x: Tensor) -> Key:
+def tensor_key(x: Tensor) -> PlainKey:
     """The key of a tensor in a plan cache: a plain tuple, for speed; planners make a :class:`TensorKey` of it."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
