@@ -65,6 +65,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
+        kernel._loaded.clear()  # the driver notes a name when a kernel is loaded
         code = carried(compile_cache.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
