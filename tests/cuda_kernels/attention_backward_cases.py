@@ -238,9 +238,12 @@ CASES = [
     _case(check_all, "backward", "empty", Problem((0, 70, 50), (60, 0, 130), band=CAUSAL, out="bfloat16")),
     _case(check_all, "backward", "ragged", Problem((1, 140), (260, 3), 2, band=WINDOW, out="bfloat16", ragged=True)),
     _case(check_all, "backward", "cross", Problem((300,), (130,), 2, 2, head_dim=96, out="float16", flush=128)),
+    _case(check_all, "backward", "window", Problem((150,), (140,), head_dim=256, band=WINDOW, out="bfloat16")),
     _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
     _case(check_dkv, "dkv", "many queries", Problem((780,), (128,), 2, 2, head_dim=64)),
+    _case(check_dq, "dq", "many keys", Problem((20,), (400,), head_dim=256)),
+    _case(check_dkv, "dkv", "many queries", Problem((300,), (20,), 2, 2, head_dim=256, flush=128)),
     _case(check_dq, "dq", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
     _case(check_dkv, "dkv", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
 ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
@@ -107,11 +108,6 @@ def test_rows_that_lie_anywhere(emulator: Emulator) -> None:
         launched(stride=68)
 
 
-def test_heads_that_are_too_wide(emulator: Emulator) -> None:
-    with pytest.raises(ValueError, match="head_dim=256"):
-        launched(head_dim=256)
-
-
 # --- Machine code -----------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +152,35 @@ def test_a_tile_of_queries_in_machine_code(channels: int) -> None:
     assert packed_codes(names) == 32
     assert found["LDS"] == 18, "two statistics of 16 columns, and two scales"
     assert not {"CALL", "BAR", "LDG", "RED", *(STORES - {"LDS"})} & set(found)
+
+
+@needs_compilers
+def test_a_tile_of_256_channels_in_machine_code() -> None:
+    """Scores of 64, 32 and 32 keys, and four products with 64 channels of K; or one result of 64 queries."""
+    wide = AttentionSpec(256, "bfloat16")
+    dq, dv, dk = (
+        code_of(kernel)
+        for kernel in (
+            attention_dq_kernel(wide),
+            attention_dkv_256_kernel(wide, "dv"),
+            attention_dkv_256_kernel(wide, "dk"),
+        )
+    )
+    for code, groups, products, shuffles, powers, loads in (
+        (dq, {8, 4}, 3 * 16 + 4 * 4, 4, 64, 0),
+        (dv, {8, 2}, 8 + 2, 4, 32, 8 + 2),
+        (dk, {8, 2}, 16 + 2, 4, 32, 16 + 2),
+    ):
+        (step,) = sass.steps(code)
+        found, names = (Counter(getattr(code[at], field) for at in step) for field in ("opcode", "name"))
+        assert [*sass.faults_of_steps(code, groups, ahead=0)] == []
+        assert not sass.gpu_wide_barriers(code)
+        assert found["QGMMA"] == products
+        assert found["SHFL"] == shuffles
+        assert names["MUFU.EX2"] == powers
+        assert packed_codes(names) == powers // 2
+        assert found["LDS"] == loads
+        assert not {"CALL", "BAR", "RED", *(STORES - {"LDS"})} & set(found)
 
 
 @needs_compilers

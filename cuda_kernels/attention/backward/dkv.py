@@ -35,12 +35,11 @@ from cuda_kernels.attention.backward.memory import (
     dkv_stages,
     scratch_floats,
 )
-from cuda_kernels.attention.backward.running_scale import START, outgrown, refitted
+from cuda_kernels.attention.backward.running_scale import START, make_running_codes
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
     GRADIENT_SCALE,
-    LARGEST_CODE,
     QUERY_SCALE,
     SMALLEST,
     STATISTICS,
@@ -65,7 +64,6 @@ from cuda_kernels.device.fragments import (
     add_from_global,
     add_rows_to_global,
     exp2_columns,
-    pack_a_words,
     rows_amax,
     rows_max,
     scale_rows,
@@ -78,9 +76,7 @@ from cuda_kernels.device.ptx import (
     float_max,
     from_bits,
     load_f32,
-    reciprocal_approx,
     shared_load_4,
-    warp_any,
 )
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
@@ -142,7 +138,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         score_gradients_columns(scores_count),
     )
     max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
-    scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
+    refit_sums, codes_of = make_running_codes(scores_count, sums_count)
     scale_sums = scale_rows(sums_count)
     leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
     store, store_again = make_result_store(head_dim, spec.out), make_result_store(head_dim, spec.out, again=True)
@@ -178,22 +174,6 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 tma_load(smem + dot_offset + stage_idx * transposed_bytes, map_dot, barrier, query, head * head_dim)
                 tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
                 stage_idx, phase = next_stage(stage_idx, phase)
-
-    @device
-    def refit_sums(sums, amax, amax_below, limits):
-        """``sums`` and the limits of both rows' scales, after a tile with these largest magnitudes."""
-        limit, limit_below = limits
-        if warp_any(outgrown(amax, limit) or outgrown(amax_below, limit_below)):
-            limit, factor = refitted(amax, limit)
-            limit_below, factor_below = refitted(amax_below, limit_below)
-            sums = scale_sums(sums, factor, factor_below)
-        return sums, (limit, limit_below)
-
-    @device
-    def codes_of(x, factor, limits):
-        """Words of an operand A: rows of ``x`` times ``factor`` in units of their scales."""
-        largest = factor * LARGEST_CODE
-        return pack(scale(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1])))
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):

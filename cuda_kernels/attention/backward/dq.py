@@ -16,6 +16,7 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.attention.backward.dq_256 import make_wide_tiles
 from cuda_kernels.attention.backward.dq_tiles import make_tiles
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
@@ -29,7 +30,6 @@ from cuda_kernels.attention.block import (
     PRODUCER_REGISTERS,
     REGISTERS,
     THREADS,
-    init_ring,
     warpgroup_and_warp,
 )
 from cuda_kernels.attention.softmax import quad_sum
@@ -42,8 +42,8 @@ from cuda_kernels.device.sm90 import (
     elect_sync,
     fence_mbarrier_init,
     grid_constant_params,
-    mbarrier_init,
     prefetch_tensormap,
+    shfl_sync_0,
     warpgroup_reg_alloc,
     warpgroup_reg_dealloc,
 )
@@ -62,10 +62,10 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     log2(e), which is positive, and the softmax scale; and the strides of dq in elements, from a sequence to the next, a
     row and a head.
     """
-    assert spec.panels == 1, "sums of 256 channels do not fit into registers"
-    tiles = make_tiles(spec)
-    offsets, stages, produce, consume, store = tiles
-    full_q, full, empty, out_offset = (offsets[name] for name in ("full_q", "full", "empty", "out"))
+    wide = spec.panels > 1
+    tiles = make_wide_tiles(spec) if wide else make_tiles(spec)
+    offsets, stages, init_barriers, produce, consume, store = tiles
+    out_offset = offsets["out"]
 
     def attention_dq(
         map_q, map_do, map_k, map_v, map_kt, table, scale_k, scale_v, statistics, out,
@@ -78,8 +78,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         if cuda.threadIdx.x == 0:
             for index in range(5):
                 prefetch_tensormap(maps[index])
-            mbarrier_init(smem + full_q, 1)
-            init_ring(smem + full, smem + empty, stages, 2)
+            init_barriers(smem)
             fence_mbarrier_init()
         cuda.syncthreads()
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
@@ -90,20 +89,23 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
         else:
             warpgroup_reg_alloc(REGISTERS)
-            row, keys, valid = tile[0], tile[1], tile[8]
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
-            mine = statistics + (i64(head) * STATISTICS * rows_q + row + row_in_tile) * 4
+            mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
             line = i64(rows_q) * 4
             delta, delta_below = load_f32(mine + DELTA * line), load_f32(mine + DELTA * line + 32)
             known = (
                 load_f32(mine + QUERY_SCALE * line) * c, load_f32(mine + GRADIENT_SCALE * line),
                 load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
             )  # fmt: skip
-            key_block = (i64(kv_head) * (rows_k >> 7) + (keys >> 7)) * 4
+            key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
             dq, rest, rest_below = consume(
-                smem, tile, wg_idx, known, scale_k + key_block, scale_v + key_block, left, right
-            )
+                smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right
+            )  # fmt: skip
+            if wide:  # found again: kept, they would take registers from the loop
+                tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+                mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
+            valid = tile[8]
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:
                 store_f32(mine + CORRECTED * line, delta + rest)

@@ -19,6 +19,7 @@ from cuda_kernels.attention.backward.statistics import (
 from cuda_kernels.attention.block import (
     TILE,
     fill_stage,
+    init_ring,
 )
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import quad_max
@@ -41,6 +42,7 @@ from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
+    mbarrier_init,
     mbarrier_wait,
     tma_load,
     wgmma_fence,
@@ -54,17 +56,20 @@ class DqTiles(NamedTuple):
     """The parts of the kernel for dQ that depend on how many channels there are.
 
     Attributes:
-        offsets: of the block's buffers in shared memory, with ``full_q``, ``full``, ``empty`` and ``out`` among them.
-        stages: of the ring that ``full`` and ``empty`` are for.
+        offsets: of the block's buffers in shared memory, with ``out`` among them.
+        stages: of the ring.
+        init_barriers: a device function of shared memory's address.
         produce: a device function ``(smem, maps, tile, head, kv_head, rows_q, rows_k)`` of the thread that copies.
-        consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, left, right) -> dq, rest,
-            rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
-            ``statistics``: Q's scale times c, dO's, and of both rows the total and D.
+        consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right) -> dq,
+            rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both
+            rows. ``statistics``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
+            sequence's first block of scales.
         store: as of :func:`cuda_kernels.attention.stores.make_result_store`, of what ``consume`` gives.
     """
 
     offsets: dict[str, int]
     stages: int
+    init_barriers: Any
     produce: Any
     consume: Any
     store: Any
@@ -88,6 +93,11 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
     promote = add_rows(sums_count)
     next_stage, _ = stage_counters(stages)
+
+    @device
+    def init_barriers(smem):
+        mbarrier_init(smem + full_q, 1)
+        init_ring(smem + full, smem + empty, stages, 2)
 
     @device
     def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
@@ -114,7 +124,8 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         return pack(scaled), amax * CODE_UNIT, amax_below * CODE_UNIT
 
     @device
-    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, left, right):
+    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
+        scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
         thread = cuda.threadIdx.x & 127
@@ -155,4 +166,4 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
         return dq, rest, rest_below
 
-    return DqTiles(offsets, stages, produce, consume, make_result_store(head_dim, spec.out))
+    return DqTiles(offsets, stages, init_barriers, produce, consume, make_result_store(head_dim, spec.out))

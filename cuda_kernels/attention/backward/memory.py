@@ -64,6 +64,32 @@ def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
     )
 
 
+SLOT = 2 * TILE
+"""Bytes of 128 rows of 256 channels, or of 256 channels of 128 rows: of a place in the ring of the wide kernels."""
+SLOTS = 4
+
+
+def wide_dq_offsets() -> dict[str, int]:
+    """As :func:`dq_offsets`, for 256 channels: K, V and transposed K take turns in the ring."""
+    return placed(
+        q=SLOT, do=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, full_q=8, full=16 * SLOTS, empty=8 * SLOTS
+    )  # fmt: skip
+
+
+def wide_dkv_offsets() -> dict[str, int]:
+    """As :func:`dkv_offsets`, for 256 channels: Q, dO and a transposed one take turns in the ring."""
+    return placed(
+        k=SLOT,
+        v=SLOT,
+        ring=SLOTS * SLOT,
+        out=8 * WARP_BYTES,
+        statistics=SLOTS * STATISTICS_BYTES,
+        full_kv=8,
+        full=8 * SLOTS,
+        empty=8 * SLOTS,
+    )
+
+
 def scratch_floats(spec: AttentionSpec) -> int:
     """float32 zeros in global memory that each block for dK and dV needs, if any visits more than ``FLUSH`` queries."""
     return 2 * ROWS * spec.head_dim

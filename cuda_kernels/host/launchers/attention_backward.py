@@ -9,14 +9,16 @@ from torch import Tensor
 
 from cuda_kernels.attention.backward.delta import attention_delta_kernel
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.backward.memory import FLUSH, QUERIES, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
-from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, Launch, address_on
 from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides
 from cuda_kernels.host.launchers.attention_tiles import PackedRows, limits, most_seen, tile_table
 from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.kernel import Kernel
 
 
 class BackwardTables(NamedTuple):
@@ -41,7 +43,7 @@ class Operands(NamedTuple):
 
 
 class BackwardLaunch:
-    """The backward pass for one layout of a batch, of heads of at most 128 channels.
+    """The backward pass for one layout of a batch.
 
     Args:
         query_strides: of o and dq; multiples of 8, and the addresses of 16 bytes.
@@ -62,8 +64,6 @@ class BackwardLaunch:
         flush: int = FLUSH,
     ) -> None:
         spec, heads, group = problem.spec, problem.heads, problem.group
-        if spec.panels > 1:
-            raise ValueError(f"head_dim={spec.head_dim}: the backward kernels are for 64, 96 and 128 channels")
         for strides in (query_strides, key_strides):
             if any(stride % 8 for stride in strides):
                 raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
@@ -79,9 +79,9 @@ class BackwardLaunch:
         scalars = heads[0], group, *problem.totals, *limits(seen.left, seen.right), *scales, *query_strides
         self._dq = Launch(attention_dq_kernel(spec), blocks, scalars, device)
         scalars = heads[1], group, *problem.totals, *limits(seeing.left, seeing.right), *scales, *key_strides
-        self._dkv = Launch(attention_dkv_kernel(spec, flush), key_blocks, scalars, device)
+        self._dkv = [Launch(kernel, key_blocks, scalars, device) for kernel in _dkv_kernels(spec, flush)]
         self._address = address_on(device)
-        self._box, self._transposed = map_on(device, Box(ROWS, 128)), map_on(device, Box(spec.head_dim, 128))
+        self._box, self._transposed = map_on(device, Box(ROWS, 128)), map_on(device, Box(min(spec.head_dim, 128), 128))
         self._statistics_box = map_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
 
     def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
@@ -130,7 +130,7 @@ class BackwardLaunch:
     def start_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``."""
         do, q, k, v = operands
-        if self._dkv.blocks:
+        if self._problem.keys.blocks:
             absent: Argument = 0
             scratch = torch.zeros(self._scratch_floats, device=self._device) if self._scratch_floats else None
             maps = (
@@ -138,7 +138,9 @@ class BackwardLaunch:
                 self._statistics_box(statistics.flatten(0, 1)),
             )  # fmt: skip
             inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
-            self._dkv.start(*maps, *map(self._address, inputs), absent if scratch is None else self._address(scratch))
+            left = absent if scratch is None else self._address(scratch)
+            for launch in self._dkv:
+                launch.start(*maps, *map(self._address, inputs), left)
 
     def _codes(self, x: PackedCodes) -> Argument:
         return self._box(_row_copy(x).flatten(0, 1))
@@ -146,6 +148,13 @@ class BackwardLaunch:
     def _codes_t(self, x: PackedCodes) -> Argument:
         assert x.data_t is not None
         return self._transposed(x.data_t.flatten(0, 1))
+
+
+def _dkv_kernels(spec: AttentionSpec, flush: int) -> list[Kernel]:
+    """They take the same parameters; one makes both results where the sums of both fit into registers."""
+    if spec.panels == 1:
+        return [attention_dkv_kernel(spec, flush)]
+    return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
 
 
 def _row_copy(x: PackedCodes) -> Tensor:

@@ -1,0 +1,225 @@
+"""What dQ's block does with the keys: of 256 channels, a tile of 128 keys in two parts.
+
+A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64
+keys at a time, and rounded when both parts' largest gradients are known. K, V and transposed K of a tile are 96 KB, of
+which two do not fit beside Q and dO: they take turns in a ring of :data:`SLOTS`, each filled as soon as it is empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuda_kernels.attention.backward.dq_tiles import DqTiles
+from cuda_kernels.attention.backward.memory import SLOT, SLOTS, wide_dq_offsets
+from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX, SMALLEST
+from cuda_kernels.attention.block import TILE, fill_stage, make_row_load
+from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns
+from cuda_kernels.device.fragments import (
+    add_rows,
+    exp2_rows,
+    pack_a_words,
+    rows_amax,
+    rows_sum,
+    scale_rows,
+    score_gradients_rows,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import float_max, load_f32, reciprocal_approx
+from cuda_kernels.device.ring import stage_counters
+from cuda_kernels.device.sm90 import (
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    tma_load,
+    wgmma_fence,
+    wgmma_wait,
+)
+
+_ZERO = np.float32(0)
+_PART = ROWS // 2
+"""Keys whose scores are in registers at once."""
+
+
+class _Part(NamedTuple):
+    gradients: Any
+    amax: Any
+    sum: Any
+    codes: Any
+
+
+def _part(spec: AttentionSpec, keys: int) -> _Part:
+    count = keys // 2
+    zero_scores, scores_of = zeros(count), make_product(keys, spec.k_steps, spec.panels)
+    scores_wait_1, scores_wait_0 = wgmma_wait(count, 1), wgmma_wait(count, 0)
+    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+    amax_of, sum_of, scale, pack = rows_amax(count), rows_sum(count), scale_rows(count), pack_a_words(count, "e4m3")
+
+    @device
+    def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
+        """dS of 64 keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
+        _, _, total, total_below, delta, delta_below = statistics
+        desc_q = descriptor(found_again(own))
+        desc_do = desc_q + (SLOT >> 4)
+        wgmma_fence()
+        scores = scores_of(zero_scores(), desc_q, descriptor(k), 0)
+        dp = scores_of(zero_scores(), desc_do, descriptor(v), 0)
+        scores = scores_wait_1(scores)
+        if hidden:
+            diagonal, end, left, right = seen
+            diagonal = found_again(diagonal)
+            scores = hide(scores, (i32(diagonal - left), i32(diagonal + right), end), start)
+        p = exp2(scores, factor, -total, -total_below)
+        return gradients_of(scores_wait_0(dp), p, gradient_factor, delta, delta_below)
+
+    @device
+    def codes(ds, s, t):
+        return pack(scale(ds, s, t))
+
+    return _Part(gradients, amax_of, sum_of, codes)
+
+
+def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
+    """For heads of 256 channels."""
+    offsets = wide_dq_offsets()
+    q_offset, do_offset, ring, full_q, full, empty = (
+        offsets[name] for name in ("q", "do", "ring", "full_q", "full", "empty")
+    )
+    zero_sums, sums_wait_0, promote = zeros(32), wgmma_wait(32, 0), add_rows(32)
+    first_part, part = _part(spec, 64), _part(spec, 32)
+    products_of = make_register_product(64, ROWS // 32)
+    store_0, store_1, store_2, store_3 = (
+        make_result_store(64, spec.out, first, again=first > 0) for first in range(0, 256, 64)
+    )
+    gradients, amax_of, sum_of, codes = first_part
+    gradients_32, amax_of_32, sum_of_32, codes_32 = part
+    load_own = make_row_load(spec.panels)
+    next_slot, _ = stage_counters(SLOTS)
+
+    @device
+    def open_slot(smem, slot, phase):
+        """Its memory and the barriers of its halves, once it is empty."""
+        barrier = smem + full + 16 * slot
+        fill_stage(barrier, smem + empty + 8 * slot, phase, TILE)
+        mbarrier_arrive_expect_tx(barrier + 8, TILE)
+        return smem + ring + slot * SLOT, barrier
+
+    @device
+    def load_rows(shared, tensor, barrier, row):
+        tma_load(shared, tensor, barrier, 0, row)
+        tma_load(shared + TILE, tensor, barrier + 8, 128, row)
+
+    @device
+    def wait_for(smem, slot, phase):
+        mbarrier_wait(smem + full + 16 * slot, phase)
+        mbarrier_wait(smem + full + 16 * slot + 8, phase)
+
+    @device
+    def init_barriers(smem):
+        mbarrier_init(smem + full_q, 1)
+        for slot in range(SLOTS):
+            mbarrier_init(smem + full + 16 * slot, 1)
+            mbarrier_init(smem + full + 16 * slot + 8, 1)
+            mbarrier_init(smem + empty + 8 * slot, 2)
+
+    @device
+    def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
+        map_q, map_do, map_k, map_v, map_kt = maps
+        row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
+        mbarrier_arrive_expect_tx(smem + full_q, 2 * SLOT)
+        load_own(smem + q_offset, map_q, smem + full_q, head * rows_q + row)
+        load_own(smem + do_offset, map_do, smem + full_q, head * rows_q + row)
+        slot, phase = i32(0), i32(0)
+        for j in range(first, last):
+            key = keys + j * ROWS
+            shared, barrier = open_slot(smem, slot, phase)
+            load_rows(shared, map_k, barrier, kv_head * rows_k + key)
+            slot, phase = next_slot(slot, phase)
+            shared, barrier = open_slot(smem, slot, phase)
+            load_rows(shared, map_v, barrier, kv_head * rows_k + key)
+            slot, phase = next_slot(slot, phase)
+            shared, barrier = open_slot(smem, slot, phase)
+            tma_load(shared, map_kt, barrier, key, kv_head * 256)
+            tma_load(shared + TILE, map_kt, barrier + 8, key, kv_head * 256 + 128)
+            slot, phase = next_slot(slot, phase)
+
+    @device
+    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        query_factor, gradient_scale = statistics[0], statistics[1]
+        thread = cuda.threadIdx.x & 127
+        lane = thread & 31
+        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
+        diagonal, _, end = visible_columns(tile, row, i32(2 * (lane & 3)), 0, 0)
+        seen = diagonal, end, left, right
+        own = i32(smem + q_offset + wg_idx * 8192)
+        dq_0, dq_1, dq_2, dq_3, rest, rest_below = zero_sums(), zero_sums(), zero_sums(), zero_sums(), _ZERO, _ZERO
+        first_block = i32(key_block)
+        mbarrier_wait(smem + full_q, 0)
+        for j in range(first, last):
+            of_block = i64(found_again(i32(first_block + j))) * 4
+            key_scale, value_scale = load_f32(scale_k + of_block), load_f32(scale_v + of_block)
+            fill = i32((j - first) * 3)
+            k_slot, v_slot, kt_slot = i32(fill & 3), i32((fill + 1) & 3), i32((fill + 2) & 3)
+            k, v = smem + ring + k_slot * SLOT, smem + ring + v_slot * SLOT
+            factor = float_max(query_factor * key_scale, SMALLEST)
+            gradient_factor = gradient_scale * value_scale
+            hidden, start = j < whole_first or j >= whole_last, i32(j * ROWS)
+            wait_for(smem, k_slot, fill >> 2 & 1)
+            wait_for(smem, v_slot, (fill + 1) >> 2 & 1)
+            ds = gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden)
+            ds_2 = gradients_32(
+                own, k + 64 * 128, v + 64 * 128, factor, gradient_factor, statistics, seen,
+                i32(start + 64), hidden,
+            )  # fmt: skip
+            ds_3 = gradients_32(
+                own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, statistics, seen,
+                i32(start + 96), hidden,
+            )  # fmt: skip
+            if thread == 0:
+                mbarrier_arrive(smem + empty + 8 * k_slot)
+                mbarrier_arrive(smem + empty + 8 * v_slot)
+            (x, x_below), (y, y_below), (z, z_below) = sum_of(ds), sum_of_32(ds_2), sum_of_32(ds_3)
+            rest, rest_below = rest + (x + y + z), rest_below + (x_below + y_below + z_below)
+            (x, x_below), (y, y_below), (z, z_below) = amax_of(ds), amax_of_32(ds_2), amax_of_32(ds_3)
+            amax, amax_below = float_max(x, float_max(y, z)), float_max(x_below, float_max(y_below, z_below))
+            amax = float_max(quad_max(amax), NO_AMAX)
+            amax_below = float_max(quad_max(amax_below), NO_AMAX)
+            unit, unit_below = amax * CODE_UNIT, amax_below * CODE_UNIT
+            code, code_below = LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below)
+            words = codes(ds, code, code_below) + codes_32(ds_2, code, code_below) + codes_32(ds_3, code, code_below)
+            desc_kt = descriptor(smem + ring + kt_slot * SLOT)
+            unit, unit_below = unit * key_scale, unit_below * key_scale
+            mbarrier_wait(smem + full + 16 * kt_slot, (fill + 2) >> 2 & 1)
+            wgmma_fence()
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))
+            dq_0 = promote(dq_0, part, unit, unit_below)
+            wgmma_fence()
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 512, 0))
+            dq_1 = promote(dq_1, part, unit, unit_below)
+            mbarrier_wait(smem + full + 16 * kt_slot + 8, (fill + 2) >> 2 & 1)
+            wgmma_fence()
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1024, 0))
+            dq_2 = promote(dq_2, part, unit, unit_below)
+            wgmma_fence()
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1536, 0))
+            if thread == 0:
+                mbarrier_arrive(smem + empty + 8 * kt_slot)
+            dq_3 = promote(dq_3, part, unit, unit_below)
+        return (dq_0, dq_1, dq_2, dq_3), rest, rest_below
+
+    @device
+    def store(dq, s, t, i, j, shared, out, tile, head, warp, strides):
+        store_0(dq[0], s, t, i, j, shared, out, tile, head, warp, strides)
+        store_1(dq[1], s, t, i, j, shared, out, tile, head, warp, strides)
+        store_2(dq[2], s, t, i, j, shared, out, tile, head, warp, strides)
+        store_3(dq[3], s, t, i, j, shared, out, tile, head, warp, strides)
+
+    return DqTiles(offsets, SLOTS, init_barriers, produce, consume, store)
