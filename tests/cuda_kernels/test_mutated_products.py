@@ -72,7 +72,9 @@ def test_every_synchronisation_is_needed(case: Case) -> None:
     *_, kernel = kernels_of(case.run)
     assert not is_noticed([case], kernel, ptx_of(kernel))
     attention = "attention" in kernel.name
-    found = list(mutants(ptx_of(kernel), attention or "pingpong" in kernel.name))
+    # The wide kernel empties the places of a step together, so that of the producer's waits one implies others.
+    alone = "pingpong" in kernel.name or (attention and "d=256" not in kernel.name)
+    found = list(mutants(ptx_of(kernel), alone))
     if attention:
         found = [(what, mutant) for what, mutant in found if not TURN.match(what)]
     assert len(found) > (15 if "smem_epilogue" in kernel.name else 1)
