@@ -129,8 +129,9 @@ def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
     code = sass.parsed(sass.disassembled(compiled(kernel, arch)[1]))
     found = Counter(code[index].opcode for step in sass.steps(code) for index in step)
     assert {"QMMA", "LDSM", "LDGSTS"} <= set(found)
-    assert not {"HMMA", "PRMT", "STS", "CALL"} & set(found), "FP8 is not turned into FP16, and P stays where it is"
-    assert found["SHFL"] == (8 if "dkv" in kernel.name else 4)
+    assert not {"HMMA", "PRMT", "STS"} & set(found), "FP8 is not turned into FP16, and P stays where it is"
+    assert found["SHFL"] == 4
+    assert found["CALL"] <= (arch == "89"), "Ada's assembler adds a way for warps whose threads have parted"
 
 
 def test_attention_hands_the_tensor_cores_over_before_its_exponentials() -> None:
