@@ -307,6 +307,25 @@ else:
     assert done.returncode == 0, done.stderr
 
 
+ALLOCATE = {"empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"}
+
+
+def test_no_op_allocates_in_the_default_dtype() -> None:
+    """It is the caller's: the Trainer sets that of the weights."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, path in FILES.items()
+        if _in_room(module, "lightning_fp8.ops") or _in_room(module, "cuda_kernels.host")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in ALLOCATE) == ("torch", True)
+        and "dtype" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found
+
+
 def test_only_formats_says_the_largest_values() -> None:
     saying = {
         module

@@ -9,6 +9,7 @@ from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
 from cuda_kernels.device.sm90 import syncwarp
+from cuda_kernels.device.swizzle import swizzle_128b
 
 WARP_BYTES = 16 * 128
 """Shared memory of a warp: 128 bytes of each of its 16 rows."""
@@ -76,7 +77,7 @@ def _store_from(start: int, channels: int, dtype: str, again: bool) -> Any:
         chunk = lane & 7
         for index in range(4):
             line = 4 * index + (lane >> 3)
-            words = shared_load_16(shared + line * 128 + ((chunk ^ (line & 7)) << 4))
+            words = shared_load_16(shared + line * 128 + swizzle_128b(line, chunk))
             if line < rows and chunk < chunks:
                 store_16(out + i64(line) * stride + byte + 16 * chunk, words[0], words[1], words[2], words[3])
 

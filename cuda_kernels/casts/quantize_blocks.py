@@ -38,7 +38,7 @@ from cuda_kernels.device.tile import (
     row_storer,
     store_transposed,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, KernelError
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -98,10 +98,10 @@ def quantize_blocks_kernel(
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
 
     Raises:
-        ValueError: another layout.
+        KernelError: another layout.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
+        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)

@@ -54,7 +54,8 @@ class Map(NamedTuple):
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     """Tensor to launch argument: the tensor map of a matrix with contiguous rows, copied in boxes ``box``.
 
-    Maps are cached by address, since torch's allocator gives the same memory again.
+    Maps are cached by address alone, since torch's allocator gives the same memory again: all tensors that one function
+    gets have one shape, strides and dtype. Operands of different shapes need a function each.
     """
     if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)

@@ -20,18 +20,20 @@ from lightning_fp8.ops.attention import (
     attention_backward,
     attention_config,
     attention_forward,
+    missing_kernel,
 )
 from lightning_fp8.scaled import Role
 
 LARGEST_HEAD = 256
-"""Channels of a head; kernels have room for no more."""
+"""Channels of a head; no kernel has room for more."""
 
 
 def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why attention of these tensors does not run in FP8, or an empty string where it does."""
     if q.dtype not in ops.HIGH_PRECISION:
         return f"queries are {q.dtype}, not one of {', '.join(map(str, ops.HIGH_PRECISION))}"
-    return why_not_heads(k.shape[-1], v.shape[-1])
+    reason = why_not_heads(k.shape[-1], v.shape[-1])
+    return reason or (missing_kernel(q.device, q.shape[-1]) if q.is_cuda else "")
 
 
 def why_not_heads(channels: int, value_channels: int) -> str:
@@ -78,9 +80,9 @@ def fp8_attention(
         q's shape and dtype, contiguous. A query that sees no key gets 0.
 
     Raises:
-        TypeError: dtypes that differ or are none of the three.
-        ValueError: another format, or shapes, heads, devices or ``cu_seqlens`` that do not fit; a ``softmax_scale``
-            that is not finite and above 0.
+        TypeError: dtypes that differ.
+        ValueError: a dtype that is none of the three; another format, or shapes, heads, devices or ``cu_seqlens`` that
+            do not fit; a GPU without kernels for D; a ``softmax_scale`` that is not finite and above 0.
         RuntimeError: a transform of torch.func is active.
     """
     _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
@@ -167,6 +169,9 @@ def _check(
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if cu_seqlens is not None and cu_seqlens.device not in (q.device, torch.device("cpu")):
+            raise ValueError(f"{name} is on {cu_seqlens.device} and q on {q.device}; move it there, or to the host")
     sequences = None if batch is None else q.shape[batch]
     for name, x, cu_seqlens in (("cu_seqlens_q", q, cu_seqlens_q), ("cu_seqlens_kv", k, cu_seqlens_kv)):
         check_cu_seqlens(name, cu_seqlens, qkv_format, sequences, x.shape[1 if qkv_format == "bshd" else 0])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_fp8.ops.attention import AttentionCall, attention_config, cpu, cuda
+from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.host import launch, tensor_maps
+from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, BackwardTables, Operands
+from cuda_kernels.host.launchers.attention_tiles import RowSpace
+from lightning_fp8.ops.attention import AttentionCall, attention_config, cpu, cuda, launches, missing_kernel
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
-from tests.cuda_kernels.attention_op_cases import CASES, KERNELS, drawn
+from tests.cuda_kernels.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, drawn
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 
@@ -21,6 +29,99 @@ def test_case(case: Case, emulator: Emulator) -> None:
         warnings.simplefilter("error")
         case.run("cpu")
     assert [kernel.function.__name__ for kernel in emulator.launched] == KERNELS
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_caller_changes_nothing(dtype: torch.dtype, emulator: Emulator) -> None:
+    """The Trainer runs a training step under the dtype of the weights."""
+    torch.set_default_dtype(dtype)
+    try:
+        check_ops(PROBLEMS["bshd grouped bottom right"], "cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's allocator gives the memory of one operand to another one later."""
+    shapes: list[Any] = []
+    monkeypatch.setattr(tensor_maps, "is_cuda_device", lambda device: True)
+    monkeypatch.setattr(tensor_maps, "_encoded", lambda tensor, box: tuple(tensor.shape))
+    monkeypatch.setattr(launch.Launch, "start", lambda self, *arguments: shapes.append(arguments))
+    problem = AttentionProblem(
+        AttentionSpec(64, "bfloat16"), (4, 2), RowSpace(1, 128, False), RowSpace(1, 256, False), Visible(), 0.1
+    )
+    strides = 8192, 64, 0
+    with executing(lambda *launched: None):
+        forward = ForwardLaunch(problem, strides, torch.device("cpu"))
+        backward = BackwardLaunch(problem, strides, strides, torch.device("cpu"))
+    memory = torch.zeros(4 * 256 * 64, dtype=torch.uint8)
+
+    def codes(heads: int, rows: int) -> PackedCodes:
+        here = memory[: heads * rows * 64]
+        return PackedCodes(here.view(heads, rows, 64), here.view(heads, 64, rows), torch.ones(heads, rows // 128))
+
+    of_queries, of_keys = codes(4, 128), codes(2, 256)
+    some = torch.zeros(4, 5, 128)
+    forward.start(some, of_queries, of_keys, of_keys, some, some, some)
+    operands = Operands(of_queries, of_queries, of_keys, of_keys)
+    backward.start_dq(BackwardTables(some, some), operands, some, some)
+    backward.start_dkv(BackwardTables(some, some), operands, some, some, some)
+    q, k, q_t, k_t = (512, 64), (512, 64), (256, 128), (128, 256)
+    assert [call[:count] for call, count in zip(shapes, (3, 5, 6))] == [
+        (q, k, k_t),
+        (q, q, k, k, k_t),
+        (k, k, q, q, q_t, q_t),
+    ]
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda x: x.update(q=drawn((2, 20), 3, 64, 0)),
+            "3 query heads cannot share 2 heads",
+        ),
+        (lambda x: x.update(q=drawn((1, 20), 4, 64, 0)), "of as many sequences as queries"),
+        (lambda x: x.update(v=drawn((2, 21), 2, 64, 0)), "are as many as values"),
+        (lambda x: x.update(v=drawn((2, 20), 2, 128, 0)), "one number of channels"),
+        (lambda x: x.update(k=x["k"].float()), "have one dtype"),
+        (lambda x: x.update(k=x["k"].to("meta")), "move them to one device"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change: Change, message: str) -> None:
+    given = {"q": drawn((2, 20), 4, 64, 0), "k": drawn((2, 20), 2, 64, 1), "v": drawn((2, 20), 2, 64, 2)}
+    change(given)
+    with pytest.raises(ValueError, match=message):
+        cuda.attention_forward(**given, call=AttentionCall(attention_config("bshd")))
+
+
+def test_lengths_of_queries_alone_are_refused() -> None:
+    q = drawn((2, 20), 2, 64, 0)
+    with pytest.raises(ValueError, match="come together"):
+        cuda.attention_forward(q, q, q, AttentionCall(attention_config("bshd"), None, torch.tensor([0, 5, 9])))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim", "message"),
+    [
+        ("90a", 128, None),
+        ("90a", 256, None),
+        ("90a", 80, "forward pass has no kernel for heads of 80 channels"),
+        ("89", 64, "backward pass has no kernel"),
+        ("100", 128, "forward pass has no kernel"),
+    ],
+)
+def test_a_card_without_kernels_of_both_passes_is_named(
+    architecture: str, head_dim: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "architecture_of", lambda device: architecture)
+    reason = missing_kernel(torch.device("cpu"), head_dim)
+    assert bool(reason) == bool(message)
+    assert (message or "") in reason
 
 
 def test_a_plan_serves_all_calls_of_its_key() -> None:

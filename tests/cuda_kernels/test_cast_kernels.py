@@ -147,6 +147,7 @@ def test_results_are_the_same_every_time(emulator: Emulator) -> None:
 def test_an_unknown_layout_of_blocks_is_refused() -> None:
     from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
     from cuda_kernels.device.tile import tensor_loader
+    from cuda_kernels.kernel import KernelError
 
-    with pytest.raises(ValueError, match=r"layout='1x64' has no kernel; blocks are 1x128, 128x128, 1x32"):
+    with pytest.raises(KernelError, match=r"layout='1x64' has no kernel; blocks are 1x128, 128x128, 1x32"):
         quantize_blocks_kernel(tensor_loader("bfloat16", 4), "e4m3", "1x64", True, True, False)

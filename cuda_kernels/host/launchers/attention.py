@@ -84,7 +84,7 @@ class AttentionProblem:
         softmax_scale: greater than 0.
 
     Raises:
-        ValueError: ``softmax_scale`` is none that kernels take.
+        ValueError: ``softmax_scale`` is none that kernels take, or heads cannot be shared evenly.
     """
 
     spec: AttentionSpec
@@ -98,6 +98,10 @@ class AttentionProblem:
         if not self.softmax_scale > 0:
             raise ValueError(
                 f"softmax_scale={self.softmax_scale}: kernels fold it into exponents and maxima, and need it positive"
+            )
+        if self.heads[0] % self.heads[1]:
+            raise ValueError(
+                f"{self.heads[0]} query heads cannot share {self.heads[1]} heads of keys and values evenly"
             )
 
     @property
@@ -178,7 +182,7 @@ class CastLaunch:
             torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
             for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
         )
-        scale_inv = torch.empty(self._heads, self._rows.blocks, device=self._device)
+        scale_inv = torch.empty(self._heads, self._rows.blocks, dtype=torch.float32, device=self._device)
         if not self._cast.blocks:
             return PackedCodes(data, data_t, scale_inv)
         address = self._address
@@ -195,8 +199,10 @@ class CastLaunch:
         if self._sum is None or self._mean is None:
             return None
         address = self._address
-        sums = torch.empty(self._heads, self._rows.blocks, self._head_dim, device=self._device)
-        means = torch.empty(self._heads, self._rows.sequences, self._head_dim, device=self._device)
+        sums, means = (
+            torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
+            for parts in (self._rows.blocks, self._rows.sequences)
+        )
         self._sum.start(address(x), address(tables.blocks), address(sums))
         self._mean.start(address(sums), address(tables.sequences), address(means))
         return means
@@ -236,7 +242,7 @@ class ForwardLaunch:
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
         problem.require_strides(strides)
         spec, visible = problem.spec, problem.visible
-        self._box = operand_on(device, Box(ROWS, 128))
+        self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
         scalars = (
@@ -268,7 +274,8 @@ class ForwardLaunch:
             return
         address = self._address
         self._launch.start(
-            self._box(q.data.flatten(0, 1)), self._box(k.data.flatten(0, 1)), self._values_box(v.data_t.flatten(0, 1)),
+            self._queries_box(q.data.flatten(0, 1)), self._keys_box(k.data.flatten(0, 1)),
+            self._values_box(v.data_t.flatten(0, 1)),
             address(tiles), address(q.scale_inv), address(k.scale_inv), address(v.scale_inv),
             address(out), address(m), address(l),
         )  # fmt: skip

@@ -81,7 +81,9 @@ class BackwardLaunch:
         scalars = heads[1], group, *problem.totals, *limits(seeing.left, seeing.right), *scales, *key_strides
         self._dkv = [Launch(kernel, key_blocks, scalars, device) for kernel in _dkv_kernels(spec, flush)]
         self._address = address_on(device)
-        self._box, self._transposed = map_on(device, Box(ROWS, 128)), map_on(device, Box(min(spec.head_dim, 128), 128))
+        row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
+        self._of_queries, self._of_keys = map_on(device, row_box), map_on(device, row_box)
+        self._of_queries_t, self._of_keys_t = map_on(device, transposed_box), map_on(device, transposed_box)
         self._statistics_box = map_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
 
     def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
@@ -113,9 +115,9 @@ class BackwardLaunch:
         assert o.dtype == torch.bfloat16
         do, q, _, _ = operands
         heads, rows = self._problem.heads[0], self._problem.queries.total
-        statistics = torch.empty(heads, STATISTICS, rows, device=self._device)
+        statistics = torch.empty(heads, STATISTICS, rows, dtype=torch.float32, device=self._device)
         if self._delta.blocks:
-            inputs = tables.queries, _row_copy(do), do.scale_inv, q.scale_inv, o, m, l, statistics
+            inputs = tables.queries, _rows_of(do), do.scale_inv, q.scale_inv, o, m, l, statistics
             self._delta.start(*map(self._address, inputs))
         return statistics
 
@@ -123,7 +125,10 @@ class BackwardLaunch:
         """Write ``dq`` and the statistic ``CORRECTED``."""
         do, q, k, v = operands
         if self._dq.blocks:
-            maps = (*map(self._codes, (q, do, k, v)), self._codes_t(k))
+            maps = (
+                *(self._of_queries(_rows_of(x)) for x in (q, do)), *(self._of_keys(_rows_of(x)) for x in (k, v)),
+                self._of_keys_t(_columns_of(k)),
+            )  # fmt: skip
             inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
             self._dq.start(*maps, *map(self._address, inputs))
 
@@ -132,22 +137,18 @@ class BackwardLaunch:
         do, q, k, v = operands
         if self._problem.keys.blocks:
             absent: Argument = 0
-            scratch = torch.zeros(self._scratch_floats, device=self._device) if self._scratch_floats else None
+            scratch = None
+            if self._scratch_floats:
+                scratch = torch.zeros(self._scratch_floats, dtype=torch.float32, device=self._device)
             maps = (
-                *map(self._codes, (k, v, q, do)), *map(self._codes_t, (q, do)),
+                *(self._of_keys(_rows_of(x)) for x in (k, v)), *(self._of_queries(_rows_of(x)) for x in (q, do)),
+                *(self._of_queries_t(_columns_of(x)) for x in (q, do)),
                 self._statistics_box(statistics.flatten(0, 1)),
             )  # fmt: skip
             inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
             left = absent if scratch is None else self._address(scratch)
             for launch in self._dkv:
                 launch.start(*maps, *map(self._address, inputs), left)
-
-    def _codes(self, x: PackedCodes) -> Argument:
-        return self._box(_row_copy(x).flatten(0, 1))
-
-    def _codes_t(self, x: PackedCodes) -> Argument:
-        assert x.data_t is not None
-        return self._transposed(x.data_t.flatten(0, 1))
 
 
 def _dkv_kernels(spec: AttentionSpec, flush: int) -> list[Kernel]:
@@ -157,6 +158,13 @@ def _dkv_kernels(spec: AttentionSpec, flush: int) -> list[Kernel]:
     return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
 
 
-def _row_copy(x: PackedCodes) -> Tensor:
+def _rows_of(x: PackedCodes) -> Tensor:
+    """The row copy of all heads: ``[H * R, D]``."""
     assert x.data is not None
-    return x.data
+    return x.data.flatten(0, 1)
+
+
+def _columns_of(x: PackedCodes) -> Tensor:
+    """The transposed copy of all heads: ``[H * D, R]``."""
+    assert x.data_t is not None
+    return x.data_t.flatten(0, 1)

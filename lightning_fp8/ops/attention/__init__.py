@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_fp8.ops.attention import cpu as _cpu  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.attention import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast
+from lightning_fp8.ops.attention.launches import missing_kernel
 from lightning_fp8.ops.attention.layouts import pack, unpack
 from lightning_fp8.ops.attention.masks import Band, Lengths
 from lightning_fp8.ops.attention.reference import backward, forward
@@ -48,6 +49,7 @@ __all__ = [
     "backward",
     "cast",
     "forward",
+    "missing_kernel",
     "pack",
     "parse_attention_config",
     "unpack",

@@ -1,6 +1,7 @@
 """The ops on CUDA tensors: planned once for tensors of one key; where there is no kernel, the specification computes.
 
-Nothing here waits for the device: how many blocks start follows from shapes, and ``cu_seqlens`` stay where they are.
+Nothing here waits for the device: how many blocks start follows from shapes, and ``cu_seqlens`` on a card stay there.
+Those on the host are copied at each call.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.attention import cpu
-from lightning_fp8.ops.attention.launches import Heads, Problem, chosen
+from lightning_fp8.ops.attention.launches import Heads, Problem, chosen, require_operands
 from lightning_fp8.ops.attention.schema import (
     AttentionCall,
     Backward,
@@ -28,6 +29,8 @@ CallKey = tuple[str, float | None, int | None]
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
     q, k, v = map(_with_channels_side_by_side, (q, k, v))
     plan = _forward_plan(
         q.device, q.is_cuda and current_device(), tensor_key(q), tensor_key(k), tensor_key(v), _call_key(call)
@@ -50,6 +53,7 @@ def _forward_plan(
     qkv_format, sequences = _sequences(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(each, qkv_format, sequences) for each in (q_key, k_key, v_key))
+    require_operands(q, k, v)
     plan = chosen("forward", device, q.head_dim)
     problem = Problem.of(q, k, AttentionCall(*call_key[:2]), call_key[2] is not None)
     return plan(device, problem, q, k, v)
@@ -72,6 +76,8 @@ def _with_channels_side_by_side(x: Tensor) -> Tensor:
 
 def _call_key(call: AttentionCall) -> CallKey:
     cu_seqlens = call.cu_seqlens_q
+    if (cu_seqlens is None) != (call.cu_seqlens_kv is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
     return call.config, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 

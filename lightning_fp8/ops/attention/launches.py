@@ -1,7 +1,7 @@
 """Attention's kernels for tensors of one key: which there are for a card, and in what order they start.
 
-A *problem* says all that shapes, dtypes and options say; a *plan* is what computes it. Only :data:`PLANS` knows
-architectures.
+A *problem* says all that shapes, dtypes and options say; a *plan* is what computes it. :data:`PLANS` says for which
+architectures there is one.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ForwardPlan:
         of_q, of_k, of_v = self._casts
         q8, k8, v8 = of_q.start(q, queries), of_k.start(k, keys), of_v.start(v, keys)
         o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
-        m, l = (torch.empty(self._shape, device=self._device) for _ in range(2))  # noqa: E741
+        m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
         self._forward.start(tiles, q8, k8, v8, o, m, l)
         return o, Kept(m, l, *_kept(q8), *_kept(k8), *_kept(v8))
 
@@ -186,6 +186,8 @@ class BackwardPlan:
         )
 
     def __call__(self, do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+        if o.shape != do.shape:
+            raise ValueError(f"o has shape {tuple(o.shape)} and its gradient {tuple(do.shape)}; they must be the same")
         queries, tables = self._tables(call)
         q8 = self._transpose_q.start(_packed(kept.q8, kept.q_scale_inv))
         k8 = self._transpose_k.start(_packed(kept.k8, kept.k_scale_inv))
@@ -210,16 +212,44 @@ def chosen(which: str, device: torch.device, head_dim: int) -> Any:
     Raises:
         KernelError: there are no kernels for it.
     """
-    plans, architecture = PLANS[which], architecture_of(device)
-    plan, head_dims = plans.get(architecture, (None, ()))
+    plan, head_dims = PLANS[which].get(architecture_of(device), (None, ()))
     if head_dim in head_dims:
         return plan
-    there_are = "; ".join(f"sm_{arch}: {', '.join(map(str, dims))}" for arch, (_, dims) in plans.items())
     raise KernelError(
-        f"FP8 attention's {which} pass has no kernel for heads of {head_dim} channels on {name_of(device)} "
-        f"(sm_{architecture}), only for {there_are}; fp8_dpa=False in the recipe runs attention in the tensors' own "
+        f"{_no_kernel(which, device, head_dim)}; fp8_dpa=False in the recipe runs attention in the tensors' own "
         "precision, by torch's kernels"
     )
+
+
+@torch.compiler.assume_constant_result
+def missing_kernel(device: torch.device, head_dim: int) -> str:
+    """Which pass of attention has no kernel on ``device`` for heads of ``head_dim`` channels; empty if none lacks one.
+
+    Whoever asks trains: one pass in FP8 is of no use without the other.
+    """
+    architecture = architecture_of(device)
+    for which, plans in PLANS.items():
+        if head_dim not in plans.get(architecture, (None, ()))[1]:
+            return _no_kernel(which, device, head_dim)
+    return ""
+
+
+def _no_kernel(which: str, device: torch.device, head_dim: int) -> str:
+    there_are = "; ".join(f"sm_{arch}: {', '.join(map(str, dims))}" for arch, (_, dims) in PLANS[which].items())
+    return (
+        f"FP8 attention's {which} pass has no kernel for heads of {head_dim} channels on {name_of(device)} "
+        f"(sm_{architecture_of(device)}), only for {there_are}"
+    )
+
+
+def require_operands(q: Heads, k: Heads, v: Heads) -> None:
+    """Raises:
+    ValueError: shapes or dtypes do not fit.
+    """
+    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
+        raise ValueError(f"keys ({k}) are as many as values ({v}), of as many sequences as queries ({q})")
+    if len({(each.dtype, each.head_dim) for each in (q, k, v)}) > 1:
+        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) have one dtype and one number of channels")
 
 
 def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
