@@ -91,5 +91,5 @@ def wide_dkv_offsets() -> dict[str, int]:
 
 
 def scratch_floats(spec: AttentionSpec) -> int:
-    """float32 zeros in global memory that each block for dK and dV needs, if any visits more than ``FLUSH`` queries."""
+    """float32 zeros in global memory that each block for dK and dV needs, if any may visit over ``FLUSH`` queries."""
     return 2 * ROWS * spec.head_dim
