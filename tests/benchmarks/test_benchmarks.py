@@ -352,7 +352,8 @@ def test_the_device_is_timed_between_events_behind_a_cold_read(monkeypatch: pyte
 def test_a_result_as_json() -> None:
     target = {"fraction_of_copy": 0.9, "host_microseconds": 8.0, "milliseconds": 0.02}
     times = Times(2e-3, 1e-3, 4e-3, 11)
-    result = Result("cast", OURS, (8, 8), "float8_e4m3fn", 10**9, True, target, times, 1e12, 7.123456)
+    errors = {"dq": 0.0123456}
+    result = Result("cast", OURS, (8, 8), "float8_e4m3fn", 10**9, True, errors, target, times, 1e12, 7.123456)
     assert result.as_json() == {
         "name": "cast",
         "by": "lightning_fp8",
@@ -367,6 +368,7 @@ def test_a_result_as_json() -> None:
         "host_microseconds": 7.123,
         "parts": None,
         "correct": True,
+        "errors": {"dq": 0.01235},
         "target": target,
         "met": {"fraction_of_copy": False, "host_microseconds": True, "milliseconds": False},
         "note": None,
