@@ -1,7 +1,8 @@
 """The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
 
 :func:`planned` chooses: where no kernel runs (``NoKernels`` of ``cuda_kernels/host/launch.py`` says why), a warning
-names the reason, and the op's reference serves, in plain torch.
+names the reason, and the op's reference serves, in plain torch. Tensors on the CPU go there at once; a GEMM on a card
+tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``).
 
 A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
 tensors that only allocates results and starts kernels.
