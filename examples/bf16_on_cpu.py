@@ -27,7 +27,7 @@ def made_on() -> str:
 def fast_bf16() -> Iterator[None]:
     """Compute linear layers and attention of BF16 tensors in float32 and round their results, where that is faster.
 
-    torch takes ten times as long for products of BF16 as for those of float32 on such a processor. Linear layers keep
+    torch takes longer for products of BF16 than for those of float32 on such a processor. Linear layers keep
     their numbers but for the order of additions; attention loses the rounding inside, so that this baseline is a
     little better than BF16's own. Changes nothing on a processor that multiplies BF16, and nothing that runs in FP8.
     """

@@ -53,5 +53,5 @@ def _set_float32_precision(precision: str) -> None:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether oneDNN multiplies BF16 on this processor; elsewhere torch's own loop takes ten times float32's time."""
+    """Whether oneDNN multiplies BF16 on this processor; elsewhere torch's own loop is slower than float32's."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
