@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.delayed.instances import any_history
 from lightning_fp8.delayed.reduce_and_update import update_without_plugin
+from lightning_fp8.functions.shared_input import forget_inputs
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -80,9 +81,11 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
     active = context.enabled or context.calibrating
     _thread.context = context
     _thread.active_regions += active
+    forget_inputs()
     try:
         yield
     finally:
+        forget_inputs()
         _thread.context = previous
         _thread.active_regions -= active
 
