@@ -29,6 +29,8 @@ class FP8Context:
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
         observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
+        weight_period: layers keep the FP8 copies of their weights through all regions of one number, until an
+            optimizer steps; None keeps nothing.
     """
 
     recipe: Recipe
@@ -36,6 +38,7 @@ class FP8Context:
     calibrating: bool = False
     group: dist.ProcessGroup | None = None
     observe: bool = True
+    weight_period: int | None = None
 
     @property
     def attention(self) -> bool:

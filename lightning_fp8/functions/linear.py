@@ -62,12 +62,20 @@ def _quantize_input(
     """Cast ``x [R, K]``, as far as another layer's ``shared`` cast has not what this one multiplies."""
     if shared is None:
         return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
-    rowwise, columnwise = shared.lacks(columnwise)
-    if not rowwise and not columnwise:
-        return shared.complete(None)
-    observe = observe and shared.reads == 1  # a later reader's row is fed already
-    made = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, rowwise=rowwise, columnwise=columnwise)
-    return shared.complete(made)
+    lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
+    made = None
+    if lacks_rowwise or lacks_columnwise:
+        made = quantize_role(
+            x,
+            Role.INPUT,
+            recipe,
+            slots,
+            observe=observe and shared.reads == 1,  # a later reader's row is fed already
+            rowwise=lacks_rowwise,
+            columnwise=lacks_columnwise,
+        )
+    copies = shared.complete(made)
+    return copies if columnwise else Quantized(copies.rowwise, None)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -88,8 +88,8 @@ class InputCast:
         """The copies that were there and those that were ``made`` now."""
         rowwise, columnwise = made or (None, None)
         copies = Quantized(rowwise or self.rowwise, columnwise or self.columnwise)
-        keep = self.slot is not None and (not self.slot.readers or self.reads < self.slot.readers)
-        self.rowwise, self.columnwise = copies if keep else (None, None)
+        another_reads = self.slot is not None and (not self.slot.readers or self.reads < self.slot.readers)
+        self.rowwise, self.columnwise = copies if another_reads else (None, None)
         return copies
 
 
