@@ -1,7 +1,8 @@
 """Marks: numbers that tell the host which rows of a history are equal, without asking a GPU.
 
 Rows of equal marks hold the same scale, amax and window, to the bit. Rows that begin equal stay so while the same
-tensors feed them; a row that a tensor feeds alone gets a mark of its own.
+tensors feed them; a row that a tensor feeds alone gets a mark of its own. What another rank or compiled code feeds to
+one of two such rows alone goes unnoticed: both rows then serve, but no longer to the bit.
 """
 
 from __future__ import annotations

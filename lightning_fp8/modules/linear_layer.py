@@ -112,7 +112,7 @@ class LinearLayer(WeightCachingModule):
                 history.follow(recipe)
             elif not observe and context.observe and torch.is_grad_enabled() and weight.requires_grad:
                 history.trained_in_eval = True
-        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch, context.weight_period)
+        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch, context)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         grad = torch.is_grad_enabled()
         if not grad and weight.requires_grad:

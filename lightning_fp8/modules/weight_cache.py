@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.steps import generation
 from lightning_fp8.functions.linear import Slots, quantize_role
 from lightning_fp8.modules.base import FP8Module
@@ -67,16 +68,18 @@ class WeightCachingModule(FP8Module):
         slots: Slots,
         observe: bool,
         is_first_microbatch: bool | None,
-        period: int | None,
+        context: FP8Context,
     ) -> Quantized | None:
         """The operands of ``weight [N, K]`` and of its transpose; None where nothing is to be kept.
 
         Args:
-            period: what the context says where ``is_first_microbatch`` is None: copies of one period are kept.
+            context: says whether to keep them where ``is_first_microbatch`` does not.
         """
-        kept = self._weight_cache
         automatic = is_first_microbatch is None
-        if automatic and (period is None or torch.compiler.is_compiling()):
+        if automatic and torch.compiler.is_compiling():
+            return None  # before anything is read that the compiled code would be guarded by
+        kept = self._weight_cache
+        if automatic and context.weight_period is None:
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
@@ -87,7 +90,8 @@ class WeightCachingModule(FP8Module):
         # Who never takes gradients of it needs no copy of its transpose.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:
-            key = (*key, period, slots[Role.WEIGHT].history.updates, torch.is_inference_mode_enabled(), columnwise)
+            updates = slots[Role.WEIGHT].history.updates
+            key = (*key, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.key != key:
             self._weight_cache = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)

@@ -102,6 +102,23 @@ def test_a_schedule_of_accumulation(casts: list[int]) -> None:
     assert_same(kept, fitted(keep=False, callbacks=[schedule], limit_val_batches=0))
 
 
+def test_compiled_code_keeps_none_and_is_not_compiled_anew() -> None:
+    """A validation begins another period, which changes no guard."""
+    torch._dynamo.reset()
+    module = Regression()
+    compiled_in_epoch: list[int] = []
+    trainer = fp8_trainer(accumulate_grad_batches=4, val_check_interval=2, max_epochs=2, num_sanity_val_steps=0)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_in_epoch.append(trainer.current_epoch)
+        return graph
+
+    module.net.compile(backend=backend)
+    trainer.fit(module, regression_data(), regression_data(rows=32, seed=1))
+    assert set(compiled_in_epoch) == {0}
+    assert all(layer._weight_cache is None for _, layer in fp8_modules(module))  # type: ignore[attr-defined]
+
+
 class Averaged(L.Callback):
     """Evaluates other weights, which it puts in place by ``data``: no version tells."""
 
