@@ -30,7 +30,7 @@ from cuda_kernels.attention.block import (
     warpgroup_and_warp,
 )
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.softmax import START, make_softmax, quad_sum, row_result
+from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
@@ -44,7 +44,6 @@ from cuda_kernels.device.ptx import (
     load_f32,
     quotient,
     reciprocal_approx,
-    store_f32,
 )
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
@@ -232,22 +231,9 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             # Found again: kept, they would take registers from the loop.
             tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-            row, valid = tile[0], tile[8]
-            lane = cuda.threadIdx.x & 31
-            line = warp * 16 + (lane >> 2)
-            largest, largest_below, row_unit, row_unit_below, total, total_below = state
-            total, total_below = quad_sum(total), quad_sum(total_below)
-            inverse, inverse_below = unit * reciprocal_approx(total), unit * reciprocal_approx(total_below)
-            seen, largest, total = row_result(largest, row_unit, total, line < valid)
-            seen_below, largest_below, total_below = row_result(
-                largest_below, row_unit_below, total_below, line + 8 < valid
-            )
-            if lane & 3 == 0:
-                place = (i64(head) * rows_q + row + line) * 4
-                store_f32(m + place, largest)
-                store_f32(m + place + 32, largest_below)
-                store_f32(l + place, total)
-                store_f32(l + place + 32, total_below)
+            line = warp * 16 + (cuda.threadIdx.x >> 2 & 7)
+            inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line)
+            inverse, inverse_below = unit * inverse, unit * inverse_below
             strides = stride_b, stride_l, stride_h
             shared = smem + out_offset
             store(acc, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
