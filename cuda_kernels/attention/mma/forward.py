@@ -134,7 +134,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         sequence, out_row, out_rows = tile[9], tile[10], tile[11]
         lane = cuda.threadIdx.x & 31
         line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
-        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line)
+        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
         store(
             finish(acc, inverse, inverse_below, seen, seen_below),
