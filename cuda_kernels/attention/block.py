@@ -11,8 +11,8 @@ from cuda_kernels.device.sm90 import mbarrier_arrive_expect_tx, mbarrier_init, m
 
 TILE = ROWS * 128
 """Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
-SHARED_BYTES = 227 * 1024
-"""The most a block may have."""
+HALF_TILE = TILE // 2
+"""Of a warpgroup's 64 rows."""
 
 
 def placed(**sizes: int) -> dict[str, int]:

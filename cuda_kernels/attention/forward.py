@@ -18,7 +18,8 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring, make_row_load, per_stage, placed
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load, per_stage, placed
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -57,7 +58,6 @@ STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 _TURN = 2
 """The first of two named barriers, one for each warpgroup's turn to multiply."""
 _ONE = np.float32(1)
-_SMALLEST = np.finfo(np.float32).tiny
 _LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
 """Scales of V that sums may be multiples of: near 1, so that sums have the range that the specification's have."""
 
@@ -137,7 +137,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
-        desc_q = descriptor(smem + q_offset + wg_idx * (64 * 128))
+        desc_q = descriptor(smem + q_offset + wg_idx * HALF_TILE)
         state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
@@ -148,7 +148,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             named_barrier_arrive(_TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first, last):
-            factor = float_max(query_factor * next_key_scale, _SMALLEST)  # at 0, what is hidden would be -inf 0, NaN
+            factor = float_max(query_factor * next_key_scale, SMALLEST)
             value_scale = next_value_scale
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last - 1))) * 4

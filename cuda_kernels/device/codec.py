@@ -40,7 +40,8 @@ _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
 _LARGEST = np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
-_EXPONENT = np.uint32(0x7F800000)
+INFINITY_BITS = np.uint32(0x7F800000)
+"""The bits of infinity, and the mask of an exponent: what is not finite has this magnitude or a larger one."""
 _MANTISSA = np.uint32(0x7FFFFF)
 
 
@@ -72,7 +73,7 @@ def amax_to_scale(amax, fp8_max, power_2, epsilon):
     scale = divide(fp8_max, amax)
     scale = scale if scale < _LARGEST else _LARGEST
     scale = scale if _ZERO < amax < _INFINITY else _ONE
-    return from_bits(bits(scale) & _EXPONENT) if power_2 else scale
+    return from_bits(bits(scale) & INFINITY_BITS) if power_2 else scale
 
 
 @device

@@ -45,7 +45,7 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring, make_own_load
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
@@ -189,7 +189,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        desc_k, desc_v = descriptor(smem + k_offset + wg_idx * 8192), descriptor(smem + v_offset + wg_idx * 8192)
+        own = wg_idx * HALF_TILE
+        desc_k, desc_v = descriptor(smem + k_offset + own), descriptor(smem + v_offset + own)
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         accumulated, more = i32(0), i32(0)

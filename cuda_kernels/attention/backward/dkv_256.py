@@ -27,7 +27,7 @@ from cuda_kernels.attention.backward.memory import (
 )
 from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring, make_row_load
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
@@ -139,7 +139,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        own = i32(smem + k_offset + wg_idx * 8192)
+        own = i32(smem + k_offset + wg_idx * HALF_TILE)
         sums, limits = zero_sums(), (START, START)
         steps, flushed = i32(0), i32(0)
         mbarrier_wait(smem + full_kv, 0)

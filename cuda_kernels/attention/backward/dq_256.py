@@ -16,7 +16,7 @@ import numpy as np
 from cuda_kernels.attention.backward.dq_tiles import DqTiles
 from cuda_kernels.attention.backward.memory import SLOT, SLOTS, wide_dq_offsets
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.block import TILE, fill_stage
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -38,6 +38,8 @@ from cuda_kernels.device.sm90 import (
 )
 
 _ZERO = np.float32(0)
+_NEXT_CHANNELS = 64 * 128 >> 4
+"""From 64 channels of transposed K to the next, in a descriptor's units of 16 bytes."""
 
 
 class _Part(NamedTuple):
@@ -139,7 +141,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
         seen = diagonal, end, left, right
-        own = i32(smem + q_offset + wg_idx * 8192)
+        own = i32(smem + q_offset + wg_idx * HALF_TILE)
         dq_0, dq_1, dq_2, dq_3, rest, rest_below = zero_sums(), zero_sums(), zero_sums(), zero_sums(), _ZERO, _ZERO
         first_block = i32(key_block)
         mbarrier_wait(smem + full_q, 0)
@@ -181,14 +183,14 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))
             dq_0 = promote(dq_0, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 512, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + _NEXT_CHANNELS, 0))
             dq_1 = promote(dq_1, part, unit, unit_below)
             mbarrier_wait(smem + full + 16 * kt_slot + 8, (fill + 2) >> 2 & 1)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1024, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 2 * _NEXT_CHANNELS, 0))
             dq_2 = promote(dq_2, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1536, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 3 * _NEXT_CHANNELS, 0))
             if thread == 0:
                 mbarrier_arrive(smem + empty + 8 * kt_slot)
             dq_3 = promote(dq_3, part, unit, unit_below)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuda_kernels.attention.backward.memory import dq_offsets, dq_stages
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -92,7 +92,8 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        desc_q, desc_do = descriptor(smem + q_offset + wg_idx * 8192), descriptor(smem + do_offset + wg_idx * 8192)
+        own = wg_idx * HALF_TILE
+        desc_q, desc_do = descriptor(smem + q_offset + own), descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
         next_key_scale, next_value_scale = np.float32(1), np.float32(1)
         if first < last:

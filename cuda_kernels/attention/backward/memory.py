@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
-from cuda_kernels.attention.block import SHARED_BYTES, TILE, per_stage, placed
+from cuda_kernels.attention.block import TILE, per_stage, placed
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES
+from cuda_kernels.kernel import SHARED_BYTES
 
 QUERIES = 64
 """Queries of a tile for dK and dV; a stage has two tiles."""
@@ -22,7 +23,7 @@ _OWN = 2 * TILE + 8 * WARP_BYTES + 128
 
 def dq_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of keys: K, V and transposed K of 128."""
-    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + spec.head_dim * 128))
+    return min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + spec.head_dim * 128))
 
 
 def dq_offsets(spec: AttentionSpec) -> dict[str, int]:
@@ -34,7 +35,7 @@ def dq_offsets(spec: AttentionSpec) -> dict[str, int]:
 
 def dkv_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of queries: Q and dO of 128, both transposed too, and statistics."""
-    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
+    return min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
 
 
 def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:

@@ -14,6 +14,7 @@ import numpy as np
 from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.device.codec import INFINITY_BITS
 from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, scale_rows
 from cuda_kernels.device.language import device
 from cuda_kernels.device.ptx import bits, from_bits, reciprocal_approx, warp_any
@@ -22,7 +23,7 @@ START = NO_AMAX
 """The limit of a row that has been 0 so far."""
 
 _ONE, _INFINITY = np.float32(1), np.float32(np.inf)
-_EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x7FFFFF)
+_MANTISSA = np.uint32(0x7FFFFF)
 _TWO_TO_127 = np.uint32(0x7F000000)
 
 
@@ -38,7 +39,7 @@ def refitted(amax, limit):
     if not outgrown(amax, limit):
         return limit, _ONE
     ratio = amax * reciprocal_approx(limit)
-    power = (bits(ratio) + _MANTISSA) & _EXPONENT  # rounded up
+    power = (bits(ratio) + _MANTISSA) & INFINITY_BITS  # rounded up
     grown = limit * from_bits(power)
     # Anew where there is nothing to double, or no power of two that does: NaN, inf, a ratio beyond float32.
     if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
