@@ -98,9 +98,23 @@ def cast_table(rows: PackedRows) -> Tensor:
     return _table(rows.sequence, rows.first[rows.sequence] + rows.row, valid, _block_rows(rows))
 
 
-def sequence_table(rows: PackedRows) -> Tensor:
-    """Each sequence's first block of 128 packed rows and its length: int32 ``[B, 2]``."""
-    return _table(rows.starts // ROWS, rows.lengths)
+def mean_tables(rows: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
+    """What is summed for the mean of each sequence's first ``mean_rows``, at most 128; None is of all its rows.
+
+    Args:
+        blocks: :func:`cast_table` of the rows.
+
+    Returns:
+        Blocks of rows, as ``blocks`` has them: int32 ``[R / 128, 4]`` or ``[B, 4]``; each sequence's first block of
+        128 packed rows and the number of rows that are summed: int32 ``[B, 2]``.
+    """
+    starts = rows.starts // ROWS
+    if mean_rows is None:
+        return blocks, _table(starts, rows.lengths)
+    assert mean_rows <= ROWS
+    counts = rows.lengths.clamp(max=mean_rows)
+    sequence = torch.arange(rows.space.sequences, device=starts.device)
+    return _table(sequence, rows.first, counts, rows.starts), _table(starts, counts)
 
 
 def tile_table(

@@ -2,9 +2,9 @@
 
 The specification states the numerics for heads side by side, ``[B, H, L, D]``:
 
-    q8, k8, v8 = cast(q), cast(k, centered=True), cast(v)
-    o, m, l = forward(q8, k8, v8, softmax_scale, causal)
-    dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, causal)
+    q8, k8, v8 = cast(q), cast(k, centered=True, mean_rows=rows_of_mean(band)), cast(v)
+    o, m, l = forward(q8, k8, v8, softmax_scale, band)
+    dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, band)
 
 The ops take the formats of Transformer Engine, and casts are part of them: what a card needs beside the codes
 (transposed copies, statistics) never leaves them. See :mod:`lightning_fp8.ops.attention.schema`.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.attention import cpu as _cpu  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.attention import cuda as _cuda  # noqa: F401  (registers the kernels)
-from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast
+from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast, rows_of_mean
 from lightning_fp8.ops.attention.launches import missing_kernel
 from lightning_fp8.ops.attention.layouts import pack, unpack
 from lightning_fp8.ops.attention.masks import Band, Lengths
@@ -52,6 +52,7 @@ __all__ = [
     "missing_kernel",
     "pack",
     "parse_attention_config",
+    "rows_of_mean",
     "unpack",
 ]
 

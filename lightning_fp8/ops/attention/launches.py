@@ -29,6 +29,7 @@ from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Opera
 from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, packed_rows
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention.casts import rows_of_mean
 from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey
@@ -81,9 +82,9 @@ class Heads(NamedTuple):
         space = self.space._replace(rows=rows)
         return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
 
-    def cast(self, device: torch.device, copies: tuple[bool, bool], centered: bool = False) -> CastLaunch:
+    def cast(self, device: torch.device, copies: tuple[bool, bool], mean_blocks: int = 0) -> CastLaunch:
         return CastLaunch(
-            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, centered, self.aligned, device
+            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, mean_blocks, self.aligned, device
         )
 
 
@@ -92,13 +93,15 @@ class Problem(NamedTuple):
 
     Attributes:
         qkv_format: of all.
-        centered: keys are cast without their mean.
+        centered: keys are cast without the mean of some.
+        mean_rows: of so many first ones; None is all.
         kernels: the problem as launches have it.
         ragged: lengths come with each call.
     """
 
     qkv_format: str
     centered: bool
+    mean_rows: int | None
     kernels: AttentionProblem
     ragged: bool
 
@@ -109,7 +112,13 @@ class Problem(NamedTuple):
         visible = Visible(band.left, band.right, band.bottom_right)
         spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
         kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible, scale)
-        return cls(qkv_format, centered, kernels, ragged)
+        return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
+
+    @property
+    def mean_blocks(self) -> int:
+        """Blocks of keys that are summed for the means that are subtracted from keys; 0 where none are."""
+        keys = self.kernels.keys
+        return (keys.blocks if self.mean_rows is None else keys.sequences) if self.centered else 0
 
     def tables(self, device: torch.device, make: Callable[[PackedRows, PackedRows], Any]) -> Callable[..., Any]:
         """A function of a call that gives its tables, what ``make`` makes of rows of queries and keys.
@@ -145,7 +154,7 @@ class ForwardPlan:
         self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
         self._casts = (
             q.cast(device, (True, False)),
-            k.cast(device, (True, False), problem.centered),
+            k.cast(device, (True, False), problem.mean_blocks),
             v.cast(device, (True, True)),
         )
         out = q.contiguous(problem.qkv_format, q.heads, q.space.rows)
@@ -153,7 +162,9 @@ class ForwardPlan:
         self._tables = problem.tables(
             device,
             lambda queries, keys: (
-                CastTables.of(queries), CastTables.of(keys), problem.kernels.tiles_of_queries(queries, keys)
+                CastTables.of(queries),
+                CastTables.of(keys, problem.mean_rows),
+                problem.kernels.tiles_of_queries(queries, keys),
             ),
         )  # fmt: skip
 

@@ -112,7 +112,8 @@ class AttentionConfig(NamedTuple):
     Attributes:
         qkv_format: one of :data:`FORMATS`.
         band: which keys a query sees.
-        centered: keys are cast without their mean.
+        centered: keys are cast without their mean, or that of the first ones: see
+            :func:`lightning_fp8.ops.attention.casts.rows_of_mean`.
     """
 
     qkv_format: str
