@@ -48,13 +48,12 @@ Outcome = tuple[Tensor, ...]
 
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
     """Attention and its gradients in float64, head by head: a long one's scores fill a gigabyte."""
-    heads = (
-        _exact_head(*(x.double() for x in head), mask=mask) for head in zip(*(x.flatten(0, 1) for x in (q, k, v, do)))
-    )
+    by_head = zip(*(x.double().flatten(0, 1) for x in (q, k, v, do)))
+    heads = [_exact_head(*head, mask=mask) for head in by_head]
     return tuple(torch.stack(tensors).view(q.shape) for tensors in zip(*heads))
 
 
-def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
+def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, mask: str) -> Outcome:
     scale = q.shape[-1] ** -0.5
     p = (q @ k.mT).mul_(scale)
     if mask == "causal":
@@ -82,7 +81,9 @@ CastKeys = Callable[[Tensor, str], Codes]
 
 
 def rounded_inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str, keys: CastKeys = by_default) -> Outcome:
-    return exact(*(codes.dequantize() for codes in (cast(q), keys(k, mask), cast(v), cast(do))), mask=mask)
+    codes = cast(q), keys(k, mask), cast(v), cast(do)
+    q, k, v, do = (x.dequantize() for x in codes)
+    return exact(q, k, v, do, mask)
 
 
 def fp8(
