@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward.memory import QUERIES
 from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
@@ -54,16 +55,16 @@ class CastTables(NamedTuple):
 
     Attributes:
         blocks: :func:`~cuda_kernels.host.launchers.attention_tiles.cast_table`.
-        summed, counts: :func:`~cuda_kernels.host.launchers.attention_tiles.mean_tables`.
+        summed, counts: :func:`~cuda_kernels.host.launchers.attention_tiles.mean_tables`, if a cast is centered.
     """
 
     blocks: Tensor
-    summed: Tensor
-    counts: Tensor
+    summed: Tensor | None = None
+    counts: Tensor | None = None
 
     @classmethod
     def of(cls, rows: PackedRows, mean_rows: int | None = None) -> CastTables:
-        """Those of a batch; where a cast is centered, by the mean of each sequence's first ``mean_rows``, or of all."""
+        """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
         blocks = cast_table(rows)
         return cls(blocks, *mean_tables(rows, blocks, mean_rows))
 
@@ -78,6 +79,14 @@ class Visible(NamedTuple):
     def transposed(self) -> Visible:
         """Which queries see a key."""
         return Visible(self.right, self.left, self.bottom_right)
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """Tiles of 128 queries with the tiles of 128 keys that they see."""
+        return tile_table(queries, keys, *self)
+
+    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
+        """Tiles of 128 keys with the queries that see them, in tiles of 64."""
+        return tile_table(keys, queries, *self.transposed(), QUERIES)
 
     def limits(self) -> dict[str, int]:
         """As kernels take them, by the names of their parameters."""
@@ -141,8 +150,8 @@ class AttentionProblem:
                 raise ValueError(f"strides={each} of {self.spec.out}: rows begin at multiples of 16 bytes")
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """Tiles of 128 queries with the tiles of 128 keys that they see."""
-        return tile_table(queries, keys, *self.visible)
+        """See :meth:`Visible.tiles_of_queries`."""
+        return self.visible.tiles_of_queries(queries, keys)
 
 
 class CastLaunch:
@@ -211,6 +220,8 @@ class CastLaunch:
     def _means(self, x: Tensor, tables: CastTables) -> Tensor | None:
         if self._sum is None or self._mean is None:
             return None
+        assert tables.summed is not None
+        assert tables.counts is not None
         address = self._address
         sums, means = (
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)

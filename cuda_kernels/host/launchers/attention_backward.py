@@ -11,12 +11,12 @@ from cuda_kernels.attention.backward.delta import attention_delta_kernel
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
-from cuda_kernels.attention.backward.memory import FLUSH, QUERIES, scratch_floats
+from cuda_kernels.attention.backward.memory import FLUSH, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides, stride_parameters
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, most_seen, tile_table
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, most_seen
 from cuda_kernels.host.tensor_maps import Box, map_on
 from cuda_kernels.kernel import Kernel
 
@@ -91,8 +91,8 @@ class BackwardLaunch:
 
     def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
         """The tiles of a batch."""
-        of_keys = tile_table(keys, queries, *self._problem.visible.transposed(), QUERIES)
-        return BackwardTables(self._problem.tiles_of_queries(queries, keys), of_keys)
+        visible = self._problem.visible
+        return BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
 
     def start(
         self,

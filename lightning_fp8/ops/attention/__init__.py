@@ -46,6 +46,7 @@ __all__ = [
     "attention_backward",
     "attention_config",
     "attention_forward",
+    "attention_tables",
     "backward",
     "cast",
     "forward",
@@ -74,6 +75,23 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     """
     o, *kept = _ops.attention_forward.default(q, k, v, *call)
     return o, Kept(*kept)
+
+
+def attention_tables(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+) -> Tensor:
+    """What a card reads of a batch's lengths in both passes: made once, it serves all calls with these arguments.
+
+    Args:
+        config: what :func:`attention_config` makes.
+        query_rows, key_rows: L of queries and of keys, T of ``thd``.
+        device: of the queries.
+
+    Returns:
+        int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
+    """
+    tables: Tensor = _ops.attention_tables.default(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows, device)
+    return tables
 
 
 def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
