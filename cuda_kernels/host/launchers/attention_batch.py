@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.spec import ROW_FIELDS, TILE_FIELDS
+from cuda_kernels.attention.spec import ROW_FIELDS, SEQUENCE_FIELDS, TILE_FIELDS
 from cuda_kernels.host.launchers.attention import CastTables, Visible
 from cuda_kernels.host.launchers.attention_backward import BackwardTables
 from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, cast_table
@@ -52,10 +52,10 @@ def joined_numel(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> in
 
 def _shapes(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> list[tuple[int, int]]:
     """Of the tables in their order. Entries of 16 bytes and more come first, where kernels load so many at once."""
-    fields, of_tile = len(ROW_FIELDS), len(TILE_FIELDS)
+    fields, of_tile, of_sequence = len(ROW_FIELDS), len(TILE_FIELDS), len(SEQUENCE_FIELDS)
     summed = keys.blocks if mean_rows is None else keys.sequences
     return [
         (queries.blocks, of_tile), (keys.blocks, of_tile),
         (queries.blocks, fields),
-        (keys.blocks, fields), (summed, fields), (keys.sequences, 2),
+        (keys.blocks, fields), (summed, fields), (keys.sequences, of_sequence),
     ]  # fmt: skip
