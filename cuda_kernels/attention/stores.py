@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE
 from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
@@ -29,7 +30,7 @@ def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: 
 
     @device
     def store(acc, s, t, i, j, shared, out, tile, head, warp, strides):
-        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         stride_b, stride_l, stride_h = strides
         warp_row = warp * 16
         place = i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h + first_channel
