@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
@@ -56,20 +57,28 @@ class LinearLayer(WeightCachingModule):
                 ``is_first_microbatch`` that is neither None nor a bool.
             ValueError: an input of other features or on another device than the weight.
         """
+        weight, bias, context = self._begin(input, is_first_microbatch)
+        added_bias = None if self.return_bias else bias
+        output = self._multiply(input, weight, added_bias, context, is_first_microbatch)
+        return (output, bias) if self.return_bias else output
+
+    def _begin(self, input: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Any, FP8Context]:
+        """The weight, the bias and the context of a forward, whose arguments are checked."""
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
         weight = self._parameter(self.weight_names)
         bias = self._parameter(self.bias_names)
         self._check(input, weight)
-        added_bias = None if self.return_bias else bias
-        context = self._context(input)
+        return weight, bias, self._context(input)
+
+    def _multiply(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
+    ) -> Tensor:
         if context.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, context, is_first_microbatch)
-        elif context.calibrating and not context.enabled and self.fp8:
-            output = self._calibrating_forward(input, weight, added_bias)
-        else:
-            output = self._high_precision(input, weight, added_bias)
-        return (output, bias) if self.return_bias else output
+            return self._fp8_forward(input, weight, bias, context, is_first_microbatch)
+        if context.calibrating and not context.enabled and self.fp8:
+            return self._calibrating_forward(input, weight, bias)
+        return self._high_precision(input, weight, bias)
 
     def _context(self, input: Tensor) -> FP8Context:
         """The context that this forward runs under; counted in the record."""
@@ -86,6 +95,18 @@ class LinearLayer(WeightCachingModule):
         rows = input.numel() // self.in_features
         (self._record or self.record).note(context.enabled and self.fp8, rows, self.training)
         return context
+
+    def _split_parameters(self, rows: Mapping[str, int]) -> None:
+        """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
+        sizes = list(rows.values())
+        weights = self.weight.detach().split(sizes)
+        biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
+        del self.weight, self.bias
+        for name, weight, bias in zip(rows, weights, biases):
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
+        self.weight_names = tuple(f"{name}_weight" for name in rows)
+        self.bias_names = tuple(f"{name}_bias" for name in rows)
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
