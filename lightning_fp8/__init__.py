@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
+    from lightning_fp8.modules import (
+        DotProductAttention,
+        LayerNorm,
+        LayerNormLinear,
+        LayerNormMLP,
+        Linear,
+        RMSNorm,
+    )
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
@@ -42,6 +49,8 @@ _HOMES = {
     "Float8RowwiseScaling": "recipes",
     "Format": "formats",
     "LayerNorm": "modules",
+    "LayerNormLinear": "modules",
+    "LayerNormMLP": "modules",
     "Linear": "modules",
     "MXFP8BlockScaling": "recipes",
     "RMSNorm": "modules",
@@ -66,6 +75,8 @@ __all__ = [
     "Float8RowwiseScaling",
     "Format",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
     "RMSNorm",

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain, require_bool, require_number
+from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
@@ -44,11 +44,6 @@ def _check_options(eps: Any, zero_centered_gamma: Any, **flags: Any) -> None:
         raise ValueError("zero_centered_gamma=True needs elementwise_affine=True: without it there is no gamma")
 
 
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as it is computed with: float32, or its own float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(module).__name__} takes a tensor, not {type(x).__name__}")
@@ -68,11 +63,6 @@ class _GammaModule(nn.Module):
         super().reset_parameters()  # type: ignore[misc]
         if self.weight is not None and self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
-
-    def _gamma(self, dtype: torch.dtype) -> Tensor | None:
-        if self.weight is None:
-            return None
-        return self.weight.to(dtype) + 1.0 if self.zero_centered_gamma else self.weight.to(dtype)
 
 
 class LayerNorm(_GammaModule, nn.LayerNorm):
@@ -110,10 +100,8 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
-        x = _wide(input)
-        gamma = self._gamma(x.dtype)
-        beta = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
+        norm = Norm(self.eps, zero_centered=self.zero_centered_gamma)
+        return normalize(input, self.weight, self.bias, norm, self.normalized_shape)
 
 
 class RMSNorm(_GammaModule, nn.RMSNorm):
@@ -121,6 +109,8 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
 
     Args and errors as for :class:`LayerNorm`.
     """
+
+    eps: float  # type: ignore[assignment]  # never None
 
     def __init__(
         self,
@@ -142,5 +132,5 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
-        wide = _wide(x)
-        return F.rms_norm(wide, self.normalized_shape, self._gamma(wide.dtype), self.eps).to(x.dtype)
+        norm = Norm(self.eps, rms=True, zero_centered=self.zero_centered_gamma)
+        return normalize(x, self.weight, None, norm, self.normalized_shape)
