@@ -52,23 +52,32 @@ SEQUENCE_FIELDS = ("block", "rows")
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """What a kernel is compiled for; masks, lengths and shared heads are its parameters.
+class HeadSize:
+    """The channels of a head.
 
     Attributes:
-        head_dim: channels of a head, one of :data:`HEAD_DIMS`.
-        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+        head_dim: one of :data:`HEAD_DIMS`.
 
     Raises:
         ValueError: there is no kernel for ``head_dim``.
     """
 
     head_dim: int
-    out: str
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim}: attention's kernels are for {HEAD_DIMS}; pad the heads")
+
+
+@dataclass(frozen=True)
+class AttentionSpec(HeadSize):
+    """What a kernel is compiled for; masks, lengths and shared heads are its parameters.
+
+    Attributes:
+        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+    """
+
+    out: str
 
     @property
     def panels(self) -> int:

@@ -41,6 +41,22 @@ def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: 
 
 
 @cache
+def make_gradient_store(channels: int, dtype: str, first_channel: int = 0, again: bool = False) -> Any:
+    """:func:`make_result_store` with one factor for all rows, and zeros in rows beyond the sequence.
+
+    It is ``(acc, factor, shared, out, tile, head, warp, strides)``.
+    """
+    store_result = make_result_store(channels, dtype, first_channel, again)
+
+    @device
+    def store(acc, factor, shared, out, tile, head, warp, strides):
+        row, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[8]
+        store_result(acc, factor, factor, row < valid, row + 8 < valid, shared, out, tile, head, warp, strides)
+
+    return store
+
+
+@cache
 def make_row_store(channels: int, dtype: str, again: bool) -> Any:
     """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
 

@@ -72,7 +72,7 @@ class Launch:
         except AttributeError:
             write, start, stream, parameters = self._local.binding = self._bind(len(addresses))
         write(*addresses)
-        result = start(stream(self._index), parameters, 0)[0]
+        (result,) = start(stream(self._index), parameters, 0)
         if result:
             raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
         return None
