@@ -160,7 +160,8 @@ def distances(
     torch.autograd.backward([other for _, other in pairs.values()], [each.double() for each in along])
     names = ["x", *(f"gradient of {name}" for name, _ in module.named_parameters())]
     for name, found, other in zip(names, [leaf, *module.parameters()], leaves):
-        assert found.grad is not None and found.grad.dtype == found.dtype, name
+        assert found.grad is not None, name
+        assert found.grad.dtype == found.dtype, name
         pairs[name] = found.grad, other.grad  # type: ignore[assignment]
     return {name: distance(found, other) for name, (found, other) in pairs.items()}
 
