@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import one_of
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
+from lightning_fp8.te.te_state import EXTRA_STATE
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
@@ -19,6 +20,11 @@ class L2Normalization(nn.Module):
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Transformer Engine's is an operation, which has a state that is always empty."""
+        state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., channels]`` to the same shape and dtype."""
