@@ -21,11 +21,11 @@ class WeightCachingModule(FP8Module):
     The copies are stale, and made again, once an optimizer has stepped or a parameter was replaced or changed in place.
 
     Attributes:
-        weight_names: the names of the parameters that hold the weight's rows.
+        weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.
     """
 
     weight_names: tuple[str, ...] = ("weight",)
-    _weight_cache: tuple[Any, Quantized] | None = None
+    _weight_cache: dict[tuple[str, ...], tuple[Any, Quantized]] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -37,15 +37,25 @@ class WeightCachingModule(FP8Module):
         self._weight_cache = None
 
     def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
+        self,
+        weight: Tensor,
+        names: tuple[str, ...],
+        recipe: Recipe,
+        slots: Slots,
+        observe: bool,
+        is_first_microbatch: bool | None,
     ) -> Quantized | None:
-        """The operands of ``weight [N, K]`` and of its transpose; None where no micro-batches are told apart."""
+        """The operands of ``weight [N, K]`` and of its transpose; None where no micro-batches are told apart.
+
+        ``names``: of the parameters that hold its rows.
+        """
         if is_first_microbatch is None:
             return None
-        parameters = [getattr(self, name) for name in self.weight_names]
+        parameters = [getattr(self, name) for name in names]
         # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
         key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
+        cache = self._weight_cache or {}
+        if is_first_microbatch or names not in cache or cache[names][0] != key:
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
-            self._weight_cache = key, w8
-        return self._weight_cache[1]
+            self._weight_cache = cache = {**cache, names: (key, w8)}
+        return cache[names][1]

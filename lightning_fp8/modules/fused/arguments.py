@@ -46,3 +46,10 @@ def initialize(weight: Tensor, init_method: InitMethod | None, parallel: Paralle
             nn.init.normal_(weight, 0.0, 0.023)
         else:
             init_method(weight)
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, without gradients where none are enabled: a function keeps and casts only what those need."""
+    if torch.is_grad_enabled():
+        return [*tensors]
+    return [None if tensor is None else tensor.detach() for tensor in tensors]

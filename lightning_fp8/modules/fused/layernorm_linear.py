@@ -15,14 +15,25 @@ from lightning_fp8.arguments import (
     one_dtype,
     plain,
     refuse_parallel,
+    refuse_transforms,
     refuse_what_is_not_here,
     require_bool,
     require_init_method,
     require_positive,
     rows_by_name,
 )
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import normalize
-from lightning_fp8.modules.fused.arguments import InitMethod, checked_norm, initialize, register_norm, reset_norm
+from lightning_fp8.functions.product import Product
+from lightning_fp8.modules.fused.arguments import (
+    InitMethod,
+    checked_norm,
+    detached,
+    initialize,
+    register_norm,
+    reset_norm,
+)
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 FORWARD_INSTEAD = {
@@ -58,6 +69,7 @@ class LayerNormLinear(LinearLayer):
         NotImplementedError: a parallel argument that is not at its default.
     """
 
+    kind = "LayerNormLinear"
     layer_norm_weight: Tensor
     layer_norm_bias: Any
 
@@ -131,10 +143,34 @@ class LayerNormLinear(LinearLayer):
         """
         refuse_what_is_not_here({"fp8_output": fp8_output, "fp8_grad": fp8_grad}, FORWARD_INSTEAD)
         weight, bias, context = self._begin(inp, is_first_microbatch)
-        normalized = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))
-        y = self._multiply(normalized, weight, None if self.return_bias else bias, context, is_first_microbatch)
+        added_bias = None if self.return_bias else bias
+        normalized: Tensor | None
+        if context.enabled and self.fp8:
+            y, normalized = self._fused(inp, weight, added_bias, context, is_first_microbatch)
+        else:
+            normalized = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))
+            y = self._multiply(normalized, weight, added_bias, context, is_first_microbatch)
         more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y
+
+    def _fused(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """y and, if it is asked for, the norm's output."""
+        norm_parameters = self.layer_norm_weight, self.layer_norm_bias
+        refuse_transforms(self.kind, x, *norm_parameters, weight, bias)
+        slots, dtype, observe = self._enter_fp8(context, x, weight)
+        product = Product(
+            context.recipe,
+            slots[0],
+            observe,
+            self._cached_weight(weight, self.weight_names, context.recipe, slots[0], observe, is_first_microbatch),
+            self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
+        )
+        tensors = detached(x.reshape(-1, self.in_features), *norm_parameters, weight, bias)
+        y = LayerNormLinearFunction.apply(*tensors, self.norm, product, dtype, self.return_layernorm_output)
+        y, normalized = y if self.return_layernorm_output else (y, None)
+        return y.view(*x.shape[:-1], self.out_features), None if normalized is None else normalized.view(x.shape)
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None

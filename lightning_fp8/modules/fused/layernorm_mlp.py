@@ -15,18 +15,29 @@ from lightning_fp8.arguments import (
     one_dtype,
     plain,
     refuse_parallel,
+    refuse_transforms,
     require_bool,
     require_init_method,
     require_positive,
 )
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import normalize
-from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.fused.activations import activate, activation_named
-from lightning_fp8.modules.fused.arguments import InitMethod, checked_norm, initialize, register_norm, reset_norm
+from lightning_fp8.modules.fused.arguments import (
+    InitMethod,
+    checked_norm,
+    detached,
+    initialize,
+    register_norm,
+    reset_norm,
+)
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.ops.activation.schema import is_gated
 
 
-class LayerNormMLP(FP8Module):
+class LayerNormMLP(LinearLayer):
     """``y = activation(norm(x) w1ᵀ + b1) w2ᵀ + b2`` of ``x [..., hidden_size]``, in FP8 inside ``fp8_autocast``.
 
     In FP8 the float32 values of the norm and of the activation are cast at once; in high precision it is
@@ -60,6 +71,10 @@ class LayerNormMLP(FP8Module):
         NotImplementedError: a parallel argument that is not at its default.
     """
 
+    gemms = ("fc1", "fc2")
+    kind = "LayerNormMLP"
+    weight_names = ("fc1_weight", "fc2_weight")
+    bias_names = ("fc1_bias", "fc2_bias")
     layer_norm_weight: Tensor
     layer_norm_bias: Any
     fc1_weight: Tensor
@@ -112,19 +127,28 @@ class LayerNormMLP(FP8Module):
         self.return_layernorm_output = return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.checkpoint = checkpoint
-        fc1_features = self.ffn_hidden_size * (2 if is_gated(self.activation) else 1)
+        self.in_features = self.out_features = self.hidden_size
         register_norm(self, self.norm, self.hidden_size, **factory)
-        for name, rows, columns in (
-            ("fc1", fc1_features, self.hidden_size),
-            ("fc2", self.hidden_size, self.ffn_hidden_size),
-        ):
+        for name, (rows, columns) in self.matrices.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(rows, **factory)) if bias else None)
         reset_norm(self, self.norm)
         initialize(self.fc1_weight, init_method, parallel)
         initialize(self.fc2_weight, output_layer_init_method, parallel)
+        self.ensure_slots()
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor | None, ...]:
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.hidden_size, self.ffn_hidden_size, self.hidden_size
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        fc1_features = self.ffn_hidden_size * (2 if is_gated(self.activation) else 1)
+        return {"fc1": (fc1_features, self.hidden_size), "fc2": (self.hidden_size, self.ffn_hidden_size)}
+
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """``[..., hidden_size]`` to the same shape in the input's dtype (or torch.autocast's).
 
         Args:
@@ -137,11 +161,48 @@ class LayerNormMLP(FP8Module):
         Raises:
             TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
         """
-        normalized = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.hidden_size,))
-        hidden = activate(F.linear(normalized, self.fc1_weight, self.fc1_bias), self.activation)
-        y = F.linear(hidden, self.fc2_weight, None if self.return_bias else self.fc2_bias)
+        if is_first_microbatch is not None:
+            require_bool("is_first_microbatch", is_first_microbatch)
+        self._check(inp, self.fc1_weight)
+        context = self._context(inp)
+        if context.enabled and self.fp8:
+            y, normalized = self._fused(inp, context, is_first_microbatch)
+        else:
+            y, normalized = self._unfused(inp, calibrating=context.calibrating and not context.enabled and self.fp8)
         more = [self.fc2_bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y
+
+    def _fused(self, x: Tensor, context: FP8Context, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        """y and, if it is asked for, the norm's output."""
+        added_bias = None if self.return_bias else self.fc2_bias
+        parameters = self.fc1_weight, self.fc1_bias, self.fc2_weight, added_bias
+        tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
+        refuse_transforms(self.kind, *tensors)
+        slots, dtype, observe = self._enter_fp8(context, x, self.fc1_weight, self.fc2_weight)
+        fc1, fc2 = (
+            Product(
+                context.recipe,
+                of_gemm,
+                observe,
+                self._cached_weight(weight, (name,), context.recipe, of_gemm, observe, is_first_microbatch),
+                self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
+            )
+            for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
+        )
+        mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
+        y = LayerNormMLPFunction.apply(*detached(*tensors), mlp)
+        y, normalized = y if self.return_layernorm_output else (y, None)
+        return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
+
+    def _unfused(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+        """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""
+        normalized = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.hidden_size,))
+        added_bias = None if self.return_bias else self.fc2_bias
+        if not calibrating:
+            h = F.linear(normalized, self.fc1_weight, self.fc1_bias)
+            return F.linear(activate(h, self.activation), self.fc2_weight, added_bias), normalized
+        h = self._calibrating_forward(normalized, self.fc1_weight, self.fc1_bias)
+        return self._calibrating_forward(activate(h, self.activation), self.fc2_weight, added_bias, gemm=1), normalized
 
     def extra_repr(self) -> str:
         return (
