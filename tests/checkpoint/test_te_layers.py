@@ -174,20 +174,30 @@ class Blocks(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-@pytest.mark.parametrize(("version", "of_file"), [("1.7", "split"), ("2.18", "fused"), ("1.12", "fused")])
-def test_fit_resumes_layers(version: str, of_file: str, tmp_path: Path) -> None:
-    """Through ``ckpt_path``; the file's layers may have one weight for queries, keys and values."""
-    data = torch.utils.data.DataLoader(torch.randn(8, 6, 32), 2)
-    recipe = DelayedScaling(amax_history_len=8, fp8_dpa=True)
-    first = fp8_trainer(recipe, max_epochs=1)
-    first.fit(Blocks(of_file), data)
-    first.save_checkpoint(tmp_path / "ours.ckpt")
-    ours = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-    del ours["FP8Precision"]
-    modules = [f"layers.{index}.{name}" for index in range(4) for name in with_state(of_file)]
-    written = spec(version, ours["state_dict"], modules)
-    (state_dict,) = te_files([written], tmp_path)
-    torch.save({**ours, "state_dict": OrderedDict(state_dict)}, tmp_path / "te.ckpt")
+DATA = torch.utils.data.DataLoader(torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(0)), 2)
+RECIPE = DelayedScaling(amax_history_len=8, fp8_dpa=True)
+
+
+@pytest.fixture(scope="module")
+def lightning_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """By kind of layer what was saved, and a Lightning checkpoint as Transformer Engine's plugin would make."""
+    folder, ours, specs = tmp_path_factory.mktemp("ckpt"), {}, []
+    for kind, version in (("split", "1.7"), ("fused", "2.18")):
+        trainer = fp8_trainer(RECIPE, max_epochs=1)
+        trainer.fit(Blocks(kind), DATA)
+        trainer.save_checkpoint(folder / f"{kind}.ckpt")
+        ours[kind] = torch.load(folder / f"{kind}.ckpt", weights_only=True)
+        del ours[kind]["FP8Precision"]
+        modules = [f"layers.{index}.{name}" for index in range(4) for name in with_state(kind)]
+        specs.append(spec(version, ours[kind]["state_dict"], modules))
+    for kind, state_dict in zip(ours, te_files(specs, folder)):
+        torch.save({**ours[kind], "state_dict": OrderedDict(state_dict)}, folder / f"te_{kind}.ckpt")
+    return {kind: (written, folder / f"te_{kind}.ckpt") for kind, written in zip(ours, specs)}
+
+
+@pytest.mark.parametrize("kind", ["split", "fused"])
+def test_fit_resumes_layers(kind: str, lightning_files: Any, tmp_path: Path) -> None:
+    written, path = lightning_files[kind]
     seen: dict[str, float] = {}
 
     class Record(L.Callback):
@@ -196,17 +206,17 @@ def test_fit_resumes_layers(version: str, of_file: str, tmp_path: Path) -> None:
             seen.update({} if seen else zip(history.names, history.scale.tolist()))
 
     def resumed(epochs: int, path: Path, *callbacks: L.Callback) -> tuple[L.Trainer, Blocks]:
-        trainer, model = fp8_trainer(recipe, callbacks, max_epochs=epochs), Blocks()
-        trainer.fit(model, data, ckpt_path=path)
+        trainer, model = fp8_trainer(RECIPE, callbacks, max_epochs=epochs), Blocks(kind)
+        trainer.fit(model, DATA, ckpt_path=path)
         return trainer, model
 
-    trainer, model = resumed(2, tmp_path / "te.ckpt", Record())
+    trainer, model = resumed(2, path, Record())
     expected = {name: float(scale) for name, (scale, _) in expected_rows(written["states"]).items()}
     inside = [name for name in expected if name.split(".")[1] in "12"]
     assert {*seen} == {*inside}
     assert seen == {name: expected[name] for name in inside}
     trainer.save_checkpoint(tmp_path / "again.ckpt")
-    _, straight = resumed(3, tmp_path / "te.ckpt")
+    _, straight = resumed(3, path)
     _, later = resumed(3, tmp_path / "again.ckpt")
     assert model.losses + later.losses == straight.losses
 
