@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_fp8 import ops
-from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.linear import Slots, cast_args
+from lightning_fp8.functions.product import refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast
-from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role
 
 _aten = torch.ops.aten
@@ -85,22 +84,14 @@ class NormCastFunction(torch.autograd.Function):
         observe: bool,
         columnwise: bool,
     ) -> Tensor:
-        recipe: Recipe = cast.recipe
-        slot = scale = None
-        if isinstance(recipe, DelayedScaling):
-            slot = slots[Role.INPUT]
-            scale = slot.scale_for(span_of(recipe))
         operands, statistics = ops.norm_quantize(
             x.view(-1, x.shape[-1]),
             weight,
             None,
-            recipe.cast(Role.INPUT),
+            cast.recipe.cast(Role.INPUT),
             eps=eps,
             rms=True,
-            scale=scale,
-            amax=slot.amax if slot and observe else None,
-            scale_is_nonzero=slot is not None and slot.scale_is_nonzero(),
-            columnwise=columnwise,
+            **cast_args(Role.INPUT, cast.recipe, slots, observe=observe, rowwise=True, columnwise=columnwise),
         )
         cast.complete(operands)
         ctx.save_for_backward(x, weight, statistics)
@@ -108,11 +99,7 @@ class NormCastFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError(
-                "a norm that casts for FP8 layers has no second derivatives, which create_graph=True asks for; "
-                "convert the model with fuse=False"
-            )
+        refuse_second_derivatives("a norm that casts for FP8 layers", "fuse=False")
         x, weight, statistics = ctx.saved_tensors
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(dy.reshape(-1, columns), x.view(-1, columns), weight, statistics, rms=True)

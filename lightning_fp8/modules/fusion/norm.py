@@ -44,7 +44,7 @@ class CastingNorm(nn.Module):
         first = self._readers[0]
         context = first.running_context()
         recipe = context.recipe
-        slots = first.ensure_slots(hidden_states.device)
+        (slots, *_) = first.ensure_slots(hidden_states.device)
         slot = slots[Role.INPUT]
         grad = torch.is_grad_enabled()
         observe = grad and first.training and context.observe
