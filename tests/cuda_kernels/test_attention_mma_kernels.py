@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,17 +9,10 @@ import pytest
 from cuda_kernels.attention.mma.operands import ARCHITECTURES
 from tests.cuda_kernels.attention_mma_cases import CASES, WITHOUT_WGMMA
 from tests.cuda_kernels.attention_op_cases import PROBLEMS, run_ops
-from tests.cuda_kernels.emulated import Emulator, executing, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 
 NAMED = {case.name: case for case in CASES}
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 @needs_compilers
