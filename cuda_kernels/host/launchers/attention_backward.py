@@ -69,7 +69,7 @@ class BackwardLaunch:
                 raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
-        needs_scratch = most_seen(problem.queries, seeing.left, seeing.right) * group > flush
+        needs_scratch = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group > flush
         key_blocks = problem.keys.blocks * heads[1]
         self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0
         blocks = problem.queries.blocks * heads[0]
