@@ -115,6 +115,7 @@ ROOMS = {
     "delayed": {"ops"},
     "functions": {"delayed", "ops"},
     "autocast": {"delayed", "functions"},
+    "export": {"autocast", "delayed", "ops"},
     "modules": {"autocast", "delayed", "functions", "ops", "te"},
     "attention": {"autocast", "functions", "modules", "ops"},
     "convert": {"attention", "autocast", "delayed", "modules"},

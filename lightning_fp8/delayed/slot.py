@@ -54,7 +54,9 @@ class Slot:
 
     def scale_is_nonzero(self) -> bool:
         """Whether the host knows, without waiting for the GPU, that the scale is not 0."""
-        return not torch.compiler.is_compiling() and self.history.nonzero_scales.is_nonzero(self.row)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return False  # what the host learns later must not compile anew
+        return self.history.nonzero_scales.is_nonzero(self.row)
 
 
 def _slot_of(history: AmaxHistory, row: int) -> Slot:

@@ -42,11 +42,11 @@ class WeightCachingModule(FP8Module):
     A pickle has none.
 
     Attributes:
-        weight_names: the names of the parameters that hold the weight's rows.
+        weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.
     """
 
     weight_names: tuple[str, ...] = ("weight",)
-    _weight_cache: _KeptWeight | None = None
+    _weight_cache: dict[tuple[str, ...], _KeptWeight] | None = None  # by the names of a weight's parameters
 
     def forget_weight(self) -> None:
         """Let go of the copies."""
@@ -64,6 +64,7 @@ class WeightCachingModule(FP8Module):
     def _cached_weight(
         self,
         weight: Tensor,
+        names: tuple[str, ...],
         recipe: Recipe,
         slots: Slots,
         observe: bool,
@@ -73,17 +74,19 @@ class WeightCachingModule(FP8Module):
         """The operands of ``weight [N, K]`` and of its transpose; None where nothing is to be kept.
 
         Args:
+            names: of the parameters that hold its rows.
             context: says whether to keep them where ``is_first_microbatch`` does not.
         """
         automatic = is_first_microbatch is None
         if automatic and torch.compiler.is_compiling():
             return None  # before anything is read that the compiled code would be guarded by
-        kept = self._weight_cache
+        cache = self._weight_cache or {}
+        kept = cache.get(names)
         if automatic and context.weight_period is None:
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
-        parameters = [getattr(self, name) for name in self.weight_names]
+        parameters = [getattr(self, name) for name in names]
         # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
         state = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
         key: tuple[Any, ...] = (recipe, generation(), *state)
@@ -93,9 +96,11 @@ class WeightCachingModule(FP8Module):
             updates = slots[Role.WEIGHT].history.updates
             key = (*key, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.key != key:
-            self._weight_cache = None  # its memory serves the new copies
+            others = {each: copies for each, copies in cache.items() if each != names}
+            self._weight_cache = kept = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
-            self._weight_cache = kept = _KeptWeight(key, w8, automatic, observe)
+            kept = _KeptWeight(key, w8, automatic, observe)
+            self._weight_cache = {**others, names: kept}
         elif observe and not kept.observed:
             if isinstance(recipe, DelayedScaling):
                 ops.observe(weight.detach(), slots[Role.WEIGHT].amax)

@@ -1,8 +1,11 @@
-"""The two dtypes of a plugin, that of the weights and that of everything else."""
+"""The dtypes of parameters and activations: which go together, Lightning's name for them, and casts of a batch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -10,13 +13,13 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named
 
 
-def checked_dtypes(
+def weights_and_compute_dtypes(
     weights_dtype: torch.dtype | str, compute_dtype: torch.dtype | str | None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The two as dtypes; ``compute_dtype`` is that of the weights where it is None.
+    """The dtypes of parameters and of activations, given as such or by name; without ``compute_dtype`` the same.
 
     Raises:
-        ValueError: one is not supported, or they do not go together.
+        ValueError: a dtype that is not supported, or two that do not go together.
     """
     weights: torch.dtype = dtype_named(weights_dtype)
     compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
@@ -42,6 +45,10 @@ def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> st
     return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
 
 
-def cast_floating_point(tensor: Tensor, dtype_to: torch.dtype) -> Tensor:
-    """``tensor`` in ``dtype_to``; one that is not floating point as it is."""
-    return tensor.to(dtype_to) if tensor.is_floating_point() else tensor
+def cast_floating_point(data: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(data, function=cast, dtype=Tensor)

@@ -12,9 +12,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_bool, require_module
@@ -35,7 +34,7 @@ from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
-from lightning_fp8.plugin.dtypes import cast_floating_point, checked_dtypes, precision_name
+from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, weights_and_compute_dtypes
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
@@ -80,14 +79,12 @@ class FP8FabricPrecision(FabricPrecision):
         attention: bool = False,
         cache_fp8_weights: bool | None = None,
     ) -> None:
-        weights, compute = checked_dtypes(weights_dtype, compute_dtype)
+        self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         attention = plain(attention)
         require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
         if attention:
             self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
-        self.weights_dtype = weights
-        self.compute_dtype = compute
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
@@ -224,11 +221,11 @@ class FP8FabricPrecision(FabricPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return apply_to_collection(data, function=cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
+        return cast_floating_point(data, self.weights_dtype)
 
     @override
     def convert_output(self, data: Any) -> Any:
-        return apply_to_collection(data, function=cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype())
+        return cast_floating_point(data, torch.get_default_dtype())
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""

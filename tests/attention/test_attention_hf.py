@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,19 +161,11 @@ def test_cross_attention_of_other_lengths() -> None:
     assert (near - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.fixture
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(model: nn.Module) -> Any:
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("nothing_traced")
 @pytest.mark.parametrize(
     ("name", "padding"),
     [
@@ -195,7 +187,7 @@ def test_whole_models_compile(name: str, padding: str) -> None:
     assert len(ran(model)) == (3 if name == "bart" else 1)
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("nothing_traced")
 def test_compiled_models_refuse_what_they_cannot_see() -> None:
     model = made("mistral", num_hidden_layers=1)
     plugin = attached(model, first_last_layers_bf16=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,13 +21,7 @@ from tests.attention.test_attention_models import (
     why,
 )
 
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_traced")
 
 
 @pytest.mark.parametrize("what", ["whole", "blocks", "attention"])
