@@ -165,6 +165,11 @@ _INSTEAD_OF_PARALLEL = {
     "delay_wgrad_compute": "backward computes the weight's gradient at once; leave it out",
     "save_original_input": "backward keeps the FP8 copy; leave it out",
 }
+_REMOVED = {
+    "skip_weight_param_allocation": "a layer has its own weight",
+    "attention_softmax_in_fp32": "softmax is computed in float32",
+    "apply_query_key_layer_scaling": "scores are scaled once, in float32",
+}
 _OF_NO_EFFECT = ("get_rng_state_tracker", "rng_tracker_name", "ub_name", "name")
 
 
@@ -172,9 +177,11 @@ def refuse_parallel(layer: str, arguments: ParallelArguments) -> None:
     """Check that the parallel arguments of the layer called ``layer`` ask for nothing that is not here.
 
     Raises:
-        TypeError: an argument that Transformer Engine does not have.
+        TypeError: an argument that Transformer Engine does not have, or has removed.
         NotImplementedError: tensor or sequence parallelism, or what comes with it, is asked for.
     """
+    for name in [name for name in arguments if name in _REMOVED]:
+        raise TypeError(f"{layer}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
     if unknown := [name for name in arguments if name not in ParallelArguments.__annotations__]:
         raise TypeError(f"{layer} got an unexpected keyword argument {unknown[0]!r}")
     asked = {name: value for name, value in arguments.items() if name not in _OF_NO_EFFECT}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.modules import MultiheadAttention
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 
@@ -62,6 +63,9 @@ def _translate(
     owner: str, te_params: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
 ) -> dict[str, Any]:
     prefix = prefix_of(owner)
+    parent, _, projection = owner.rpartition(".")
+    if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
+        return {f"{prefix}{last}": value for last, value in attention.renamed(projection, te_params).items()}
     unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
     for last in te_params:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, plain, require_bool, require_number
+from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bool, require_number
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.te.te_state import EXTRA_STATE
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
 
@@ -64,6 +65,11 @@ class _GammaModule(nn.Module):
         if self.weight is not None and self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Transformer Engine's norms are operations from 2.0 on, and have a state that is always empty."""
+        state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 class LayerNorm(_GammaModule, nn.LayerNorm):
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last dimensions.
@@ -72,11 +78,13 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: the size of the last dimensions.
         eps: added to the variance.
         zero_centered_gamma: ``weight`` holds gamma - 1 and starts at 0.
+        sequence_parallel: refused if True.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         hidden_size: Transformer Engine's older name of ``normalized_shape``.
 
     Raises:
         ValueError, TypeError: a size, ``eps`` or an input that does not fit.
+        NotImplementedError: ``sequence_parallel``.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         *,
+        sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | None = None,
@@ -92,6 +101,7 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
         _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine, bias=bias)
         self.zero_centered_gamma = zero_centered_gamma
@@ -117,6 +127,7 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         *,
+        sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | None = None,
@@ -124,6 +135,7 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
         _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine)
         self.zero_centered_gamma = zero_centered_gamma
