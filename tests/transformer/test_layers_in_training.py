@@ -89,6 +89,7 @@ def test_activation_checkpointing_repeats_the_layer(use_reentrant: bool, dropout
     assert all(torch.equal(*pair) for pair in zip(*found))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="Dynamo of 2.8 cannot trace a NamedTuple made anew")
 def test_a_compiled_layer_is_the_layer() -> None:
     one = layer(layer_type="decoder")
     compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
