@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
+from lightning_fp8.arguments import require_positive
 from lightning_fp8.modules.attention.arguments import Sizes, sizes_of
 from lightning_fp8.modules.transformer.inference import InferenceParams
 
@@ -90,6 +91,7 @@ def head_sizes(
     Raises:
         ValueError: a number that is not positive, or that another does not divide.
     """
+    require_positive("hidden_size", hidden_size)
     if kv_channels is None and isinstance(num_attention_heads, int) and num_attention_heads > 0:
         if hidden_size % num_attention_heads:
             raise ValueError(
