@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.export import export_te_state_dict
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
+    from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
     from lightning_fp8.modules import (
         DotProductAttention,
@@ -69,6 +70,7 @@ _HOMES = {
     "load_fp8_state_dict": "modules.state",
     "load_te_state_dict": "checkpoint.load",
     "make_recipe": "recipes",
+    "onnx_export": "export.context",
 }
 """Where each public name lives."""
 
@@ -100,6 +102,7 @@ __all__ = [
     "load_fp8_state_dict",
     "load_te_state_dict",
     "make_recipe",
+    "onnx_export",
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.quantize.casting import CastArgs
 from lightning_fp8.recipes import DelayedScaling, Recipe
@@ -60,6 +61,28 @@ def cast_args(role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwis
     }
 
 
+def _quantize_input(
+    x: Tensor, recipe: Recipe, slots: Slots, shared: InputCast | None, *, observe: bool, columnwise: bool
+) -> Quantized:
+    """Cast ``x [R, K]``, as far as another layer's ``shared`` cast has not what this one multiplies."""
+    if shared is None:
+        return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
+    lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
+    made = None
+    if lacks_rowwise or lacks_columnwise:
+        made = quantize_role(
+            x,
+            Role.INPUT,
+            recipe,
+            slots,
+            observe=observe and shared.reads == 1,  # a later reader's row is fed already
+            rowwise=lacks_rowwise,
+            columnwise=lacks_columnwise,
+        )
+    copies = shared.complete(made)
+    return copies if columnwise else Quantized(copies.rowwise, None)
+
+
 class LinearFunction(torch.autograd.Function):
     """``y [R, N] = x [..., K] wᵀ + bias`` with its three GEMMs in FP8; leading dimensions of x become rows.
 
@@ -80,13 +103,14 @@ class LinearFunction(torch.autograd.Function):
         cached_weight: Quantized | None,
         main_grad: Tensor | None,
         place_of_x: tuple[Tensor] | None,
+        shared: InputCast | None,
     ) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.x_shape = x.shape
         ctx.place_of_x = place_of_x
         if x.dim() != 2:
             x = x.reshape(-1, x.shape[-1])
-        x8 = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=needs_wgrad)
+        x8 = _quantize_input(x, recipe, slots, shared, observe=observe, columnwise=needs_wgrad)
         w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
         y = ops.scaled_mm(present(x8.rowwise), present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
 
@@ -113,7 +137,7 @@ class LinearFunction(torch.autograd.Function):
             dx, dw, dbias = _linear_gradients(ctx, dy, x_t, weight)
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
-        return dx, dw, dbias, *[None] * 7
+        return dx, dw, dbias, *[None] * 8
 
 
 def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:

@@ -19,6 +19,7 @@ from lightning_fp8.functions.linear import (
     mark_stale,
     place_in_graph,
 )
+from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.recipes import DelayedScaling
@@ -133,13 +134,16 @@ class LinearLayer(WeightCachingModule):
         recipe = context.recipe
         (slots, *_), dtype, observe = self._enter_fp8(context, input, weight)
         x = input.to(dtype)
-        cached = self._cached_weight(weight, self.weight_names, recipe, slots, observe, is_first_microbatch)
+        cached = self._cached_weight(weight, self.weight_names, recipe, slots, observe, is_first_microbatch, context)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         grad = torch.is_grad_enabled()
         if not grad and weight.requires_grad:
             weight = weight.detach()  # else the function casts for a gradient that nobody asks for
         place = place_in_graph(x) if grad and weight.requires_grad else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
+        shared = None
+        if not torch.compiler.is_compiling():
+            shared = input_cast(input, dtype, recipe, slots[Role.INPUT], observe=observe)
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place, shared)
         # Here, not in the function: views that one makes cannot be changed in place.
         return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
 
@@ -168,6 +172,7 @@ class LinearLayer(WeightCachingModule):
         slots = self.ensure_slots(input.device)[gemm]
         ops.observe(input.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
+        slots[Role.INPUT].history.forget_marks()
         output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,17 +11,10 @@ from cuda_kernels.host.launchers.attention import CastLaunch, CastTables
 from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from lightning_fp8.ops.attention import cast
 from tests.cuda_kernels.attention_kernel_cases import CASES, check_cast, rows_of
-from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.cuda_kernels.kernel_cases import BF16, Case
 
-pytestmark = needs_compilers
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
+pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "_heads" in case.name], ids=lambda case: case.name)

@@ -160,11 +160,14 @@ class LayerNormLinear(LinearLayer):
         norm_parameters = self.layer_norm_weight, self.layer_norm_bias
         refuse_transforms(self.kind, x, *norm_parameters, weight, bias)
         slots, dtype, observe = self._enter_fp8(context, x, weight)
+        cached = self._cached_weight(
+            weight, self.weight_names, context.recipe, slots[0], observe, is_first_microbatch, context
+        )
         product = Product(
             context.recipe,
             slots[0],
             observe,
-            self._cached_weight(weight, self.weight_names, context.recipe, slots[0], observe, is_first_microbatch),
+            cached,
             self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
         )
         tensors = detached(x.reshape(-1, self.in_features), *norm_parameters, weight, bias)

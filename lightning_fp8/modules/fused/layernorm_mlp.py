@@ -184,7 +184,7 @@ class LayerNormMLP(LinearLayer):
                 context.recipe,
                 of_gemm,
                 observe,
-                self._cached_weight(weight, (name,), context.recipe, of_gemm, observe, is_first_microbatch),
+                self._cached_weight(weight, (name,), context.recipe, of_gemm, observe, is_first_microbatch, context),
                 self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
             )
             for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
