@@ -190,7 +190,7 @@ class LayerNormMLP(LinearLayer):
             for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
         )
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
-        y = LayerNormMLPFunction.apply(*detached(*tensors), mlp)
+        y = LayerNormMLPFunction.apply(mlp, *detached(*tensors))
         y, normalized = y if self.return_layernorm_output else (y, None)
         return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
 
