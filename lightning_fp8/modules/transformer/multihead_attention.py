@@ -221,7 +221,7 @@ class MultiheadAttention(nn.Module):
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
         step = None if params is None else params.step_of(q, self.qkv_format)
-        q, k = self._in_place(q, k, call, step)
+        q, k = self._positioned(q, k, call, step)
         core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
         kind = attn_mask_type or self.core_attention.attn_mask_type
         if params is not None and step is not None and self.attention_type == "self":
@@ -250,7 +250,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = heads
         return q, k, v, normalized
 
-    def _in_place(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normalized by head, and turned by their positions."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
