@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from lightning_fp8.modules.transformer.arguments import (
     AttentionCall,
     InitMethod,
     Mask,
-    MaskCall,
     check_call,
     default_init_method,
     head_sizes,
+    mask_type_over_cache,
 )
 from lightning_fp8.modules.transformer.head_norms import head_norms
 from lightning_fp8.modules.transformer.inference import Step
@@ -220,15 +221,16 @@ class MultiheadAttention(nn.Module):
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
         step = None if params is None else params.step_of(q, self.qkv_format)
-        q, k = self._in_place(q, k, call, step)
+        q, k = self._positioned(q, k, call, step)
         core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
-        mask = MaskCall(attn_mask_type or self.core_attention.attn_mask_type, attention_mask, window_size)
-        mask = mask._replace(bottom_right_diagonal=bottom_right_diagonal)
+        kind = attn_mask_type or self.core_attention.attn_mask_type
         if params is not None and step is not None and self.attention_type == "self":
             k, v, *cu_seqlens = params.append(self, step, k, v, self.qkv_format)
-            mask = mask.over_cache(padded=cu_seqlens[0] is not None)
+            kind = mask_type_over_cache(kind, attention_mask, padded=cu_seqlens[0] is not None)
+            bottom_right_diagonal = True
             core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None]))
-        context = self.core_attention(q, k, v, **mask._asdict(), **core)
+        core |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
+        context = self.core_attention(q, k, v, attention_mask, attn_mask_type=kind, **core)
         projected = self.proj(context, call.get("is_first_microbatch"))
         outputs = [*projected] if self.return_bias else [projected]
         outputs += [] if normalized is None else [normalized]
@@ -248,7 +250,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = heads
         return q, k, v, normalized
 
-    def _in_place(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normalized by head, and turned by their positions."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
@@ -277,7 +279,7 @@ class MultiheadAttention(nn.Module):
         if (rows := self.projection_rows.get(projection)) is None:
             return dict(values)
         split = not self.fuse_qkv_params and projection != "query_layer"
-        return rows._replace(interleaved=self.qkv_weight_interleaved).renamed(values, split)
+        return replace(rows, interleaved=self.qkv_weight_interleaved).renamed(values, split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
