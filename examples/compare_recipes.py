@@ -46,6 +46,38 @@ class Curve(L.Callback):
         self.losses.append(round(outputs["loss"].item(), 4))
 
 
+def fitted(
+    model: L.LightningModule, data: L.LightningDataModule, recipe: str, steps: int, attention: bool, all_blocks: bool
+) -> dict[str, Any]:
+    """Train a model in BF16 or by a recipe: its final validation loss, its training losses, and what ran in FP8."""
+    curve, in_bf16 = Curve(), recipe == "bf16"
+    fp8: dict[str, Any] = {"recipe": recipe, "attention": attention, "first_last_layers_bf16": not all_blocks}
+    trainer = L.Trainer(
+        max_steps=steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
+        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
+    )
+    with fast_bf16():
+        trainer.fit(model, data)
+        trainer.limit_val_batches = 1.0
+        (metrics,) = trainer.validate(model, data, verbose=False)
+    plugin = trainer.precision_plugin
+    layers = plugin.summary.layers if isinstance(plugin, FP8Precision) and plugin.summary else ()
+    ran = [layer.kind for layer in layers if layer.ran]
+    return {
+        "val_loss": metrics["val_loss"],
+        "losses": curve.losses,
+        "fp8_layers": len(ran) - ran.count(ATTENTION),
+        "fp8_attentions": ran.count(ATTENTION),
+    }
+
+
 def train(
     recipe: str,
     seed: int,
@@ -63,34 +95,9 @@ def train(
     """One run: its final validation loss in nats per byte, its training losses, and how much of it ran in FP8."""
     torch.set_num_threads(threads)
     L.seed_everything(seed)
-    curve, in_bf16 = Curve(), recipe == "bf16"
-    fp8: dict[str, Any] = {"recipe": recipe, "attention": attention, "first_last_layers_bf16": not all_blocks}
-    trainer = L.Trainer(
-        max_steps=steps,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
-        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
-    )
     model = GPT(width=width, depth=depth, heads=heads, lr=lr)
     data = StdlibBytes(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed)
-    with fast_bf16():
-        trainer.fit(model, data)
-        trainer.limit_val_batches = 1.0
-        (metrics,) = trainer.validate(model, data, verbose=False)
-    plugin = trainer.precision_plugin
-    layers = plugin.summary.layers if isinstance(plugin, FP8Precision) and plugin.summary else ()
-    ran = [layer.kind for layer in layers if layer.ran]
-    return {
-        "val_loss": metrics["val_loss"],
-        "losses": curve.losses,
-        "fp8_layers": len(ran) - ran.count(ATTENTION),
-        "fp8_attentions": ran.count(ATTENTION),
-    }
+    return fitted(model, data, recipe, steps, attention, all_blocks)
 
 
 def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:

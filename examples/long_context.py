@@ -21,16 +21,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from bf16_on_cpu import fast_bf16, made_on  # the files beside this one
-from compare_recipes import Curve
-from lightning.pytorch.callbacks import TQDMProgressBar
+from bf16_on_cpu import made_on  # the files beside this one
+from compare_recipes import fitted
 from torch import Tensor
 from torchmetrics.aggregation import MeanMetric
 from train_gpt import BYTES, StdlibBytes
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.convert.summary import ATTENTION
 
 DATA = ("plain", "sink")
 FIRST = BYTES
@@ -126,38 +122,13 @@ def mass_of_first_key(module: Llama, batch: Tensor) -> list[float]:
 def train(data: str, recipe: str, seed: int, steps: int, length: int) -> dict[str, Any]:
     """One run: its losses in nats per byte, how much of it ran in FP8, and the mass of the first key."""
     L.seed_everything(seed)
-    curve, in_bf16 = Curve(), recipe == "bf16"
-    fp8: dict[str, Any] = {"recipe": recipe, "attention": True, "first_last_layers_bf16": False}
-    trainer = L.Trainer(
-        max_steps=steps,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
-        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
-    )
     module = Llama(sink=data == "sink")
     batches = StdlibBytes(length=length, batch_size=1, train_sequences=steps, val_sequences=16, seed=seed)
     batches.setup("fit")
     probe = next(iter(batches.val_dataloader()))
     before = mass_of_first_key(module, probe)
-    with fast_bf16():
-        trainer.fit(module.train(), batches)
-        trainer.limit_val_batches = 1.0
-        (metrics,) = trainer.validate(module, batches, verbose=False)
-    plugin = trainer.precision_plugin
-    layers = plugin.summary.layers if isinstance(plugin, FP8Precision) and plugin.summary else ()
-    ran = [layer.kind for layer in layers if layer.ran]
-    return {
-        "val_loss": metrics["val_loss"],
-        "losses": curve.losses,
-        "fp8_layers": len(ran) - ran.count(ATTENTION),
-        "fp8_attentions": ran.count(ATTENTION),
-        "first_key": {"before": before, "after": mass_of_first_key(module, probe)},
-    }
+    run = fitted(module.train(), batches, recipe, steps, attention=True, all_blocks=True)
+    return {**run, "first_key": {"before": before, "after": mass_of_first_key(module, probe)}}
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
+    from lightning_fp8.modules import (
+        DotProductAttention,
+        InferenceParams,
+        LayerNorm,
+        LayerNormLinear,
+        LayerNormMLP,
+        Linear,
+        MultiheadAttention,
+        RMSNorm,
+        RotaryPositionEmbedding,
+        TransformerLayer,
+    )
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
@@ -42,10 +53,16 @@ _HOMES = {
     "Float8CurrentScaling": "recipes",
     "Float8RowwiseScaling": "recipes",
     "Format": "formats",
+    "InferenceParams": "modules",
     "LayerNorm": "modules",
+    "LayerNormLinear": "modules",
+    "LayerNormMLP": "modules",
     "Linear": "modules",
     "MXFP8BlockScaling": "recipes",
+    "MultiheadAttention": "modules",
     "RMSNorm": "modules",
+    "RotaryPositionEmbedding": "modules",
+    "TransformerLayer": "modules",
     "convert_module": "convert.conversion",
     "export_te_state_dict": "checkpoint.export",
     "fp8_autocast": "autocast",
@@ -67,10 +84,16 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "InferenceParams",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
     "__version__",
     "convert_module",
     "export_te_state_dict",

@@ -114,7 +114,7 @@ ROOMS = {
     "ops": set(),
     "delayed": {"ops"},
     "functions": {"delayed", "ops"},
-    "autocast": {"delayed"},
+    "autocast": {"delayed", "functions"},
     "export": {"autocast", "delayed", "ops"},
     "modules": {"autocast", "delayed", "functions", "ops", "te"},
     "attention": {"autocast", "functions", "modules", "ops"},

@@ -135,20 +135,11 @@ def mask(
             attention_mask = None
     if band is None:
         return masking_utils.sdpa_mask(  # type: ignore[no-any-return]
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            use_vmap=use_vmap,
-            local_size=local_size,
-            device=device,
-            **kwargs,
-        )
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, local_size=local_size,
+            device=device, **kwargs,
+        )  # fmt: skip
     limited = (band.left is not None and band.left < kv_length - 1) or (band.right or 0) > 0
     if attention_mask is None and not limited:
         return None

@@ -12,13 +12,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from lightning_fp8 import ops
-from lightning_fp8.arguments import dtype_named, plain, require_bool, require_module
+from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.attention.attach import attach, detach
 from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
@@ -36,6 +34,8 @@ from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
+from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, weights_and_compute_dtypes
+from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
@@ -57,6 +57,8 @@ class FP8FabricPrecision(FabricPrecision):
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
         attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
+        cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter;
+            ``None`` does so where the Trainer accumulates gradients and no weight is sharded.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
@@ -75,31 +77,14 @@ class FP8FabricPrecision(FabricPrecision):
         skip: Sequence[str] = (),
         compute_dtype: torch.dtype | str | None = None,
         attention: bool = False,
+        cache_fp8_weights: bool | None = None,
     ) -> None:
-        weights: torch.dtype = dtype_named(weights_dtype)
-        compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
-        for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
-            if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
-                raise ValueError(
-                    f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}"
-                )
-        if weights != torch.float32 and compute != weights:
-            raise ValueError(
-                f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
-                "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
-            )
-        if weights != compute == torch.float16:
-            rank_zero_warn(
-                "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
-                "bfloat16, or scale the loss yourself"
-            )
+        self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         attention = plain(attention)
         require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
         if attention:
             self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
-        self.weights_dtype = weights
-        self.compute_dtype = compute
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
@@ -107,7 +92,8 @@ class FP8FabricPrecision(FabricPrecision):
             replace_layers,
             skip,
         )
-        self.precision = _precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
+        self.kept_weights = KeptWeights(cache_fp8_weights)
+        self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
         self._stepping = False
         self._observes = True
@@ -219,7 +205,7 @@ class FP8FabricPrecision(FabricPrecision):
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
-            stack.enter_context(fp8_context(FP8Context(self.recipe, observe=self._observes)))
+            stack.enter_context(fp8_context(self._context()))
             if isinstance(self.recipe, DelayedScaling):
                 for history in self.histories.values():
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
@@ -230,15 +216,16 @@ class FP8FabricPrecision(FabricPrecision):
                     history.wait()
             yield
 
+    def _context(self) -> FP8Context:
+        return FP8Context(self.recipe, observe=self._observes, weight_period=self.kept_weights.period)
+
     @override
     def convert_input(self, data: Any) -> Any:
-        return apply_to_collection(data, function=_cast_floating_point, dtype=Tensor, dtype_to=self.weights_dtype)
+        return cast_floating_point(data, self.weights_dtype)
 
     @override
     def convert_output(self, data: Any) -> Any:
-        return apply_to_collection(
-            data, function=_cast_floating_point, dtype=Tensor, dtype_to=torch.get_default_dtype()
-        )
+        return cast_floating_point(data, torch.get_default_dtype())
 
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
@@ -338,13 +325,3 @@ class FP8FabricPrecision(FabricPrecision):
                     (rank_zero_warn if foreign else rank_zero_info)(
                         f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
                     )
-
-
-def _precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
-    """Lightning's name for what the rest of the model runs in; its summaries and monitors know these."""
-    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
-    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
-
-
-def _cast_floating_point(tensor: Tensor, dtype_to: torch.dtype) -> Tensor:
-    return tensor.to(dtype_to) if tensor.is_floating_point() else tensor

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lightning_fp8.attention import attach
 
@@ -14,3 +16,12 @@ def no_other_models() -> None:
     for model in list(attach._prepared):
         attach.detach(model)
         del attach._prepared[model]
+
+
+@pytest.fixture
+def nothing_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Dynamo compiled for other tests, and which attentions it traced, counts neither here nor there."""
+    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

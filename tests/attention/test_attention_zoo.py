@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -128,15 +127,7 @@ def test_models_train_and_resume(name: str, tmp_path: Any) -> None:
             assert equal_weights(resumed, module)
 
 
-@pytest.fixture
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lightning_fp8.attention.owners._traced", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("nothing_traced")
 def test_compiled_blocks_change_nothing() -> None:
     """Of a decoder with cross attention."""
     losses = []

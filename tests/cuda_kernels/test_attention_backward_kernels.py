@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,20 +18,14 @@ from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.attention import Codes
 from tests.cuda_kernels.attention_backward_cases import CASES, CAUSAL, OnDevice, Problem, error, given, with_results
-from tests.cuda_kernels.emulated import Emulator, compiled, executing, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, compiled, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 from tests.machine_code import sass
+from tests.machine_code.compiled import code_of
 
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 SMALL = Problem((200,), (200,), 4, 2, band=CAUSAL, out="bfloat16")
 """Of a kernel that the cases have, too."""
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 def gradients(on: OnDevice) -> tuple[torch.Tensor, ...]:
@@ -109,10 +102,6 @@ def test_rows_that_lie_anywhere(emulator: Emulator) -> None:
 
 
 # --- Machine code -----------------------------------------------------------------------------------------------------
-
-
-def code_of(kernel: Kernel) -> list[sass.Instruction]:
-    return sass.parsed(sass.disassembled(compiled(kernel, "90a")[1]))
 
 
 WIDTHS = (64, 96, 128)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,19 +14,13 @@ from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunc
 from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.attention_kernel_cases import CASES, CAUSAL, check_forward
-from tests.cuda_kernels.emulated import Emulator, compiled, executing, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, compiled, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 from tests.machine_code import sass
+from tests.machine_code.compiled import code_of
 
 FORWARD = [case for case in CASES if case.name.startswith("attention_forward")]
 KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of(case.run)}
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    with executing(emulator):
-        yield emulator
 
 
 @needs_compilers
@@ -79,10 +72,6 @@ def test_channels_that_no_kernel_is_for() -> None:
 
 
 # --- Machine code -----------------------------------------------------------------------------------------------------
-
-
-def code_of(kernel: Kernel) -> list[sass.Instruction]:
-    return sass.parsed(sass.disassembled(compiled(kernel, "90a")[1]))
 
 
 SPECS = [AttentionSpec(channels, out) for channels in (64, 96, 128, 256) for out in ("bfloat16", "float32")]

@@ -6,11 +6,8 @@ import pytest
 
 from cuda_kernels.host.launch import Kernel
 from tests.machine_code import sass
-from tests.machine_code.test_compiled_kernels import PRODUCTS, compiled, variants
-
-
-def code_of(kernel: Kernel, arch: str) -> list[sass.Instruction]:
-    return sass.parsed(sass.disassembled(compiled(kernel, arch)[1]))
+from tests.machine_code.compiled import code_of
+from tests.machine_code.test_compiled_kernels import PRODUCTS, variants
 
 
 @pytest.mark.parametrize(("kernel", "arch"), variants())

@@ -192,11 +192,11 @@ def test_an_address_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_cuda_device", lambda device: True)
     checked = CheckedAddresses(torch.device("cpu"))
     checked.keep(5, 7)
-    assert checked.known == {0, 5, 7}
+    assert checked == {0, 5, 7}
     monkeypatch.setattr(launch, "is_cuda_device", lambda device: False)
     checked = CheckedAddresses(torch.device("cpu"))
     checked.keep(X)
-    assert checked.known == {0}
+    assert checked == {0}
 
 
 PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
 from lightning_fp8.ops.quantize.launches import (
     CastVariant,
-    VariantKey,
     cast_launches,
     cast_variant,
     overflow_counts_key,
@@ -56,10 +56,10 @@ def activation_backward_quantize(
     overflow_counts: Tensor | None = None,
 ) -> Results:
     """See :mod:`lightning_fp8.ops.activation.schema`."""
-    counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
-    variant_key = config, scale is not None, amax is not None, counts_key
-    run = _backward_plan(x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), variant_key)
-    return run(dy, x, config, (scale, amax, overflow_counts))
+    return _backward_plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), config, scale is not None,
+        amax is not None, None if overflow_counts is None else overflow_counts_key(overflow_counts),
+    )(dy, x, config, (scale, amax, overflow_counts))  # fmt: skip
 
 
 class ActivationBackwardLaunches:
@@ -100,11 +100,11 @@ class ActivationBackwardLaunches:
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
 def _backward_plan(
-    device: torch.device, x_key: PlainKey, dy_key: PlainKey, variant_key: VariantKey
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, config: str, *given: Any
 ) -> Callable[..., Results]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
-    variant = cast_variant(device, variant_key)
-    options = parse_activation_config(variant_key[0])
+    variant = cast_variant(device, config, *given)
+    options = parse_activation_config(config)
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):

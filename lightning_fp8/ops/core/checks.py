@@ -64,18 +64,17 @@ def require_contiguous(name: str, tensor: Tensor | None) -> None:
         raise ValueError(f"{name} of strides {tensor.stride()} must be contiguous; pass {name}.contiguous()")
 
 
-class CheckedAddresses:
-    """Addresses of tensors that passed their checks, which are not checked again.
+class CheckedAddresses(set[object]):
+    """Addresses of tensors that passed their checks, which are not checked again; and 0, which stands for no tensor.
 
-    Attributes:
-        known: those addresses, and 0, which stands for no tensor; only 0 where launches take tensors themselves.
+    Only 0 is among them where launches take tensors themselves.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__((0,))
         self._is_cuda = launch.is_cuda_device(device)
-        self.known: set[object] = {0}
 
     def keep(self, *addresses: object) -> None:
         """Remember addresses, if there is room."""
-        if self._is_cuda and len(self.known) < MAX_ADDRESSES:
-            self.known.update(addresses)
+        if self._is_cuda and len(self) < MAX_ADDRESSES:
+            self.update(addresses)

@@ -25,6 +25,9 @@ Op = Callable[..., Any]
 MAX_PLANS = 4096
 """Plans that are kept of each op: one for every key of a model's tensors."""
 
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Gives the index of the current CUDA device, without a frame of Python where torch has CUDA; it is initialized."""
+
 _without_kernels: set[torch.device] = set()
 _warned: set[tuple[torch.device, str]] = set()
 _plan_caches: list[Any] = []
@@ -42,11 +45,6 @@ def check_not_empty(shape: Sequence[int]) -> None:
     """
     if 0 in shape:
         raise EmptyTensor
-
-
-def current_device() -> int:
-    """The index of the current CUDA device, faster than ``torch.cuda.current_device``; CUDA is initialized."""
-    return torch._C._cuda_getDevice()
 
 
 def planned(

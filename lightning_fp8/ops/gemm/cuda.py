@@ -38,13 +38,12 @@ def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor 
         return out
     bias = None if bias is None else bias.contiguous()
     (data_a, scale_a), (data_b, scale_b) = a, b
-    run = _plan(
+    return _plan(
         data_a.device, data_a.is_cuda and current_device(),
         operand_key(data_a, scale_a), operand_key(data_b, scale_b), config,
         None if bias is None else key_and_device(bias), None if out is None else key_and_device(out),
         None if amax is None else memoryless_key(amax),
-    )  # fmt: skip
-    return run(a, b, config, bias, amax, out)
+    )(a, b, config, bias, amax, out)  # fmt: skip
 
 
 def _plan_gemm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
 from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
-from lightning_fp8.ops.quantize.launches import VariantKey, cast_variant, overflow_counts_key
+from lightning_fp8.ops.quantize.launches import cast_variant, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import implement_cast
 
@@ -34,14 +35,12 @@ def norm_quantize(
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-    parameters_address = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-    counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
-    variant_key = config, scale is not None, amax is not None, counts_key
-    run = _plan(
-        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype, parameters_address % ALIGNMENT,
-        bias is not None, variant_key,
-    )  # fmt: skip
-    return run(x, weight, bias, config, (scale, amax, overflow_counts))
+    return _plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype,
+        (weight.data_ptr() | (0 if bias is None else bias.data_ptr())) % ALIGNMENT, bias is not None,
+        config, scale is not None, amax is not None,
+        None if overflow_counts is None else overflow_counts_key(overflow_counts),
+    )(x, weight, bias, config, (scale, amax, overflow_counts))  # fmt: skip
 
 
 @planned(fallback=with_kernel_strides(reference.normalize))
@@ -51,18 +50,19 @@ def _plan(
     weight_dtype: torch.dtype,
     parameters_address: int,
     has_bias: bool,
-    variant_key: VariantKey,
+    config: str,
+    *given: Any,
 ) -> Callable[..., Results]:
     """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
     x = TensorKey(*x_key, device)
     x = x._replace(address=x.address | parameters_address)
     weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
     check_parameters(x.shape[1:], device, weight)
-    variant = cast_variant(device, variant_key)
+    variant = cast_variant(device, config, *given)
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
         return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
-    norm, cast = parse_norm_config(variant_key[0]), variant.options
+    norm, cast = parse_norm_config(config), variant.options
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None

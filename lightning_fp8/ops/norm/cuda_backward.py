@@ -29,11 +29,10 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, nor
     """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous():
         weight = weight.contiguous()
-    op = _plan(
+    return _plan(
         x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
         weight.data_ptr() % ALIGNMENT, norm,
-    )  # fmt: skip
-    return op(dy, x, weight, statistics, norm)
+    )(dy, x, weight, statistics, norm)  # fmt: skip
 
 
 class NormBackwardLaunches:
@@ -69,7 +68,7 @@ class NormBackwardLaunches:
         sums = self._sums
         x_stride, dy_stride = self._strides
         weight_ptr, statistics_ptr = pointers = pointer(weight), pointer(statistics)
-        if pointers not in self._checked.known:
+        if pointers not in self._checked:
             check_parameters(x.shape[1:], self._device, weight)
             require_contiguous("statistics", statistics)
             require("statistics", statistics, torch.float32, self._statistics_shape, self._device)

@@ -49,7 +49,7 @@ class NormLaunches:
             pointer(weight), 0 if bias is None else pointer(bias), 0 if scale is None else pointer(scale),
             0 if amax is None else pointer(amax),
         )  # fmt: skip
-        if pointers not in self._checked.known:
+        if pointers not in self._checked:
             check_parameters(self._parameter_shape, self._device, weight, bias)
             check_cast_io(self._device, (scale, amax, None))
             self._checked.keep(pointers)

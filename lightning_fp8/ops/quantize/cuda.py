@@ -6,6 +6,7 @@ Nothing here waits for the device: kernels ask whether a given scale is 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device,
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.launches import VariantKey, cast_launches, cast_variant, num_blocks, overflow_counts_key
+from lightning_fp8.ops.quantize.launches import cast_launches, cast_variant, num_blocks, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
 from lightning_fp8.ops.quantize.schema import check_cast_io, implement_cast
 
@@ -38,14 +39,14 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: PlainKey, variant_key: VariantKey) -> Op:
+    def plan(device: torch.device, x_key: PlainKey, config: str, *given: Any) -> Op:
         x = TensorKey(*x_key, device)
-        variant = cast_variant(device, variant_key)
-        options, text = variant.options, variant_key[0]
+        variant = cast_variant(device, config, *given)
+        options = variant.options
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
             return lambda x, config, io: op(x.contiguous(), config, *io)
-        loader, wide, columns = loaders(text, x)
+        loader, wide, columns = loaders(config, x)
         # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
         narrow = options.columnwise or options.layout.block == (1, 128)
         amax_loader = wide or loader if options.layout.has_one_scale else loader
@@ -59,10 +60,10 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
         x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None,
         overflow_counts: Tensor | None = None,
     ) -> Outputs:  # fmt: skip
-        counts_key = None if overflow_counts is None else overflow_counts_key(overflow_counts)
-        variant_key = config, scale is not None, amax is not None, counts_key
-        run = plan(x.device, x.is_cuda and current_device(), tensor_key(x), variant_key)
-        return run(x, config, (scale, amax, overflow_counts))
+        return plan(
+            x.device, x.is_cuda and current_device(), tensor_key(x), config, scale is not None, amax is not None,
+            None if overflow_counts is None else overflow_counts_key(overflow_counts),
+        )(x, config, (scale, amax, overflow_counts))  # fmt: skip
 
     return op
 
@@ -101,11 +102,10 @@ def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Te
     pointer = launch.address_on(device)
     stride = key_of_x.stride
     checked = CheckedAddresses(device)
-    known = checked.known
 
     def op(x: Tensor, amax: Tensor) -> None:
         amax_ptr = pointer(amax)
-        if amax_ptr not in known:
+        if amax_ptr not in checked:
             check_cast_io(device, (None, amax, None))
             checked.keep(amax_ptr)
         start(pointer(x), stride, 0, amax_ptr)

@@ -53,12 +53,8 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.options.scale_is_nonzero
 
 
-VariantKey = tuple[str, bool, bool, "KeyAndDevice | None"]
-"""The text of a cast's config, whether ``scale`` and ``amax`` are given, and the key of ``overflow_counts``."""
-
-
 def overflow_counts_key(overflow_counts: Tensor) -> KeyAndDevice:
-    """Make the last part of a :data:`VariantKey`.
+    """Make the key of ``overflow_counts`` for :func:`cast_variant`.
 
     Raises:
         ValueError: ``overflow_counts`` are not contiguous.
@@ -67,13 +63,17 @@ def overflow_counts_key(overflow_counts: Tensor) -> KeyAndDevice:
     return memoryless_key(overflow_counts)
 
 
-def cast_variant(device: torch.device, key: VariantKey) -> CastVariant:
-    """Make a cast's variant of its key.
+def cast_variant(
+    device: torch.device, config: str, has_scale: bool, has_amax: bool, overflow_counts: KeyAndDevice | None
+) -> CastVariant:
+    """Make a cast's variant of what its plan is kept by: planners get the last three as ``*given``.
+
+    Args:
+        overflow_counts: their key, if they are given.
 
     Raises:
         TypeError, ValueError: ``overflow_counts`` have another dtype, shape or device; ``config`` has another form.
     """
-    config, has_scale, has_amax, overflow_counts = key
     check_overflow_counts(device, None if overflow_counts is None else TensorKey(*overflow_counts))
     return CastVariant(parse_quantize_config(config), has_scale, has_amax, overflow_counts is not None)
 
@@ -145,23 +145,22 @@ class TensorCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        known = self._checked.known
-        find_amax = self._find_amax
+        checked = self._checked
         scale, amax, overflow_counts = io
         scale_ptr = 0 if scale is None else pointer(scale)
         amax_ptr = 0 if amax is None else pointer(amax)
-        if scale_ptr not in known or amax_ptr not in known:
+        if scale_ptr not in checked or amax_ptr not in checked:
             check_cast_io(self.device, (scale, amax, None))
-            self._checked.keep(scale_ptr, amax_ptr)
+            checked.keep(scale_ptr, amax_ptr)
         outputs = data, scale_inv, data_t, _ = self.outputs.allocate()
         block_amax_ptr: Argument = 0
-        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
-        if find_amax is not None:
+        if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = pointer(block_amaxes)
-            find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
+            self._find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
         self._store(
-            *(store_args or loader_args), scale_ptr, block_amax_ptr, amax_ptr, overflow_ptr,
+            *(store_args or loader_args), scale_ptr, block_amax_ptr, amax_ptr,
+            0 if overflow_counts is None else pointer(overflow_counts),
             pointer(data), pointer(scale_inv), pointer(data_t),
         )  # fmt: skip
         return outputs
@@ -183,16 +182,16 @@ class RowCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
+        _, _, overflow_counts = io
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         amaxes = self._allocate(*self._amaxes)
-        _, _, overflow_counts = io
-        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
         row_amax_ptr = pointer(amaxes)
         col_amax_ptr = amaxes.data_ptr() + self._column_offset
         self._zero(row_amax_ptr)
         self._find_amaxes(*loader_args, row_amax_ptr, col_amax_ptr)
         self._store(
-            *(store_args or loader_args), row_amax_ptr, col_amax_ptr, overflow_ptr,
+            *(store_args or loader_args), row_amax_ptr, col_amax_ptr,
+            0 if overflow_counts is None else pointer(overflow_counts),
             pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
         )  # fmt: skip
         return outputs
@@ -212,10 +211,9 @@ class BlockCast(CastLaunches):
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
         _, _, overflow_counts = io
-        overflow_ptr = 0 if overflow_counts is None else pointer(overflow_counts)
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         self._store(
-            *(store_args or loader_args), overflow_ptr,
+            *(store_args or loader_args), 0 if overflow_counts is None else pointer(overflow_counts),
             pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
         )  # fmt: skip
         return outputs

@@ -34,11 +34,10 @@ def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algo
     start = launch.Launch(kernel, ceil_div(n, COLUMNS), (2.0**-margin, length, n), device).start
     pointer = launch.address_on(device)
     checked = CheckedAddresses(device)
-    known = checked.known
 
     def op(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, *options: object) -> None:
         pointers = pointer(amax), pointer(amax_history), pointer(scale), pointer(fp8_max)
-        if pointers not in known:
+        if pointers not in checked:
             check_update(amax, amax_history, scale, fp8_max)
             checked.keep(pointers)
         start(*pointers)

@@ -1,0 +1,54 @@
+"""The dtypes of parameters and activations: which go together, Lightning's name for them, and casts of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.arguments import dtype_named
+
+
+def weights_and_compute_dtypes(
+    weights_dtype: torch.dtype | str, compute_dtype: torch.dtype | str | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of parameters and of activations, given as such or by name; without ``compute_dtype`` the same.
+
+    Raises:
+        ValueError: a dtype that is not supported, or two that do not go together.
+    """
+    weights: torch.dtype = dtype_named(weights_dtype)
+    compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+    for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
+        if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
+            raise ValueError(f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
+    if weights != torch.float32 and compute != weights:
+        raise ValueError(
+            f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
+            "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
+        )
+    if weights != compute == torch.float16:
+        rank_zero_warn(
+            "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
+            "bfloat16, or scale the loss yourself"
+        )
+    return weights, compute
+
+
+def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
+    """Lightning's name for what the rest of the model runs in; its summaries and monitors know these."""
+    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
+    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
+
+
+def cast_floating_point(data: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(data, function=cast, dtype=Tensor)
