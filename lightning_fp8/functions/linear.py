@@ -61,17 +61,22 @@ def cast_args(role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwis
     }
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _quantize_input(
     x: Tensor, recipe: Recipe, slots: Slots, shared: InputCast | None, *, observe: bool, columnwise: bool
 ) -> Quantized:
-    """Cast ``x [R, K]``, as far as another layer's ``shared`` cast has not what this one multiplies."""
+    """Cast the rows of ``x [..., K]``, as far as a ``shared`` cast has not what this layer multiplies."""
     if shared is None:
+        x = _rows(x)
         return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
     lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
     made = None
     if lacks_rowwise or lacks_columnwise:
         made = quantize_role(
-            x,
+            _rows(x),
             Role.INPUT,
             recipe,
             slots,
@@ -108,8 +113,6 @@ class LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.x_shape = x.shape
         ctx.place_of_x = place_of_x
-        if x.dim() != 2:
-            x = x.reshape(-1, x.shape[-1])
         x8 = _quantize_input(x, recipe, slots, shared, observe=observe, columnwise=needs_wgrad)
         w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
         y = ops.scaled_mm(present(x8.rowwise), present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
