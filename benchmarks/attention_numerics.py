@@ -2,19 +2,24 @@
 
     python -m benchmarks.attention_numerics --json out.json             # trains a small GPT for its rows: ten minutes
     python -m benchmarks.attention_numerics --data gauss,sink           # drawn tensors only: a minute
+    python -m benchmarks.attention_numerics --masks causal,full         # without a mask, too
     python -m benchmarks.attention_numerics --data "late keys,value offset"     # what it is known to be bad at
     python -m benchmarks.attention_numerics --trained layers.pt         # keep what the training left, and reuse it
 
 CPU only. An error is ``|x - exact| / |exact|`` (Frobenius) of a head, root mean square over heads and layers, in
-percent; masks are causal. ``inputs alone`` is exact attention of the rounded inputs: what no scheme that casts them can
-avoid. Exits with 1 where FP8's error is above 1.35 times that (1.7 with the sink; the known limits have none). Of
-``late keys`` only the rows and keys before them are measured.
+percent. ``inputs alone`` is exact attention of the rounded inputs: what no scheme that casts them can avoid. Exits with
+1 where FP8's error is above 1.35 times that (1.7 with the sink; the known limits have none). Of ``late keys`` only the
+rows and keys before them are measured under a causal mask.
+
+What else is measured is what could have been: keys without a mean, without that of all of them (of the first 128 where
+later ones are hidden is the default), and O kept for the backward pass in E4M3, scaled by head and 128 rows as Q is.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -29,11 +34,11 @@ from torch import Tensor
 from benchmarks import attention_data, machine
 from benchmarks.attention_data import DRAWN, LATE, LIMITS, Inputs
 from benchmarks.files import write
-from lightning_fp8.ops.attention import Band, backward, cast, forward
+from lightning_fp8.ops.attention import Band, Codes, backward, cast, forward, rows_of_mean
 
 NAMES = ("O", "dQ", "dK", "dV")
 GPT = ("gpt middle", "gpt end")
-CAUSAL = Band(right=0)
+MASKS = {"causal": Band(right=0), "full": Band()}
 ALL_ROWS = slice(None)
 INPUTS, OURS = "inputs alone", "FP8"
 
@@ -41,36 +46,59 @@ Outcome = tuple[Tensor, ...]
 """O, dQ, dK, dV."""
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
-    """Causal attention and its gradients in float64, head by head: a long one's scores fill a gigabyte."""
-    heads = [_exact_head(*(x.double() for x in head)) for head in zip(*(x.flatten(0, 1) for x in (q, k, v, do)))]
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
+    """Attention and its gradients in float64, head by head: a long one's scores fill a gigabyte."""
+    by_head = zip(*(x.double().flatten(0, 1) for x in (q, k, v, do)))
+    heads = [_exact_head(*head, mask=mask) for head in by_head]
     return tuple(torch.stack(tensors).view(q.shape) for tensors in zip(*heads))
 
 
-def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
+def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, mask: str) -> Outcome:
     scale = q.shape[-1] ** -0.5
     p = (q @ k.mT).mul_(scale)
-    p.masked_fill_(torch.ones(p.shape, dtype=torch.bool).triu_(1), -math.inf)
+    if mask == "causal":
+        p.masked_fill_(torch.ones(p.shape, dtype=torch.bool).triu_(1), -math.inf)
     p = p.softmax(-1)
     o, dv = p @ v, p.mT @ do
     ds = p.mul_(do @ v.mT - (do * o).sum(-1, keepdim=True))
     return o, ds @ k * scale, ds.mT @ q * scale, dv
 
 
-def rounded_inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, centered: bool = True) -> Outcome:
-    return exact(cast(q).dequantize(), cast(k, centered).dequantize(), cast(v).dequantize(), cast(do).dequantize())
+def by_default(k: Tensor, mask: str) -> Codes:
+    """Keys as ``DotProductAttention`` casts them."""
+    return cast(k, centered=True, mean_rows=rows_of_mean(MASKS[mask]))
 
 
-def fp8(q: Tensor, k: Tensor, v: Tensor, do: Tensor, centered: bool = True) -> Outcome:
-    operands, scale = (cast(q), cast(k, centered), cast(v)), q.shape[-1] ** -0.5
-    o, m, l = forward(*operands, scale, CAUSAL, dtype=torch.float32)  # noqa: E741
-    return o, *backward(cast(do), *operands, o, m, l, scale, CAUSAL, dtype=torch.float32)
+def without_mean_of_all(k: Tensor, mask: str) -> Codes:
+    return cast(k, centered=True)
 
 
-def bf16(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Outcome:
+def as_they_are(k: Tensor, mask: str) -> Codes:
+    return cast(k)
+
+
+CastKeys = Callable[[Tensor, str], Codes]
+
+
+def rounded_inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str, keys: CastKeys = by_default) -> Outcome:
+    codes = cast(q), keys(k, mask), cast(v), cast(do)
+    q, k, v, do = (x.dequantize() for x in codes)
+    return exact(q, k, v, do, mask)
+
+
+def fp8(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str, keys: CastKeys = by_default, o_kept_in_fp8: bool = False
+) -> Outcome:
+    operands, scale, band = (cast(q), keys(k, mask), cast(v)), q.shape[-1] ** -0.5, MASKS[mask]
+    o, m, l = forward(*operands, scale, band, dtype=torch.float32)  # noqa: E741
+    kept = cast(o).dequantize() if o_kept_in_fp8 else o
+    return o, *backward(cast(do), *operands, kept, m, l, scale, band, dtype=torch.float32)
+
+
+def bf16(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
     """torch's own flash attention."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal")
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
 
@@ -78,18 +106,25 @@ SCHEMES: dict[str, Callable[..., Outcome]] = {
     "BF16": bf16,
     INPUTS: rounded_inputs,
     OURS: fp8,
-    "inputs alone, keys not centered": partial(rounded_inputs, centered=False),
-    "FP8, keys not centered": partial(fp8, centered=False),
+    "inputs alone, keys not centered": partial(rounded_inputs, keys=as_they_are),
+    "FP8, keys not centered": partial(fp8, keys=as_they_are),
+    "FP8, keys without the mean of all": partial(fp8, keys=without_mean_of_all),
+    "FP8, O kept in FP8": partial(fp8, o_kept_in_fp8=True),
 }
 
 
 def errors(
-    scheme: Callable[..., Outcome], layers: Iterable[Inputs], truths: Iterable[Outcome], rows: slice = ALL_ROWS
+    scheme: Callable[..., Outcome],
+    layers: Iterable[Inputs],
+    truths: Iterable[Outcome],
+    mask: str,
+    rows: slice = ALL_ROWS,
 ) -> list[float]:
     """Relative errors of :data:`NAMES` in ``rows``, which are keys in dK and dV."""
+    outcomes = (zip(scheme(*layer, mask), truth) for layer, truth in zip(layers, truths))
     squares = [
-        torch.stack([_error_of_heads(x[:, :, rows], y[:, :, rows]).square() for x, y in zip(scheme(*layer), truth)])
-        for layer, truth in zip(layers, truths)
+        torch.stack([_error_of_heads(x[:, :, rows], y[:, :, rows]).square() for x, y in outcome])
+        for outcome in outcomes
     ]
     return torch.cat(squares, 1).mean(1).sqrt().tolist()
 
@@ -99,11 +134,11 @@ def _error_of_heads(x: Tensor, truth: Tensor) -> Tensor:
     return difference / truth.flatten(0, 1).flatten(1).norm(dim=1)
 
 
-def measure(name: str, layers: list[Inputs]) -> dict[str, Any]:
-    """One set of data with every scheme, and FP8's error over that of its inputs."""
-    truths = [exact(*layer) for layer in layers]
-    rows = slice(-LATE) if name == "late keys" else ALL_ROWS
-    found = {scheme: errors(function, layers, truths, rows) for scheme, function in SCHEMES.items()}
+def measure(name: str, layers: list[Inputs], mask: str = "causal") -> dict[str, Any]:
+    """One set of data under a mask with every scheme, and FP8's error over that of its inputs."""
+    truths = [exact(*layer, mask) for layer in layers]
+    rows = slice(-LATE) if (name, mask) == ("late keys", "causal") else ALL_ROWS
+    found = {scheme: errors(function, layers, truths, mask, rows) for scheme, function in SCHEMES.items()}
     limit = None if name in LIMITS else 1.7 if name == "sink" else 1.35
     ratios = [ours / least for ours, least in zip(found[OURS], found[INPUTS])]
     percent = {scheme: {what: round(100 * e, 3) for what, e in zip(NAMES, row)} for scheme, row in found.items()}
@@ -111,6 +146,7 @@ def measure(name: str, layers: list[Inputs]) -> dict[str, Any]:
     ratio = {what: round(value, 3) for what, value in zip(NAMES, ratios)}
     return {
         "data": name,
+        "mask": mask,
         "shape": shape,
         "percent": percent,
         "ratio": ratio,
@@ -122,12 +158,13 @@ def measure(name: str, layers: list[Inputs]) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: percent of O, dQ, dK, dV."""
     lines = [
-        f"| data | {' | '.join(SCHEMES)} | FP8 / inputs alone |",
-        "|---" * (len(SCHEMES) + 2) + "|",
+        f"| data | mask | {' | '.join(SCHEMES)} | FP8 / inputs alone |",
+        "|---" * (len(SCHEMES) + 3) + "|",
     ]
     for result in results:
         cells = [" ".join(f"{value:.2f}" for value in result["percent"][scheme].values()) for scheme in SCHEMES]
-        lines.append(f"| {result['data']} | {' | '.join(cells)} | {' '.join(map(str, result['ratio'].values()))} |")
+        ratios = " ".join(map(str, result["ratio"].values()))
+        lines.append(f"| {result['data']} | {result['mask']} | {' | '.join(cells)} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -136,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     drawn = {**DRAWN, **LIMITS}
     known = (*drawn, *GPT)
     parser.add_argument("--data", default=",".join(known), help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--masks", default="causal", help=f"of {', '.join(MASKS)}; default: causal")
     parser.add_argument("--steps", type=int, default=500, help="of the GPT's training; default: 500")
     parser.add_argument("--trained", type=Path, help="file for the GPT's tensors: read if it is there, else written")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -144,10 +182,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         if name not in known:
             parser.error(f"--data {name!r} is not one of {', '.join(known)}")
+    masks = args.masks.split(",")
+    for mask in masks:
+        if mask not in MASKS:
+            parser.error(f"--masks {mask!r} is not one of {', '.join(MASKS)}")
     layers = _trained(args.steps, args.trained) if set(names) & set(GPT) else {}
     results = []
-    for name in names:
-        results.append(measure(name, layers[name] if name in GPT else [drawn[name]()]))
+    for name, mask in itertools.product(names, masks):
+        results.append(measure(name, layers[name] if name in GPT else [drawn[name]()], mask))
         print(table(results[-1:]).splitlines()[-1], flush=True)
     print(f"\n{table(results)}")
     if args.json:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.attention import cast
+from lightning_fp8.ops.attention import Band, cast, rows_of_mean
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMES = {FORWARD: ("O",), BACKWARD: ("dQ", "dK", "dV")}
@@ -90,7 +90,8 @@ class Exam:
         self._sharing = problem.sharing
         counts = problem.sharing, 1, 1, problem.sharing
         heads = Inputs(*(self._last(x, count) for x, count in zip(given, counts)))
-        codes = (cast(x[None], centered=x is heads.k) for x in heads)
+        mean_rows = rows_of_mean(Band(right=0 if problem.causal else None))
+        codes = (cast(x[None], x is heads.k, mean_rows=mean_rows) for x in heads)
         self._given = exact(heads, problem.causal)
         self._rounded = exact(Inputs(*(x.dequantize()[0] for x in codes)), problem.causal)
 

@@ -3,10 +3,12 @@
     python examples/train_gpt.py                          # FP8, delayed scaling
     python examples/train_gpt.py --recipe blockwise       # another recipe
     python examples/train_gpt.py --recipe bf16            # the baseline
+    python examples/train_gpt.py --modules                # of lightning_fp8.TransformerLayers
     STEPS=20 python examples/train_gpt.py                 # a look at it, as --steps 20
     lightning-fp8 fit --config configs/delayed.yaml       # the same from YAML
 
-The model is a small Llama: RMSNorm, rotary embeddings, causal attention, SwiGLU. Nothing in it knows about FP8.
+The model is a small Llama: RMSNorm, rotary embeddings, causal attention, SwiGLU. Nothing in it knows about FP8; with
+``--modules`` its blocks are ``lightning_fp8.TransformerLayer``s, the same but for the norms' epsilon.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8 import FP8Callback, FP8Precision, TransformerLayer
 from lightning_fp8.recipes import RECIPES
 
 BYTES = 256
@@ -99,8 +101,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [batch, head, time, channel]
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -128,9 +131,31 @@ class Block(nn.Module):
         self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
         self.mlp_norm, self.mlp = nn.RMSNorm(width), SwiGLU(width, 4 * width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angle)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class ModuleBlock(TransformerLayer):
+    """:class:`Block` in one module."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(
+            width,
+            4 * width,
+            heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attn_input_format="bshd",
+        )
+
+    def forward(self, x: Tensor, angle: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, rotary_pos_emb=torch.cat([angle, angle], 1)[:, None, None])
 
 
 class GPT(L.LightningModule):
@@ -141,18 +166,21 @@ class GPT(L.LightningModule):
         depth: blocks.
         heads: attention heads.
         lr: peak learning rate of AdamW; warms up, then falls to a fiftieth along a cosine.
+        modules: blocks are of ``lightning_fp8.TransformerLayer``.
     """
 
-    def __init__(self, width: int = 256, depth: int = 6, heads: int = 4, lr: float = 1e-3) -> None:
+    def __init__(
+        self, width: int = 256, depth: int = 6, heads: int = 4, lr: float = 1e-3, modules: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList((ModuleBlock if modules else Block)(width, heads) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:  # the branches that are added up start smaller
-                residual = name.endswith(("out.weight", "down.weight"))
+                residual = name.endswith(("out.weight", "down.weight", "proj.weight", "fc2_weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
         self.val_loss = MeanMetric()
 
@@ -162,9 +190,8 @@ class GPT(L.LightningModule):
         channels = self.hparams["width"] // self.hparams["heads"] // 2
         frequency = 10_000.0 ** (-torch.arange(channels, dtype=torch.float32, device=x.device) / channels)
         angle = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float32, device=x.device), frequency)
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, angle)
         return self.head(self.norm(x))
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -234,6 +261,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modules", action="store_true", help="blocks of lightning_fp8.TransformerLayer")
     args = parser.parse_args()
 
     L.seed_everything(args.seed)
@@ -247,7 +275,7 @@ def main() -> None:
         callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5), *([] if in_bf16 else [FP8Callback()])],
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=args.recipe)]}),
     )
-    model = GPT(width=args.width, depth=args.depth)
+    model = GPT(width=args.width, depth=args.depth, modules=args.modules)
     trainer.fit(model, StdlibBytes(batch_size=args.batch_size, seed=args.seed))
 
     print("\nvalidation:", {name: round(value.item(), 4) for name, value in trainer.callback_metrics.items()})

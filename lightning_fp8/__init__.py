@@ -17,8 +17,20 @@ if TYPE_CHECKING:
     from lightning_fp8.checkpoint.export import export_te_state_dict
     from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
+    from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import DotProductAttention, LayerNorm, Linear, RMSNorm
+    from lightning_fp8.modules import (
+        DotProductAttention,
+        InferenceParams,
+        LayerNorm,
+        LayerNormLinear,
+        LayerNormMLP,
+        Linear,
+        MultiheadAttention,
+        RMSNorm,
+        RotaryPositionEmbedding,
+        TransformerLayer,
+    )
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
@@ -41,10 +53,16 @@ _HOMES = {
     "Float8CurrentScaling": "recipes",
     "Float8RowwiseScaling": "recipes",
     "Format": "formats",
+    "InferenceParams": "modules",
     "LayerNorm": "modules",
+    "LayerNormLinear": "modules",
+    "LayerNormMLP": "modules",
     "Linear": "modules",
     "MXFP8BlockScaling": "recipes",
+    "MultiheadAttention": "modules",
     "RMSNorm": "modules",
+    "RotaryPositionEmbedding": "modules",
+    "TransformerLayer": "modules",
     "convert_module": "convert.conversion",
     "export_te_state_dict": "checkpoint.export",
     "fp8_autocast": "autocast",
@@ -52,6 +70,7 @@ _HOMES = {
     "load_fp8_state_dict": "modules.state",
     "load_te_state_dict": "checkpoint.load",
     "make_recipe": "recipes",
+    "onnx_export": "export.context",
 }
 """Where each public name lives."""
 
@@ -65,10 +84,16 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "InferenceParams",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
     "__version__",
     "convert_module",
     "export_te_state_dict",
@@ -77,6 +102,7 @@ __all__ = [
     "load_fp8_state_dict",
     "load_te_state_dict",
     "make_recipe",
+    "onnx_export",
 ]
 
 

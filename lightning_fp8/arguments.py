@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,150 @@ def require_number(name: str, value: Any, largest: float) -> None:
         raise TypeError(f"{name}={value!r} must be a number of at least 0, for example 1e-5")
     if not 0 <= value <= largest:
         raise ValueError(f"{name}={value!r} must be a finite number of at least 0 and at most {largest:.3g}")
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raises:
+    ValueError: ``value`` is no positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def require_init_method(name: str, value: Any) -> None:
+    """Raises:
+    TypeError: ``value`` is neither a function nor None.
+    """
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}={value!r} must be a function that fills a tensor in place, or None")
+
+
+def one_of(name: str, value: Any, known: Collection[str]) -> str:
+    """Raises:
+    ValueError: another value.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+    return str(value)
+
+
+def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
+    """Rows of each part of ``parameters_split``, in order.
+
+    Names lose the underscores at their ends, which ``_weight`` brings.
+
+    Raises:
+        TypeError: neither a sequence of names nor a mapping of names to rows.
+        ValueError: parts that are empty, have one name, or do not add up to ``out_features``.
+    """
+    split: Any = parameters_split
+    if isinstance(split, str) or not isinstance(split, (Sequence, Mapping)) or not all(map(_is_name, split)):
+        raise TypeError(
+            f"parameters_split={split!r} must be a sequence of names or a mapping of name to rows; names have no dots"
+        )
+    if not split:
+        raise ValueError("parameters_split is empty; name at least one part, or pass None")
+    names = [name.rstrip("_") for name in split]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"parameters_split names {twice} more than once; give each part a name of its own")
+    if isinstance(split, Mapping):
+        sizes = list(split.values())
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise ValueError(f"parameters_split={dict(split)} must give each part a positive number of rows")
+        if sum(sizes) != out_features:
+            raise ValueError(f"parameters_split={dict(split)} must sum to out_features={out_features}")
+        return dict(zip(names, sizes))
+    if out_features % len(names):
+        raise ValueError(f"out_features={out_features} does not divide into {len(names)} equal parts")
+    return dict.fromkeys(names, out_features // len(names))
+
+
+def refuse_what_is_not_here(asked: Mapping[str, Any], instead: Mapping[str, str]) -> None:
+    """Raises:
+    NotImplementedError: an argument asks for something; None, False and 1 do not. ``instead`` says the way out.
+    """
+    for name, value in asked.items():
+        if not (value is None or value is False or (type(value) is int and value == 1)):
+            raise NotImplementedError(f"{name}={value!r} is not here: {instead[name]}")
+
+
+class ParallelArguments(TypedDict, total=False):
+    """Transformer Engine's arguments of tensor and sequence parallelism, and of what overlaps with it.
+
+    A layer takes them at their defaults. ``get_rng_state_tracker`` gives the tracker whose state is forked, under
+    ``rng_tracker_name``, while weights are initialized; ``ub_name`` and ``name`` are labels without effect.
+    """
+
+    sequence_parallel: bool
+    tp_group: Any
+    tp_size: int
+    parallel_mode: str | None
+    set_parallel_mode: bool
+    get_rng_state_tracker: Callable[[], Any] | None
+    rng_tracker_name: str | None
+    return_layernorm_output_gathered: bool
+    ub_bulk_wgrad: bool
+    ub_bulk_dgrad: bool
+    ub_overlap_ag: bool
+    ub_overlap_rs: bool
+    ub_overlap_rs_dgrad: bool
+    ub_name: str | None
+    delay_wgrad_compute: bool
+    symmetric_ar_type: str | None
+    save_original_input: bool
+    name: str | None
+
+
+_NO_TENSOR_PARALLELISM = "layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"
+_NO_OVERLAP = "no communication to overlap with: layers are not tensor-parallel; leave it out"
+
+_INSTEAD_OF_PARALLEL = {
+    **dict.fromkeys(
+        (
+            "sequence_parallel",
+            "tp_group",
+            "tp_size",
+            "parallel_mode",
+            "set_parallel_mode",
+            "symmetric_ar_type",
+            "return_layernorm_output_gathered",
+        ),
+        _NO_TENSOR_PARALLELISM,
+    ),
+    **dict.fromkeys([each for each in ParallelArguments.__annotations__ if each.startswith("ub_")], _NO_OVERLAP),
+    "delay_wgrad_compute": "backward computes the weight's gradient at once; leave it out",
+    "save_original_input": "backward keeps the FP8 copy; leave it out",
+}
+_REMOVED = {
+    "skip_weight_param_allocation": "a layer has its own weight",
+    "attention_softmax_in_fp32": "softmax is computed in float32",
+    "apply_query_key_layer_scaling": "scores are scaled once, in float32",
+}
+_OF_NO_EFFECT = ("get_rng_state_tracker", "rng_tracker_name", "ub_name", "name")
+
+
+def refuse_parallel(layer: str, arguments: ParallelArguments) -> None:
+    """Check that the parallel arguments of the layer called ``layer`` ask for nothing that is not here.
+
+    Raises:
+        TypeError: an argument that Transformer Engine does not have, or has removed.
+        NotImplementedError: tensor or sequence parallelism, or what comes with it, is asked for.
+    """
+    for name in [name for name in arguments if name in _REMOVED]:
+        raise TypeError(f"{layer}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
+    if unknown := [name for name in arguments if name not in ParallelArguments.__annotations__]:
+        raise TypeError(f"{layer} got an unexpected keyword argument {unknown[0]!r}")
+    asked = {name: value for name, value in arguments.items() if name not in _OF_NO_EFFECT}
+    refuse_what_is_not_here(asked, _INSTEAD_OF_PARALLEL)
+
+
+def initialization_rng(arguments: ParallelArguments) -> AbstractContextManager[Any]:
+    """The context in which weights are initialized: Megatron's ``get_rng_state_tracker().fork()`` where it is given."""
+    tracker, name = arguments.get("get_rng_state_tracker"), arguments.get("rng_tracker_name")
+    if tracker is None:
+        return nullcontext()
+    fork: AbstractContextManager[Any] = tracker().fork() if name is None else tracker().fork(name)
+    return fork
 
 
 def require_module(function: str, model: Any) -> None:
@@ -141,3 +286,7 @@ def _instead_of(value: Any) -> str:
 
 def _has_tangent(tensor: Tensor | None) -> bool:
     return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.strip("_") != "" and "." not in name

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.delayed.instances import any_history
 from lightning_fp8.delayed.reduce_and_update import update_without_plugin
+from lightning_fp8.functions.shared_input import forget_inputs
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
@@ -28,6 +29,8 @@ class FP8Context:
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
         observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
+        weight_period: layers keep the FP8 copies of their weights through all regions of one number, until an
+            optimizer steps; None keeps nothing.
     """
 
     recipe: Recipe
@@ -35,6 +38,7 @@ class FP8Context:
     calibrating: bool = False
     group: dist.ProcessGroup | None = None
     observe: bool = True
+    weight_period: int | None = None
 
     @property
     def attention(self) -> bool:
@@ -80,9 +84,11 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
     active = context.enabled or context.calibrating
     _thread.context = context
     _thread.active_regions += active
+    forget_inputs()
     try:
         yield
     finally:
+        forget_inputs()
         _thread.context = previous
         _thread.active_regions -= active
 

@@ -14,6 +14,11 @@ def clean_name(name: str) -> str:
     return name
 
 
+def gemm_name(module: str, gemm: str) -> str:
+    """The name of one GEMM of the module called ``module``: ``layers.0.mlp.fc1``; the module's own where it has one."""
+    return f"{module}.{gemm}".strip(".")
+
+
 def row_name(module: str, role: Role) -> str:
-    """The name of the row of ``role`` in the module called ``module``: ``layers.0.fc1.input``."""
+    """The name of the row of ``role`` in the module, or its GEMM, called ``module``: ``layers.0.fc1.input``."""
     return f"{module}.{role.value}" if module else role.value

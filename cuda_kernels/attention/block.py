@@ -1,7 +1,4 @@
-"""What blocks of attention's Hopper kernels have in common: threads and registers, shared memory, rings of copies.
-
-Of a block's three warpgroups two multiply, and of the third one a thread copies with TMA.
-"""
+"""Shared memory of a block of attention's Hopper kernels: its buffers, and rings of stages that TMA fills."""
 
 from __future__ import annotations
 
@@ -9,24 +6,13 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.device.language import cuda, device
-from cuda_kernels.device.sm90 import (
-    mbarrier_arrive_expect_tx,
-    mbarrier_init,
-    mbarrier_wait,
-    shfl_sync_0,
-    tma_load,
-)
+from cuda_kernels.device.language import device
+from cuda_kernels.device.sm90 import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait, tma_load
 
-THREADS = 384
-MULTIPLYING = 256
-"""Threads of the two warpgroups that multiply."""
-PRODUCER_REGISTERS = 24
-REGISTERS = 240
 TILE = ROWS * 128
 """Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
-SHARED_BYTES = 227 * 1024
-"""The most a block may have."""
+HALF_TILE = TILE // 2
+"""Of a warpgroup's 64 rows."""
 
 
 def placed(**sizes: int) -> dict[str, int]:
@@ -38,10 +24,9 @@ def placed(**sizes: int) -> dict[str, int]:
     return {**offsets, "end": end}
 
 
-@device
-def warpgroup_and_warp():
-    """Of this thread, in its block."""
-    return shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+def per_stage(stages: int, **sizes: int) -> dict[str, int]:
+    """The sizes of a ring's buffers, which have ``sizes`` for each stage."""
+    return {name: stages * size for name, size in sizes.items()}
 
 
 @device
@@ -70,5 +55,22 @@ def make_row_load(panels: int) -> Any:
     def load(shared, tensor, barrier, row):
         for panel in range(panels):
             tma_load(shared + panel * TILE, tensor, barrier, panel * 128, row)
+
+    return load
+
+
+@cache
+def make_own_load(panels: int) -> Any:
+    """A device function ``(x, map_x, y, map_y, barrier, row)`` that copies the block's own 128 rows of two tensors.
+
+    ``x``, ``y``: where they go in shared memory.
+    """
+    load_rows = make_row_load(panels)
+
+    @device
+    def load(x, map_x, y, map_y, barrier, row):
+        mbarrier_arrive_expect_tx(barrier, 2 * panels * TILE)
+        load_rows(x, map_x, barrier, row)
+        load_rows(y, map_y, barrier, row)
 
     return load

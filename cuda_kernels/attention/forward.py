@@ -18,22 +18,14 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.block import (
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    THREADS,
-    TILE,
-    fill_stage,
-    init_ring,
-    make_row_load,
-    placed,
-    warpgroup_and_warp,
-)
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load, per_stage, placed
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.softmax import START, make_softmax, quad_sum, row_result
+from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.warp_roles import PRODUCER, accumulator_origin, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.fragments import rescale_add_rows, scale_all, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import (
@@ -44,25 +36,18 @@ from cuda_kernels.device.ptx import (
     load_f32,
     quotient,
     reciprocal_approx,
-    store_f32,
 )
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
-    elect_sync,
-    fence_mbarrier_init,
-    grid_constant_params,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
     named_barrier,
     named_barrier_arrive,
-    prefetch_tensormap,
     shfl_sync_0,
     tma_load,
-    warpgroup_reg_alloc,
-    warpgroup_reg_dealloc,
     wgmma_fence,
     wgmma_wait,
 )
@@ -73,24 +58,15 @@ STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 _TURN = 2
 """The first of two named barriers, one for each warpgroup's turn to multiply."""
 _ONE = np.float32(1)
-_SMALLEST = np.finfo(np.float32).tiny
 _LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
 """Scales of V that sums may be multiples of: near 1, so that sums have the range that the specification's have."""
 
 
 def smem_offsets(spec: AttentionSpec, stages: int) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
-    return placed(
-        q=spec.panels * TILE,
-        k=stages * spec.panels * TILE,
-        v=stages * spec.head_dim * 128,
-        out=8 * WARP_BYTES,
-        full_q=8,
-        full_k=8 * stages,
-        full_v=8 * stages,
-        empty_k=8 * stages,
-        empty_v=8 * stages,
-    )
+    ring = per_stage(stages, k=spec.panels * TILE, v=spec.head_dim * 128)
+    barriers = per_stage(stages, full_k=8, full_v=8, empty_k=8, empty_v=8)
+    return placed(q=spec.panels * TILE, **ring, out=8 * WARP_BYTES, full_q=8, **barriers)
 
 
 @cache
@@ -123,7 +99,15 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     next_stage, _ = stage_counters(stages)
 
     @device
-    def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
+    def init_barriers(smem):
+        mbarrier_init(smem + full_q, 1)
+        init_ring(smem + full_k, smem + empty_k, stages, 2)
+        init_ring(smem + full_v, smem + empty_v, stages, 2)
+
+    @device
+    def produce(smem, maps, tile, head, shape):
+        group, rows_q, rows_k = shape
+        kv_head = quotient(head, group)
         row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
         load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
@@ -137,6 +121,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, keys + j * ROWS, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
+    begin = make_warp_specialized(init_barriers, produce)
+
     @device
     def values_of(words, desc_v):
         """The product of P's codes with 128 channels of V."""
@@ -148,11 +134,10 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
-        visible = visible_columns(tile, row, i32(2 * (lane & 3)), left, right)
+        row, column = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
-        desc_q = descriptor(smem + q_offset + wg_idx * (64 * 128))
+        desc_q = descriptor(smem + q_offset + wg_idx * HALF_TILE)
         state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
@@ -163,7 +148,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             named_barrier_arrive(_TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first, last):
-            factor = float_max(query_factor * next_key_scale, _SMALLEST)  # at 0, what is hidden would be -inf 0, NaN
+            factor = float_max(query_factor * next_key_scale, SMALLEST)
             value_scale = next_value_scale
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last - 1))) * 4
@@ -204,26 +189,11 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        grid_constant_params()
         maps = address_of(map_q), address_of(map_k), address_of(map_v)
         smem = dynamic_shared()
-        wg_idx, warp = warpgroup_and_warp()
-        if cuda.threadIdx.x == 0:
-            for index in range(3):
-                prefetch_tensormap(maps[index])
-            mbarrier_init(smem + full_q, 1)
-            init_ring(smem + full_k, smem + empty_k, stages, 2)
-            init_ring(smem + full_v, smem + empty_v, stages, 2)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        kv_head = quotient(head, group)
-        if wg_idx == 2:
-            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
-            if warp == 8 and elect_sync():
-                produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
-        else:
-            warpgroup_reg_alloc(REGISTERS)
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
+        if wg_idx != PRODUCER:
+            kv_head = quotient(head, group)
             query_block = i64(head) * (rows_q >> 7) + (tile[0] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
             acc, acc_high, unit, state = consume(
@@ -232,33 +202,15 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             # Found again: kept, they would take registers from the loop.
             tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-            row, valid = tile[0], tile[8]
             lane = cuda.threadIdx.x & 31
             line = warp * 16 + (lane >> 2)
-            largest, largest_below, row_unit, row_unit_below, total, total_below = state
-            total, total_below = quad_sum(total), quad_sum(total_below)
-            inverse, inverse_below = unit * reciprocal_approx(total), unit * reciprocal_approx(total_below)
-            seen, largest, total = row_result(largest, row_unit, total, line < valid)
-            seen_below, largest_below, total_below = row_result(
-                largest_below, row_unit_below, total_below, line + 8 < valid
-            )
-            if lane & 3 == 0:
-                place = (i64(head) * rows_q + row + line) * 4
-                store_f32(m + place, largest)
-                store_f32(m + place + 32, largest_below)
-                store_f32(l + place, total)
-                store_f32(l + place + 32, total_below)
+            inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+            inverse, inverse_below = unit * inverse, unit * inverse_below
             strides = stride_b, stride_l, stride_h
             shared = smem + out_offset
             store(acc, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
             if two_halves:
                 store_high(acc_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
-    return Kernel(
-        f"attention_forward({spec}, {stages=})",
-        attention_forward,
-        (*[tensor_map] * 3, *[i64] * 7, *[i32] * 6, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=offsets["end"],
-        architectures=("90a",),
-    )
+    parameters = *[tensor_map] * 3, *[i64] * 7, *[i32] * 6, f32, *[i64] * 3
+    return attention_on_hopper(f"attention_forward({spec}, {stages=})", attention_forward, parameters, offsets)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.fragments import exp2_rows, pack_a_words, rows_max, rows_sum
-from cuda_kernels.device.language import device
-from cuda_kernels.device.ptx import bits, exp2_approx, float_max, from_bits, shuffle_xor
+from cuda_kernels.device.language import device, i64
+from cuda_kernels.device.ptx import bits, exp2_approx, float_max, from_bits, reciprocal_approx, shuffle_xor, store_f32
 
 TOP = np.float32(8)
 """log2 of the code of a tile's largest probability: 256 is the largest power of two in E4M3."""
@@ -75,8 +75,8 @@ def make_softmax(keys: int) -> Any:
 
 
 @device
-def row_result(largest, unit, total, inside):
-    """What a row's sum is divided by, its largest score and its sum of exponentials; and whether it saw a key.
+def _row_statistics(largest, unit, total, inside):
+    """Whether a row saw a key, its largest score and its sum of exponentials.
 
     ``total``: of all its columns. ``inside``: whether there is such a row.
     """
@@ -86,3 +86,27 @@ def row_result(largest, unit, total, inside):
         largest if seen else _MINUS_INFINITY,
         total * exp2_approx(unit - largest - TOP) if seen else _ZERO,
     )
+
+
+@device
+def store_statistics(state, m, l, tile, head, rows_q, row, lane):  # noqa: E741
+    """Store the maximum ``m`` and the sum ``l`` of rows ``row`` and ``row + 8`` of a tile of queries.
+
+    ``state``: the softmax's after the last tile of keys. ``m``, ``l``: addresses of float32 ``[H, rows_q]``.
+
+    It returns ``inverse, inverse_below, seen, seen_below``: what the sums of P V are multiplied by, and whether the
+    rows saw a key.
+    """
+    valid = tile[8]
+    largest, largest_below, unit, unit_below, total, total_below = state
+    total, total_below = quad_sum(total), quad_sum(total_below)
+    inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
+    seen, largest, total = _row_statistics(largest, unit, total, row < valid)
+    seen_below, largest_below, total_below = _row_statistics(largest_below, unit_below, total_below, row + 8 < valid)
+    if lane & 3 == 0:
+        place = (i64(head) * rows_q + tile[0] + row) * 4
+        store_f32(m + place, largest)
+        store_f32(m + place + 32, largest_below)
+        store_f32(l + place, total)
+        store_f32(l + place + 32, total_below)
+    return inverse, inverse_below, seen, seen_below

@@ -29,6 +29,10 @@ TILE_FIELDS = (
     "row", "others", "first", "last", "whole_first", "whole_last",
     "count", "diagonal", "valid", "sequence", "out_row", "out_rows",
 )  # fmt: skip
+(
+    TILE_ROW, TILE_OTHERS, TILE_FIRST, TILE_LAST, TILE_WHOLE_FIRST, TILE_WHOLE_LAST,
+    TILE_COUNT, TILE_DIAGONAL, TILE_VALID, TILE_SEQUENCE, TILE_OUT_ROW, TILE_OUT_ROWS,
+) = range(len(TILE_FIELDS))  # fmt: skip
 """An entry of the table of tiles, int32: what a block does to 128 rows of queries (or, for dK and dV, of keys).
 
 - ``row``: the first packed row.
@@ -43,26 +47,37 @@ TILE_FIELDS = (
 ROW_FIELDS = ("sequence", "source_row", "valid", "row")
 """An entry of the table of blocks that are cast, int32: 128 rows of a sequence, from ``source_row`` of the tensor on,
 of which ``valid`` are read; the others are 0. ``row``: the first packed row."""
+SEQUENCE_FIELDS = ("block", "rows")
+"""An entry of the table of sequences, int32: the first block of 128 packed rows, and the rows whose mean is taken."""
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """What a kernel is compiled for; masks, lengths and shared heads are its parameters.
+class HeadSize:
+    """The channels of a head.
 
     Attributes:
-        head_dim: channels of a head, one of :data:`HEAD_DIMS`.
-        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+        head_dim: one of :data:`HEAD_DIMS`.
 
     Raises:
         ValueError: there is no kernel for ``head_dim``.
     """
 
     head_dim: int
-    out: str
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim}: attention's kernels are for {HEAD_DIMS}; pad the heads")
+
+
+@dataclass(frozen=True)
+class AttentionSpec(HeadSize):
+    """What a kernel is compiled for; masks, lengths and shared heads are its parameters.
+
+    Attributes:
+        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+    """
+
+    out: str
 
     @property
     def panels(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE
 from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
@@ -29,12 +30,28 @@ def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: 
 
     @device
     def store(acc, s, t, i, j, shared, out, tile, head, warp, strides):
-        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         stride_b, stride_l, stride_h = strides
         warp_row = warp * 16
         place = i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h + first_channel
         rows, lane = out_rows - warp_row, cuda.threadIdx.x & 31
         store_rows(finish(acc, s, t, i, j), shared + warp * WARP_BYTES, out + place * item, stride_l * item, rows, lane)
+
+    return store
+
+
+@cache
+def make_gradient_store(channels: int, dtype: str, first_channel: int = 0, again: bool = False) -> Any:
+    """:func:`make_result_store` with one factor for all rows, and zeros in rows beyond the sequence.
+
+    It is ``(acc, factor, shared, out, tile, head, warp, strides)``.
+    """
+    store_result = make_result_store(channels, dtype, first_channel, again)
+
+    @device
+    def store(acc, factor, shared, out, tile, head, warp, strides):
+        row, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[8]
+        store_result(acc, factor, factor, row < valid, row + 8 < valid, shared, out, tile, head, warp, strides)
 
     return store
 

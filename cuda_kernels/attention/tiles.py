@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.spec import TILE_COUNT, TILE_DIAGONAL
 from cuda_kernels.device.fragments import mask_rows
 from cuda_kernels.device.language import device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
@@ -39,7 +40,7 @@ def visible_columns(tile, row, column, left, right):
 
     They count from ``column``, this thread's first.
     """
-    count, diagonal = tile[6], tile[7]
+    count, diagonal = tile[TILE_COUNT], tile[TILE_DIAGONAL]
     lowest = i32(i32(diagonal + row) - i32(left + column))
     highest = i32(i32(diagonal + row) + i32(right - column))
     return lowest, highest, i32(i32(count - 1) - column)

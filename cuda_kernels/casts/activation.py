@@ -1,8 +1,8 @@
 """Activations and their gradients as tile loaders, computed in float32 from what they read.
 
 Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. With both rounded
-correctly, values of SiLU and GELU are within a relative 2e-7 max(1, |z|) of float64, mostly for the rounding of the
-exponent; the unit adds at most 2 and 1 float32-ulps. Values below 1e-36 may be flushed to zero.
+correctly, values of SiLU and both GELUs are within a relative 2e-7 max(1, |z|) of float64, mostly for the rounding of
+the exponent; the unit adds at most 2 and 1 float32-ulps. Values below 1e-36 may be flushed to zero.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 _GELU_1 = np.float32(2 * math.sqrt(2 / math.pi))
 _GELU_3 = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 _GELU_3_SLOPE = np.float32(6 * math.sqrt(2 / math.pi) * 0.044715)
+_QGELU = np.float32(1.702)
 _FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
 """Beyond these every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
 
@@ -75,6 +76,23 @@ def _gelu_grad_and_value(dy, x):
 
 
 @device
+def _qgelu(x):
+    return _at_least_minus_far(x) * _sigmoid(_QGELU * x)
+
+
+@device
+def _qgelu_grad_and_value(dy, x):
+    s = _sigmoid(_QGELU * x)
+    return dy * (s * (_ONE + _QGELU * _bounded(x) * (_ONE - s))), _at_least_minus_far(x) * s
+
+
+@device
+def _sigmoid_grad_and_value(dy, x):
+    s = _sigmoid(x)
+    return dy * (s * (_ONE - s)), s
+
+
+@device
 def _relu(x):
     return _ZERO if x < _ZERO else x
 
@@ -111,16 +129,18 @@ class Activation:
 
 
 ACTIVATIONS = {
-    name: Activation(value, grad_and_value, gated)
+    name: Activation(value, grad_and_value, name.endswith("glu"))
     for names, value, grad_and_value in (
         (("gelu", "geglu"), _gelu, _gelu_grad_and_value),
+        (("qgelu", "qgeglu"), _qgelu, _qgelu_grad_and_value),
         (("relu", "reglu"), _relu, _relu_grad_and_value),
         (("srelu", "sreglu"), _srelu, _srelu_grad_and_value),
         (("silu", "swiglu"), _silu, _silu_grad_and_value),
+        (("glu",), _sigmoid, _sigmoid_grad_and_value),
     )
-    for name, gated in zip(names, (False, True))
+    for name in names
 }
-"""By Transformer Engine's names; ``gelu`` is the tanh form."""
+"""By Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 
 def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuda_kernels.device.codec import FP8_MAX
 from cuda_kernels.device.language import device, i64, u32
-from cuda_kernels.device.ptx import atomic_add, warp_sum
+from cuda_kernels.device.ptx import atomic_add, float8x4, warp_sum
 from cuda_kernels.device.tile import TileLoader
 
 STRIDES = (i64, i64, i64, i64)
@@ -25,12 +25,13 @@ def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:
 
 
 @cache
-def overflow_counter(fp8: str) -> Any:
-    """A device function ``(a, b, c, d, p, q, r, s) -> overflows`` of the values a to d, cast with the scales p to s.
+def counting_cast(fp8: str, count: bool) -> Any:
+    """A device function ``(quad, p, q, r, s) -> codes, overflows`` that casts four float32 with the scales p to s.
 
-    The result packs two counts: saturated values (overflow) in the low half, values flushed to zero (underflow) in the
-    high half.
+    ``codes``: a register with the four. ``overflows``: how many were saturated (overflow) in the low half, flushed to
+    zero (underflow) in the high half; 0 unless ``count``.
     """
+    pack = float8x4[fp8]
     largest = FP8_MAX[fp8]
     half_smallest = _SMALLEST[fp8] / np.float32(2)
 
@@ -43,10 +44,14 @@ def overflow_counter(fp8: str) -> Any:
         return saturated + flushed
 
     @device
-    def count_overflows(a, b, c, d, p, q, r, s):
-        return count_one(a, p) + count_one(b, q) + count_one(c, r) + count_one(d, s)
+    def cast(quad, p, q, r, s):
+        a, b, c, d = quad
+        codes, overflows = pack(a * p, b * q, c * r, d * s), u32(0)
+        if count:
+            overflows = count_one(a, p) + count_one(b, q) + count_one(c, r) + count_one(d, s)
+        return codes, overflows
 
-    return count_overflows
+    return cast
 
 
 @device

@@ -10,13 +10,12 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
+from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
-    float8x4,
     from_bits,
     load_f32,
     shuffle,
@@ -50,9 +49,7 @@ def quantize_tensor_kernel(
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     store_rows = row_storer(loader.vector)
-    pack = float8x4[fp8]
-    fp8_max = FP8_MAX[fp8]
-    count_overflows = overflow_counter(fp8)
+    cast, fp8_max = counting_cast(fp8, count), FP8_MAX[fp8]
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
@@ -77,12 +74,11 @@ def quantize_tensor_kernel(
         overflows = u32(0)
         clear(running_max)
         for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step)
-            packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
+            quad = decode(registers, step)
+            packed[step], found = cast(quad, factor, factor, factor, factor)
+            overflows += found
             if observe:
-                fold(registers, step, (a, b, c, d), running_max)
-            if count:
-                overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                fold(registers, step, quad, running_max)
         if rowwise:
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if count:
@@ -94,14 +90,10 @@ def quantize_tensor_kernel(
         if columnwise:
             store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
 
-    return Kernel(
-        f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})",
-        quantize_tensor,
-        (loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64),
-        THREADS,
-        shared_bytes=TRANSPOSED_BYTES + 64,
-        min_blocks_per_sm=min_blocks_per_sm(loader, count),
-    )
+    name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
+    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64
+    shared_bytes, blocks = TRANSPOSED_BYTES + 64, min_blocks_per_sm(loader, count)
+    return Kernel(name, quantize_tensor, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)
 
 
 @cache
@@ -111,9 +103,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
     store_rows = row_storer(loader.vector)
-    pack = float8x4[fp8]
+    cast_row, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
-    count_overflows = overflow_counter(fp8)
     quads_of_row = loader.vector // 4
 
     def quantize_rows(
@@ -134,12 +125,11 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 if first_column == 0:
                     store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
+                quad = decode(registers, step)
                 if step & (quads_of_row - 1) == 0:
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
-                if count:
-                    overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                packed[step], found = cast_row(quad, factor, factor, factor, factor)
+                overflows += found
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
             scales = cuda.local.array(4, f32)
@@ -151,19 +141,14 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
-                packed[step] = pack(a * scales[0], b * scales[1], c * scales[2], d * scales[3])
-                if count and not rowwise:
-                    overflows += count_overflows(a, b, c, d, scales[0], scales[1], scales[2], scales[3])
+                quad = decode(registers, step)
+                packed[step], found = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
+                overflows += found
             store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 
-    return Kernel(
-        f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})",
-        quantize_rows,
-        (loader.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES),
-        THREADS,
-        shared_bytes=TRANSPOSED_BYTES,
-        min_blocks_per_sm=min_blocks_per_sm(loader, count, rowwise + columnwise),
-    )
+    name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
+    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES
+    blocks = min_blocks_per_sm(loader, count, rowwise + columnwise)
+    return Kernel(name, quantize_rows, parameters, THREADS, shared_bytes=TRANSPOSED_BYTES, min_blocks_per_sm=blocks)

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, min_blocks_per_sm, overflow_counter
+from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
-    float8x4,
     from_bits,
     shared_load_4,
     shared_load_16,
@@ -108,9 +107,8 @@ def quantize_blocks_kernel(
     store_rows = row_storer(loader.vector)
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
-    pack = float8x4[fp8]
+    cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
-    count_overflows = overflow_counter(fp8)
     reciprocal_max = _ONE / fp8_max
     block_2d = layout == "128x128"
     microscaled = layout == "1x32"
@@ -165,10 +163,8 @@ def quantize_blocks_kernel(
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
-                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
-                if count:
-                    overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                packed[step], found = cast(decode(registers, step), factor, factor, factor, factor)
+                overflows += found
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
         else:
@@ -190,16 +186,15 @@ def quantize_blocks_kernel(
                         if i32(row + scale_row + quads_of_row * index) < rows and i32(column & -32) < columns:
                             store_1(scale_address + i64(quads_of_row * index), code)
                 for step in range(WARP_ROWS):
-                    a, b, c, d = decode(registers, step)
+                    quad = decode(registers, step)
                     if microscaled and step & (quads_of_row - 1) == 0:
                         vector = step // quads_of_row
                         owner = i32((lane & (32 - lanes_of_32)) + (vector >> 1))
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
-                    if count:
-                        overflows += count_overflows(a, b, c, d, factor, factor, factor, factor)
+                    packed[step], found = cast(quad, factor, factor, factor, factor)
+                    overflows += found
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
                 p, q, r, s = columns_of(column_maxima)
@@ -235,20 +230,15 @@ def quantize_blocks_kernel(
                 scales = shared_load_16(shared + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
-                    a, b, c, d = decode(registers, step)
-                    packed[step] = pack(a * e, b * f, c * g, d * h)
-                    if count and not rowwise:
-                        overflows += count_overflows(a, b, c, d, e, f, g, h)
+                    packed[step], found = cast_columns(decode(registers, step), e, f, g, h)
+                    overflows += found
         if columnwise:
             store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 
-    return Kernel(
-        f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})",
-        quantize_blocks,
-        (loader.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES),
-        THREADS,
-        shared_bytes=TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4,
-        min_blocks_per_sm=min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise),
-    )
+    name = f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})"
+    parameters = loader.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES
+    shared_bytes = TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4
+    blocks = min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise)
+    return Kernel(name, quantize_blocks, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)

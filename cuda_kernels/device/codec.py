@@ -40,7 +40,8 @@ _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
 _LARGEST = np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
-_EXPONENT = np.uint32(0x7F800000)
+INFINITY_BITS = np.uint32(0x7F800000)
+"""The bits of infinity, and the mask of an exponent: what is not finite has this magnitude or a larger one."""
 _MANTISSA = np.uint32(0x7FFFFF)
 
 
@@ -72,7 +73,7 @@ def amax_to_scale(amax, fp8_max, power_2, epsilon):
     scale = divide(fp8_max, amax)
     scale = scale if scale < _LARGEST else _LARGEST
     scale = scale if _ZERO < amax < _INFINITY else _ONE
-    return from_bits(bits(scale) & _EXPONENT) if power_2 else scale
+    return from_bits(bits(scale) & INFINITY_BITS) if power_2 else scale
 
 
 @device
@@ -106,23 +107,24 @@ def quad_loader(dtype: str, aligned: bool) -> Any:
     if aligned:
         return _vector_loader_in_bounds(dtype, 4)
 
+    item = ITEM_BYTES[dtype]
+    load_one = load_2_if if item == 2 else load_4_if
+
+    @device
+    def load_each(address, column, columns, in_bounds):
+        return (
+            load_one(address, in_bounds and column < columns),
+            load_one(address + item, in_bounds and column + 1 < columns),
+            load_one(address + 2 * item, in_bounds and column + 2 < columns),
+            load_one(address + 3 * item, in_bounds and column + 3 < columns),
+        )
+
     @device
     def load_halves(address, column, columns, in_bounds):
-        a = load_2_if(address, in_bounds and column < columns)
-        b = load_2_if(address + 2, in_bounds and column + 1 < columns)
-        c = load_2_if(address + 4, in_bounds and column + 2 < columns)
-        d = load_2_if(address + 6, in_bounds and column + 3 < columns)
+        a, b, c, d = load_each(address, column, columns, in_bounds)
         return a | b << np.uint32(16), c | d << np.uint32(16)
 
-    @device
-    def load_floats(address, column, columns, in_bounds):
-        a = load_4_if(address, in_bounds and column < columns)
-        b = load_4_if(address + 4, in_bounds and column + 1 < columns)
-        c = load_4_if(address + 8, in_bounds and column + 2 < columns)
-        d = load_4_if(address + 12, in_bounds and column + 3 < columns)
-        return a, b, c, d
-
-    return load_halves if ITEM_BYTES[dtype] == 2 else load_floats
+    return load_halves if item == 2 else load_each
 
 
 def vector_loader(dtype: str, elements: int) -> Any:

@@ -23,9 +23,7 @@ from cuda_kernels.gemm.spec import (
     num_epi_tiles,
     smem_offsets,
 )
-
-SHARED_BYTES = {"90a": 232_448, "89": 101_376, "120": 101_376}
-"""The most that a block may have, by architecture: those that kernels are for."""
+from cuda_kernels.kernel import SHARED_BYTES
 
 
 class Library(Enum):

@@ -10,7 +10,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Union
 
@@ -96,6 +96,18 @@ class Launch:
         return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
+def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: int | float) -> Launch:
+    """A :class:`Launch` whose bound parameters, the kernel's last ones, are given by name.
+
+    Raises:
+        TypeError: these are not the last parameters in their order.
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    if tuple(scalars) != kernel.parameter_names[len(kernel.parameter_names) - len(scalars) :]:
+        raise _misnamed(kernel, scalars)
+    return Launch(kernel, blocks, tuple(scalars.values()), device)
+
+
 def bind(
     kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
 ) -> Callable[..., None]:
@@ -111,10 +123,14 @@ def bind(
     """
     named = *addresses, *scalars
     if named != kernel.parameter_names:
-        raise TypeError(
-            f"{kernel.name} has the parameters {', '.join(kernel.parameter_names)}; it is bound with {', '.join(named)}"
-        )
+        raise _misnamed(kernel, named)
     return Launch(kernel, blocks, tuple(scalars.values()), device).start
+
+
+def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:
+    return TypeError(
+        f"{kernel.name} has the parameters {', '.join(kernel.parameter_names)}; it is bound with {', '.join(names)}"
+    )
 
 
 class _ParameterBlock:

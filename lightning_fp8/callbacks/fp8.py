@@ -72,12 +72,14 @@ class FP8Callback(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._renew_weights(trainer)
         for history in _plugin(trainer).histories.values():
             if history.patience > 0:  # no warning yet
                 history.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
+        plugin.kept_weights.accumulate(pl_module, trainer.accumulate_grad_batches)
         if self._first_step is None and plugin.plan is not None:
             self._first_step = FirstStep(pl_module, plugin.plan)
 
@@ -98,6 +100,22 @@ class FP8Callback(Callback):
         plugin = _plugin(trainer)
         if self._first_step is not None and plugin.summary is not None:
             plugin.summary = self._first_step.later(plugin.summary)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Others may evaluate other weights, as averages, and put them in place without a trace."""
+        self._renew_weights(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._renew_weights(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._renew_weights(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._renew_weights(trainer)
+
+    def _renew_weights(self, trainer: Trainer) -> None:
+        _plugin(trainer).kept_weights.renew()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,13 +59,13 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
         )
     state_dict = {clean_name(key): value for key, value in model.state_dict().items()}
     for name, module in fp8_modules(model):
-        slots = (module.slots or {}) if module.fp8 else {}
+        slots = module.slots_of_gemms if module.fp8 else ()
         attention = module.roles == ATTENTION_ROLES
         if attention and number < (1, 6):
             continue
         middle = [FUSED_ATTENTION] if attention and number < (1, 8) else []
         key = ".".join([*([name] if name else []), *middle, EXTRA_STATE])
-        state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles), number, recipe)
+        state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles, len(module.gemms)), number, recipe)
     if number >= (2, 0):  # norms became operations then, which have a state that is always empty
         for name, module in model.named_modules():
             if isinstance(module, (LayerNorm, RMSNorm)):
@@ -91,13 +91,15 @@ def parse_version(version: str) -> tuple[int, int]:
     return number
 
 
-def _columns(slots: Mapping[Role, Slot]) -> dict[str, Tensor] | None:
-    if not slots:
+def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]]) -> dict[str, Tensor] | None:
+    if not slots_of_gemms:
         return None
-    length = max(1, *(len(slot.history.amax_history) for slot in slots.values()))
-    columns = empty_columns(num_gemms_of(tuple(slots)), length)
-    for role, slot in slots.items():
-        place_row(columns, role, slot.scale.item(), slot.history.amax_history[:, slot.row].detach().cpu())
+    length = max(1, *(len(slot.history.amax_history) for slots in slots_of_gemms for slot in slots.values()))
+    columns = empty_columns(num_gemms_of(tuple(slots_of_gemms[0]), len(slots_of_gemms)), length)
+    for gemm, slots in enumerate(slots_of_gemms):
+        for role, slot in slots.items():
+            amax_history = slot.history.amax_history[:, slot.row].detach().cpu()
+            place_row(columns, role, slot.scale.item(), amax_history, gemm)
     return columns
 
 

@@ -12,6 +12,7 @@ from lightning_fp8.checkpoint.remap import FP8Roles, Remapped, has_te_state, rem
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.names import gemm_name
 from lightning_fp8.scaled import LINEAR_ROLES
 from lightning_fp8.te.unpickle import CheckpointError
 
@@ -54,8 +55,10 @@ def fp8_roles_of(model: nn.Module) -> FP8Roles:
 def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
     """The modules of ``model`` that will run in FP8 once it is converted as ``plan`` says."""
     linears = {layer.name: layer.fp8 for layer in plan.layers}
-    return {name: LINEAR_ROLES for name, fp8 in linears.items() if fp8} | {
-        name: roles for name, roles in fp8_roles_of(model).items() if name not in linears
+    owners = {gemm_name(name, gemm): name for name, module in fp8_modules(model) for gemm in module.gemms}
+    planned = {owners.get(name, name) for name in linears}
+    return {owners.get(name, name): LINEAR_ROLES for name, fp8 in linears.items() if fp8} | {
+        name: roles for name, roles in fp8_roles_of(model).items() if name not in planned
     }
 
 

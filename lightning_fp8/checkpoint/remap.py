@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.checkpoint.te_parameters import linears_of, prefix_of, rename_parameters
-from lightning_fp8.names import clean_name, row_name
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.names import clean_name, gemm_name, row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
 from lightning_fp8.te.torch_file import TensorRecord
@@ -87,7 +88,7 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
         found, outcome, reason = _place(owner, key, state, modules, fp8_roles)
         state_rows |= found
         entries.append(Entry(key, outcome, reason, state.writer))
-    missing = [name for name in fp8_roles if not any(row_name(name, role) in state_rows for role in fp8_roles[name])]
+    missing = [name for name in fp8_roles if not state_rows.keys() & _rows_of(name, fp8_roles[name], modules)]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
     result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
@@ -150,10 +151,9 @@ def _place(
         return {}, "defaulted", f"{state.recipe} keeps no state" if state.recipe else "the module had no FP8 state"
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
     roles = fp8_roles.get(owner)
-    if roles == ATTENTION_ROLES or (roles and state.num_gemms == 1):
-        assert roles is not None
+    if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            found = {row_name(owner, role): state.row(role) for role in roles}
+            found = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
         moved = clean_name(key) != f"{prefix_of(owner)}{EXTRA_STATE}"
@@ -167,6 +167,21 @@ def _place(
     if not found:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
     return found, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
+
+
+def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The names of the linear layers in a module that keeps rows, or will: one without a name, if it is one itself."""
+    module = modules.get(owner)
+    return module.gemms if isinstance(module, FP8Module) else ("",)
+
+
+def _rows_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Module]) -> dict[str, tuple[Role, int]]:
+    """Names of the rows of a module, with the role and the index of the GEMM that each is for."""
+    return {
+        row_name(gemm_name(owner, gemm), role): (role, index)
+        for index, gemm in enumerate(_gemms_of(owner, modules))
+        for role in roles
+    }
 
 
 def _alignment(file_names: list[str], model_keys: set[str], modules: set[str]) -> Any:

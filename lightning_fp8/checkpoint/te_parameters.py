@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.modules import MultiheadAttention
+from lightning_fp8.modules.linear_layer import LinearLayer
+
 
 def prefix_of(owner: str) -> str:
     """The prefix of the names of ``owner``'s parameters: ``layers.0.``."""
@@ -60,6 +63,9 @@ def _translate(
     owner: str, te_params: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
 ) -> dict[str, Any]:
     prefix = prefix_of(owner)
+    parent, _, projection = owner.rpartition(".")
+    if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
+        return {f"{prefix}{last}": value for last, value in attention.renamed(projection, te_params).items()}
     unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
     for last in te_params:
@@ -68,7 +74,7 @@ def _translate(
         if stem not in found:
             found.append(stem)
     module = modules[owner]
-    if isinstance(module, nn.Linear) and not parts["norm"]:
+    if isinstance(module, (nn.Linear, LinearLayer)) and not parts["norm"]:
         return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
     # One module of Transformer Engine, several of the model: its norm and its linear layers, in their order.
     targets = {"norm": _norms(owner, modules), "gemm": linears_of(owner, modules)}
@@ -84,7 +90,7 @@ def _translate(
 
 
 def _split_or_join(
-    prefix: str, te_params: dict[str, Any], stems: list[str], module: nn.Linear
+    prefix: str, te_params: dict[str, Any], stems: list[str], module: nn.Linear | LinearLayer
 ) -> dict[str, Any] | None:
     """``query_weight``, ``key_weight``, ... to ``weight``, or ``weight`` to them; their rows follow each other."""
     names = {leaf: [f"{stem}_{leaf}" for stem in stems] for leaf in ("weight", "bias")}
@@ -98,9 +104,8 @@ def _split_or_join(
         return joined if complete and all(len(value) == module.out_features for value in joined.values()) else None
     split: dict[str, Any] = {}
     for leaf, value in te_params.items():
-        model_params = [
-            (name, p) for name, p in module._parameters.items() if name.endswith(f"_{leaf}") and p is not None
-        ]
+        own_names = getattr(module, f"{leaf}_names", ())
+        model_params = [(name, p) for name in own_names if (p := module._parameters[name]) is not None]
         sizes = [parameter.shape[0] for _, parameter in model_params]
         if not model_params or not isinstance(value, Tensor) or value.shape[0] != sum(sizes):
             return None

@@ -21,13 +21,13 @@ from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import Place, features_of, find_blocks, find_heads, find_places, is_linear
+from lightning_fp8.convert.towers import Place, find_blocks, find_heads, find_places, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
 from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
-from lightning_fp8.names import clean_name
+from lightning_fp8.names import clean_name, gemm_name
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,14 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
-                or _skipped_by(names[id(module)], policy)
+                or _skipped_by(_with_gemms(module, names[id(module)]), policy)
                 or _reason_for_bf16(name, module, heads, places.get(name), policy)
             )
-            shape = features_of(module)
-            decisions.append(LayerDecision(name, shape, not reason, reason or "eligible", parameters=math.prod(shape)))
+            for gemm, shape in matrices_of(module).items():
+                size = math.prod(shape)
+                decisions.append(
+                    LayerDecision(gemm_name(name, gemm), shape, not reason, reason or "eligible", parameters=size)
+                )
         decisions += other_matrices(module, name)
     return ConversionSummary(tuple(decisions))
 
@@ -133,6 +136,11 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(clean_name(name))
     return names
+
+
+def _with_gemms(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """``names`` of a linear layer and, if it has several, of its GEMMs: they run in one precision."""
+    return list(dict.fromkeys([*names, *(gemm_name(name, gemm) for name in names for gemm in matrices_of(module))]))
 
 
 def _skipped_by(names: Sequence[str], policy: Policy) -> str:
@@ -209,7 +217,10 @@ def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
 def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
     """A sentence for each glob of ``policy.skip`` that matches no layer of ``summary``."""
     known = {layer.name for layer in summary.layers}
-    aliases = list(_all_names(model).values())  # of each module
+    by_id = _all_names(model)
+    aliases = [
+        _with_gemms(module, by_id[id(module)]) if is_linear(module) else by_id[id(module)] for module in model.modules()
+    ]
     others = [name for names in aliases if known & {*names} for name in names if name not in known]
     modules = [name for names in aliases for name in names if name]
     return globs_of_nothing(policy.skip, [*(layer.name for layer in summary.layers), *others], modules)
@@ -223,7 +234,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
         if is_linear(module):
-            decision = decisions[clean_name(name)]
+            decision = decisions[gemm_name(clean_name(name), next(iter(matrices_of(module))))]
             if decision.fp8 and not isinstance(module, LinearLayer):
                 swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
             if isinstance(module, LinearLayer):
@@ -250,7 +261,7 @@ def _share_history(model: nn.Module) -> AmaxHistory:
     first_row = 0
     for _, module in modules:
         module.use_history(history, first_row)
-        first_row += len(module.roles)
+        first_row += len(module.history_rows())
     return history
 
 

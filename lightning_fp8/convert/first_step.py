@@ -14,6 +14,7 @@ from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
 from lightning_fp8.convert.attention_ran import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
+from lightning_fp8.modules import LayerNormLinear, LayerNormMLP
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
@@ -57,10 +58,16 @@ class _Calls:
         self.graded += graded
         self.with_gradient += with_gradient
 
-    def products(self, trained: bool) -> int:
-        """Rows of all products of a step. Reentrant checkpoints run forwards without gradients first."""
+    def products(self, trained: bool, behind_trained: bool = False) -> int:
+        """Rows of all products of a step. Reentrant checkpoints run forwards without gradients first.
+
+        Args:
+            trained: the matrix has a gradient.
+            behind_trained: so has what it multiplies, by a parameter of its own module.
+        """
         graded, with_gradient = (min(self.rows - self.graded, again) for again in self.again)
-        return self.rows + (self.graded + graded) * trained + self.with_gradient + with_gradient
+        derived = self.graded + graded if behind_trained else self.with_gradient + with_gradient
+        return self.rows + (self.graded + graded) * trained + derived
 
 
 class FirstStep:
@@ -155,7 +162,7 @@ class FirstStep:
         self.stop()
         layers = tuple(self._judged(layer) for layer in self.summary.layers)
         with_matrix = [layer for layer in layers if layer.kind != ATTENTION]
-        known = all(layer.ran is not None or not self._called(layer.name) for layer in with_matrix if layer.fp8)
+        known = all(layer.ran is not None or not self._called(self._owner(layer)) for layer in with_matrix if layer.fp8)
         if known and self._counting:
             layers = tuple(replace(each, flops=self._flops(each)) if each in with_matrix else each for each in layers)
         return ConversionSummary(layers)
@@ -171,7 +178,7 @@ class FirstStep:
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:
             return layer
-        fp8, high_precision, _ = self._since(layer.name)
+        fp8, high_precision, _ = self._since(self._owner(layer))
         if fp8:
             return self._late(layer)
         if high_precision:
@@ -182,7 +189,7 @@ class FirstStep:
         """``summary``, in which layers that were idle in the first step and have run in FP8 since are idle no more."""
         return ConversionSummary(
             tuple(
-                self._late(layer) if layer in summary.idle and self._since(layer.name)[0] else layer
+                self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
                 for layer in summary.layers
             )
         )
@@ -201,9 +208,7 @@ class FirstStep:
     def _called(self, name: str) -> bool:
         """Whether a layer was called, or may have been: compiled code counts nothing."""
         module = self._modules.get(name)
-        return not isinstance(module, LinearLayer) or (
-            any(self._since(name)) or was_traced(module.in_features, module.out_features)
-        )
+        return not isinstance(module, LinearLayer) or (any(self._since(name)) or was_traced(*module.features))
 
     def _anything_ran(self) -> bool:
         calls = any(calls.rows or calls.unknown for calls in self._calls.values())
@@ -220,19 +225,20 @@ class FirstStep:
         self._hooks = []
 
     def _judged(self, layer: LayerDecision) -> LayerDecision:
-        module = self._modules.get(layer.name)
+        owner = self._owner(layer)
+        module = self._modules.get(owner)
         if layer.fp8 and layer.kind == ATTENTION:
             return self._judged_attention(layer, module)
         if not layer.fp8 or not isinstance(module, LinearLayer):
             return layer
-        fp8, high_precision, evaluations = self._since(layer.name)
+        fp8, high_precision, evaluations = self._since(owner)
         if fp8:
             return replace(layer, ran=True)
-        if evaluations or (not high_precision and was_traced(module.in_features, module.out_features)):
+        if evaluations or (not high_precision and was_traced(*module.features)):
             return layer
         if not high_precision and not any(parameter.requires_grad for parameter in module.parameters()):
             return layer  # an average of the weights, or the original of an adapted layer: nobody trains it
-        return replace(layer, ran=False, reason=self._why_idle(layer.name, module, called=bool(high_precision)))
+        return replace(layer, ran=False, reason=self._why_idle(owner, module, called=bool(high_precision)))
 
     def _judged_attention(self, layer: LayerDecision, module: nn.Module | None) -> LayerDecision:
         owner = self._attentions.get(layer.name)
@@ -269,7 +275,8 @@ class FirstStep:
             roles = "qkv" if key == "in_proj_weight" else key[0]
             rows = sum(self._calls.get(f"{owner}.{role}", _Calls()).products(trained) for role in roles)
             return 2 * rows * layer.parameters // len(roles)
-        rows = calls.products(trained)
+        norm = module.layer_norm_weight if isinstance(module, (LayerNormLinear, LayerNormMLP)) else None
+        rows = calls.products(trained, norm is not None and norm.requires_grad)
         if layer.kind == "experts" and calls.rows:
             rows = rows * calls.routed // (calls.rows * layer.shape[0])
         return 2 * rows * layer.parameters

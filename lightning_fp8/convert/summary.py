@@ -14,7 +14,8 @@ class LayerDecision:
     """The precision that one layer, or one matrix that no linear layer holds, runs in, and why.
 
     Attributes:
-        name: the module's name in its model; of a matrix that is no layer's ``weight``, the parameter's.
+        name: the module's name in its model, with the GEMM's if the module has several, ``mlp.fc1``; of a matrix that
+            is no layer's ``weight``, the parameter's.
         shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
         fp8: True for FP8, False for high precision.
         reason: why.

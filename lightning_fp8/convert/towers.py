@@ -25,6 +25,11 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     return module.out_features, module.in_features  # type: ignore[return-value]
 
 
+def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """``(out_features, in_features)`` of each GEMM of a linear layer by its name, which is empty where it has one."""
+    return module.matrices if isinstance(module, LinearLayer) else {"": features_of(module)}
+
+
 @dataclass(frozen=True)
 class Place:
     """The position of a linear layer: in layer ``index`` of ``count``; ``tower`` is named where there are several."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed import instances
+from lightning_fp8.delayed.marks import compared_marks
 from lightning_fp8.delayed.nonzero_scales import NonzeroScales
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.slot import Slot
@@ -31,6 +32,9 @@ PATIENCE = 1000
 
 UNOBSERVED = 100
 """Updates after which a warning says that the model trains in eval mode."""
+
+COMPARED_AFTER = 100
+"""Updates, at least, until unequal rows are compared again, for which the host waits for a GPU."""
 
 _not_for_inference = torch.inference_mode(False)
 """Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
@@ -58,6 +62,7 @@ class AmaxHistory:
             know.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
+        has_unequal_readers: whether layers that read one tensor did not share its cast, since their rows were unequal.
         after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
             training region.
 
@@ -71,6 +76,8 @@ class AmaxHistory:
     unobserved = 0
     recipe: DelayedScaling | None = None
     span: Span | None = None
+    has_unequal_readers = False
+    _marks: list[int] | None = None
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -106,12 +113,28 @@ class AmaxHistory:
         """The scale and amax of one row, as a module sees them."""
         return Slot(self, row, *self._rows[row])
 
+    def marks(self) -> list[int]:
+        """One mark for each row; rows of equal marks are equal, to the bit. Who feeds a row alone gives it a new one.
+
+        The first call, and the first after values came from elsewhere, compares them and waits for a GPU.
+        """
+        if self._marks is None:
+            rows = torch.stack([self.scale, self.amax, self.num_observed])
+            self._marks = compared_marks(torch.cat([rows, self.amax_history]))
+        return self._marks
+
+    def forget_marks(self) -> None:
+        """Note that rows have other values than the host knows of."""
+        self._marks = None
+        self.has_unequal_readers = False
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
         """Rows of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
         return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        return {name: value for name, value in self.__dict__.items() if name not in ("owners", "after_step", "_rows")}
+        without = ("owners", "after_step", "_rows", "_marks")
+        return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,6 +243,8 @@ class AmaxHistory:
         if previous_scale is not None:
             self.scale.copy_(torch.where(self.num_observed % recipe.interval == 0, self.scale, previous_scale))
         self.nonzero_scales.poll(self.scale)
+        if self.has_unequal_readers and self.updates % max(recipe.amax_history_len, COMPARED_AFTER) == 0:
+            self.forget_marks()  # what told them apart may have left the window
 
     def _make_for(self, span: Span) -> None:
         """Rescale the scales that an update keeps to the format and margin of ``span``."""
@@ -240,6 +265,7 @@ class AmaxHistory:
     def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
+        self.forget_marks()
         self.nonzero_scales = NonzeroScales()
         self.scale[row] = scale
         self.amax[row] = 0.0
@@ -289,6 +315,7 @@ class AmaxHistory:
         self.amax_history = new_history
         self.updates = updates
         self.span = span_in(state)
+        self.forget_marks()
         self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.num_observed.zero_()

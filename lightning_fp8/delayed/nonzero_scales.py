@@ -20,6 +20,12 @@ class NonzeroScales:
         """Whether the scale of ``row`` is known not to be 0."""
         return row < len(self._nonzero) and self._nonzero[row]
 
+    def read(self, scale: Tensor) -> None:
+        """Read ``scale > 0`` of float32 ``[n]`` at once; waits for the GPU."""
+        if not scale.is_meta:
+            self._nonzero = (scale > 0).tolist()
+            self._pending_copy = None
+
     def poll(self, scale: Tensor) -> None:
         """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
 

@@ -27,12 +27,16 @@ class Slot:
         row: the row's index.
         scale: float32 ``[]``; read by value, it changes at the next update.
         amax: float32 ``[]`` that a cast writes its amax into.
+        readers: the layers that read one cast of this row's module together, as far as known; 0 before the second.
+        readers_of_last: those that have read the last one.
     """
 
     history: AmaxHistory
     row: int
     scale: Tensor
     amax: Tensor
+    readers: int = 0
+    readers_of_last: int = 0
 
     def __reduce__(self) -> Any:
         return _slot_of, (self.history, self.row)  # copies and pickles share what their history has
@@ -50,7 +54,9 @@ class Slot:
 
     def scale_is_nonzero(self) -> bool:
         """Whether the host knows, without waiting for the GPU, that the scale is not 0."""
-        return not torch.compiler.is_compiling() and self.history.nonzero_scales.is_nonzero(self.row)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return False  # what the host learns later must not compile anew
+        return self.history.nonzero_scales.is_nonzero(self.row)
 
 
 def _slot_of(history: AmaxHistory, row: int) -> Slot:

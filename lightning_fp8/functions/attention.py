@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.arguments import refuse_transforms
 from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.sequence_tables import on_card, shared_tables
 from lightning_fp8.ops.attention import (
     FORMATS,
     AttentionCall,
@@ -97,12 +98,19 @@ def fp8_attention(
     if v is q or v is k:
         v = v.view_as(v)
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
+    tables = None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and on_card(q.device) and _keeps(q, k, v):
+        rows = 1 if qkv_format == "bshd" else 0
+        tables = shared_tables(cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device)
     slots = slots if observe else None
-    return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, slots)
+    return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
 
 
 class AttentionFunction(torch.autograd.Function):
-    """The gradients of :func:`fp8_attention`. ``cu_seqlens_kv`` of None is q's; ``slots`` of None observes nothing."""
+    """The gradients of :func:`fp8_attention`.
+
+    ``cu_seqlens_kv`` of None is q's, ``tables`` of None are made by each op, ``slots`` of None observes nothing.
+    """
 
     @staticmethod
     def forward(
@@ -114,13 +122,14 @@ class AttentionFunction(torch.autograd.Function):
         softmax_scale: float | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
+        tables: Tensor | None,
         slots: Slots | None,
     ) -> Tensor:
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        o, kept = attention_forward(q, k, v, AttentionCall(config, softmax_scale, cu_seqlens_q, of_keys))
+        o, kept = attention_forward(q, k, v, AttentionCall(config, softmax_scale, cu_seqlens_q, of_keys, tables))
         _observe(slots, Role.QKV, q, k, v)
         _observe(slots, Role.O, o)
-        ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, *kept)
+        ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, tables, *kept)
         ctx.config, ctx.softmax_scale, ctx.slots = config, softmax_scale, slots
         ctx.key_rows = k.shape[1 if config.startswith("bshd") else 0]
         return o
@@ -132,14 +141,19 @@ class AttentionFunction(torch.autograd.Function):
                 "FP8 attention has no second derivatives, which create_graph=True asks for; run this attention in high "
                 "precision: with fp8_autocast(enabled=False), or a recipe with fp8_dpa=False"
             )
-        o, cu_seqlens_q, cu_seqlens_kv, *kept = ctx.saved_tensors
+        o, cu_seqlens_q, cu_seqlens_kv, tables, *kept = ctx.saved_tensors
         _observe(ctx.slots, Role.DO, do)
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        call = AttentionCall(ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys)
+        call = AttentionCall(ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys, tables)
         gradients = attention_backward(do, o, Kept(*kept), ctx.key_rows, call)
         needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
         _observe(ctx.slots, Role.DQKV, *needed)
-        return *needed, *[None] * 5
+        return *needed, *[None] * 6
+
+
+def _keeps(*tensors: Tensor) -> bool:
+    """Whether autograd keeps what a function of ``tensors`` saves."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
+from lightning_fp8.ops.quantize.casting import CastArgs
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role, ScaledTensor
 
@@ -40,19 +42,45 @@ def quantize_role(
     if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
         lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
         return Quantized(lying.columnwise, lying.rowwise)
+    args = cast_args(role, recipe, slots, observe=observe, rowwise=rowwise, columnwise=columnwise)
+    return ops.quantize(x, recipe.cast(role), **args)
+
+
+def cast_args(role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwise: bool, columnwise: bool) -> CastArgs:
+    """The keywords of an op that casts ``role``; delayed scaling gives its slot's scale and, if ``observe``, amax."""
     slot = scale = None
     if isinstance(recipe, DelayedScaling):
         slot = slots[role]
         scale = slot.scale_for(span_of(recipe))
-    return ops.quantize(
-        x,
-        recipe.cast(role),
-        scale=scale,
-        amax=slot.amax if slot and observe else None,
-        scale_is_nonzero=slot is not None and slot.scale_is_nonzero(),
-        rowwise=rowwise,
-        columnwise=columnwise,
-    )
+    return {
+        "scale": scale,
+        "amax": slot.amax if slot and observe else None,
+        "scale_is_nonzero": slot is not None and slot.scale_is_nonzero(),
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+    }
+
+
+def _quantize_input(
+    x: Tensor, recipe: Recipe, slots: Slots, shared: InputCast | None, *, observe: bool, columnwise: bool
+) -> Quantized:
+    """Cast ``x [R, K]``, as far as another layer's ``shared`` cast has not what this one multiplies."""
+    if shared is None:
+        return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
+    lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
+    made = None
+    if lacks_rowwise or lacks_columnwise:
+        made = quantize_role(
+            x,
+            Role.INPUT,
+            recipe,
+            slots,
+            observe=observe and shared.reads == 1,  # a later reader's row is fed already
+            rowwise=lacks_rowwise,
+            columnwise=lacks_columnwise,
+        )
+    copies = shared.complete(made)
+    return copies if columnwise else Quantized(copies.rowwise, None)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -75,15 +103,16 @@ class LinearFunction(torch.autograd.Function):
         cached_weight: Quantized | None,
         main_grad: Tensor | None,
         place_of_x: tuple[Tensor] | None,
+        shared: InputCast | None,
     ) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.x_shape = x.shape
         ctx.place_of_x = place_of_x
         if x.dim() != 2:
             x = x.reshape(-1, x.shape[-1])
-        x8 = quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=needs_wgrad)
+        x8 = _quantize_input(x, recipe, slots, shared, observe=observe, columnwise=needs_wgrad)
         w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
-        y = ops.scaled_mm(_present(x8.rowwise), _present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
+        y = ops.scaled_mm(present(x8.rowwise), present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
 
         saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
         ctx.save_for_backward(*saved, weight if needs_dgrad else None)
@@ -108,7 +137,7 @@ class LinearFunction(torch.autograd.Function):
             dx, dw, dbias = _linear_gradients(ctx, dy, x_t, weight)
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
-        return dx, dw, dbias, *[None] * 7
+        return dx, dw, dbias, *[None] * 8
 
 
 def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:
@@ -129,17 +158,22 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
         w8 = ctx.cached_weight or quantize_role(
             weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True
         )
-        dx = ops.scaled_mm(_present(dy8.rowwise), _present(w8.columnwise), out_dtype=ctx.x_dtype)
+        dx = ops.scaled_mm(present(dy8.rowwise), present(w8.columnwise), out_dtype=ctx.x_dtype)
     if x_t is not None:
-        if ctx.main_grad is not None:
-            if not torch.compiler.is_compiling() and ctx.main_grad.__dict__.pop(_STALE, False):
-                ctx.main_grad.zero_()
-            ops.scaled_mm_accumulate(ctx.main_grad, _present(dy8.columnwise), x_t)
-        else:
-            dw = ops.scaled_mm(_present(dy8.columnwise), x_t, out_dtype=ctx.weight_dtype)
+        dw = weight_gradient(dy8, x_t, ctx.main_grad, ctx.weight_dtype)
     if needs_bias_grad:
         dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, dbias
+
+
+def weight_gradient(dy8: Quantized, x_t: ScaledTensor, main_grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``dyᵀ x`` in ``dtype``; None where it was added to ``main_grad``."""
+    if main_grad is None:
+        return ops.scaled_mm(present(dy8.columnwise), x_t, out_dtype=dtype)
+    if not torch.compiler.is_compiling() and main_grad.__dict__.pop(_STALE, False):
+        main_grad.zero_()
+    ops.scaled_mm_accumulate(main_grad, present(dy8.columnwise), x_t)
+    return None
 
 
 def mark_stale(main_grad: Tensor) -> None:
@@ -228,8 +262,9 @@ def _differentiable_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, we
     return _DifferentiableGradients.apply(dy, x, weight, ctx, x_t)
 
 
-def _present(operand: ScaledTensor | None) -> ScaledTensor:
-    assert operand is not None  # it was asked for
+def present(operand: ScaledTensor | None) -> ScaledTensor:
+    """An operand that was asked for."""
+    assert operand is not None
     return operand
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
-from lightning_fp8.names import row_name
+from lightning_fp8.names import gemm_name, row_name
 from lightning_fp8.scaled import Role
 from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
 from lightning_fp8.te.unpickle import CheckpointError
@@ -23,12 +25,14 @@ class FP8Module(nn.Module):
 
     Attributes:
         roles: the tensors that it casts; one history row for each, in this order.
+        gemms: the names of its linear layers, each of which has those roles; ``""`` of a module that is one itself.
         fp8: False runs it in high precision everywhere.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ()
+    gemms: ClassVar[tuple[str, ...]] = ("",)
     fp8: bool = True
-    _slots: Slots | None = None
+    _slots: tuple[Slots, ...] | None = None
     _record: LayerRecord | None = None
 
     @property
@@ -40,25 +44,39 @@ class FP8Module(nn.Module):
 
     @property
     def slots(self) -> Slots | None:
-        """The row of the amax history for each role: this module reads its scale from it and writes its amax to it."""
-        return self._slots
+        """The row of the amax history for each role: this module reads its scale from it and writes its amax to it.
+
+        Of a module of several :attr:`gemms` the first one's; :attr:`slots_of_gemms` has all.
+        """
+        return self._slots[0] if self._slots else None
+
+    @property
+    def slots_of_gemms(self) -> tuple[Slots, ...]:
+        """The :attr:`slots` of each of :attr:`gemms`; empty before there are any."""
+        return self._slots or ()
 
     @property
     def history(self) -> AmaxHistory | None:
         """The history that :attr:`slots` lie in."""
-        return self._slots[self.roles[0]].history if self._slots else None
+        return self._slots[0][self.roles[0]].history if self._slots else None
 
     def history_rows(self, name: str = "") -> list[tuple[str, Role]]:
         """Names and roles of the rows of a module called ``name``: ``layers.0.fc1.input``."""
-        return [(row_name(name, role), role) for role in self.roles]
+        return [(row_name(gemm_name(name, gemm), role), role) for gemm in self.gemms for role in self.roles]
+
+    def named_slots(self, name: str = "") -> list[tuple[str, Slot]]:
+        """The names of :meth:`history_rows` with their rows; empty before there are any."""
+        slots = [slot for of_gemm in self.slots_of_gemms for slot in of_gemm.values()]
+        return [(row, slot) for (row, _), slot in zip(self.history_rows(name), slots)]
 
     def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
-        """Keep amaxes and scales in rows of ``history``, in the order of :attr:`roles`."""
-        self._slots = {role: history.slot(first_row + index) for index, role in enumerate(self.roles)}
+        """Keep amaxes and scales in rows of ``history``, in the order of :meth:`history_rows`."""
+        rows = count(first_row)
+        self._slots = tuple({role: history.slot(next(rows)) for role in self.roles} for _ in self.gemms)
         history.owners.add(self)
 
-    def ensure_slots(self, device: torch.device | None = None) -> Slots:
-        """:attr:`slots`, in a history of the module's own where it has none yet.
+    def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
+        """:attr:`slots_of_gemms`, in a history of the module's own where it has none yet.
 
         Args:
             device: of that history; ``None`` is the parameters', and the CPU while those are on meta.
@@ -127,7 +145,7 @@ class FP8Module(nn.Module):
     def _load_te_state(self, value: Any) -> None:
         state = read_te_state(value)
         if state.forward is not None:
-            te_rows = {role: state.row(role) for role in self.roles}
-            slots = self.ensure_slots()
-            for role, row in te_rows.items():
-                slots[role].history.set_row(slots[role].row, row.scale, row.amax_history)
+            te_rows = [state.row(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles]
+            self.ensure_slots()
+            for (_, slot), row in zip(self.named_slots(), te_rows):
+                slot.history.set_row(slot.row, row.scale, row.amax_history)

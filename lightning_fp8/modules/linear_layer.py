@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
@@ -14,9 +15,11 @@ from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,
     ObserveGradFunction,
+    Slots,
     mark_stale,
     place_in_graph,
 )
+from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.recipes import DelayedScaling
@@ -35,6 +38,7 @@ class LinearLayer(WeightCachingModule):
     bias: Any
     # Class-level, so that a torch.nn.Linear retyped in place has them.
     roles = LINEAR_ROLES
+    kind: ClassVar[str] = "Linear"
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     bias_names: tuple[str, ...] = ("bias",)
@@ -56,27 +60,45 @@ class LinearLayer(WeightCachingModule):
                 ``is_first_microbatch`` that is neither None nor a bool.
             ValueError: an input of other features or on another device than the weight.
         """
+        weight, bias, context = self._begin(input, is_first_microbatch)
+        added_bias = None if self.return_bias else bias
+        output = self._multiply(input, weight, added_bias, context, is_first_microbatch)
+        return (output, bias) if self.return_bias else output
+
+    def _begin(self, input: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Any, FP8Context]:
+        """The weight, the bias and the context of a forward, whose arguments are checked."""
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
         weight = self._parameter(self.weight_names)
         bias = self._parameter(self.bias_names)
         self._check(input, weight)
-        added_bias = None if self.return_bias else bias
-        context = self._context(input)
+        return weight, bias, self._context(input)
+
+    def _multiply(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
+    ) -> Tensor:
         if context.enabled and self.fp8:
-            output = self._fp8_forward(input, weight, added_bias, context, is_first_microbatch)
-        elif context.calibrating and not context.enabled and self.fp8:
-            output = self._calibrating_forward(input, weight, added_bias)
-        else:
-            output = self._high_precision(input, weight, added_bias)
-        return (output, bias) if self.return_bias else output
+            return self._fp8_forward(input, weight, bias, context, is_first_microbatch)
+        if context.calibrating and not context.enabled and self.fp8:
+            return self._calibrating_forward(input, weight, bias)
+        return self._high_precision(input, weight, bias)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes of its products, which tell compiled layers apart."""
+        return self.in_features, self.out_features
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """``(out_features, in_features)`` of each of :attr:`gemms`."""
+        return {"": (self.out_features, self.in_features)}
 
     def _context(self, input: Tensor) -> FP8Context:
         """The context that this forward runs under; counted in the record."""
         context = autocast.current_context()
         if torch.compiler.is_compiling():
             if context.enabled and self.fp8:
-                note_traced(self.in_features, self.out_features)
+                note_traced(*self.features)
             return context
         # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
         if autocast.in_backward():
@@ -87,6 +109,18 @@ class LinearLayer(WeightCachingModule):
         (self._record or self.record).note(context.enabled and self.fp8, rows, self.training)
         return context
 
+    def _split_parameters(self, rows: Mapping[str, int]) -> None:
+        """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
+        sizes = list(rows.values())
+        weights = self.weight.detach().split(sizes)
+        biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
+        del self.weight, self.bias
+        for name, weight, bias in zip(rows, weights, biases):
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
+        self.weight_names = tuple(f"{name}_weight" for name in rows)
+        self.bias_names = tuple(f"{name}_bias" for name in rows)
+
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
             return getattr(self, names[0])
@@ -96,36 +130,49 @@ class LinearLayer(WeightCachingModule):
     def _fp8_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> Tensor:
-        refuse_transforms("Linear", input, weight, bias)
-        refuse_sharded("Linear", input=input, weight=weight)
-        if input.layout is not torch.strided:
-            raise TypeError("Linear takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them")
+        refuse_transforms(self.kind, input, weight, bias)
         recipe = context.recipe
-        dtype = autocast_dtype(input.device.type) or input.dtype
-        slots = self._slots or self.ensure_slots(input.device)
+        (slots, *_), dtype, observe = self._enter_fp8(context, input, weight)
         x = input.to(dtype)
-        observe = torch.is_grad_enabled() and self.training and context.observe
-        if isinstance(recipe, DelayedScaling) and not torch.compiler.is_compiling():
-            history = slots[Role.INPUT].history
-            if observe and history.recipe is not recipe:
-                history.follow(recipe)
-            elif not observe and context.observe and torch.is_grad_enabled() and weight.requires_grad:
-                history.trained_in_eval = True
-        cached = self._cached_weight(weight, recipe, slots, observe, is_first_microbatch)
+        cached = self._cached_weight(weight, self.weight_names, recipe, slots, observe, is_first_microbatch, context)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         grad = torch.is_grad_enabled()
         if not grad and weight.requires_grad:
             weight = weight.detach()  # else the function casts for a gradient that nobody asks for
         place = place_in_graph(x) if grad and weight.requires_grad else None
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place)
+        shared = None
+        if not torch.compiler.is_compiling():
+            shared = input_cast(input, dtype, recipe, slots[Role.INPUT], observe=observe)
+        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place, shared)
         # Here, not in the function: views that one makes cannot be changed in place.
         return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
 
-    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        refuse_transforms("Linear", input, weight, bias)
-        slots = self.ensure_slots(input.device)
+    def _enter_fp8(
+        self, context: FP8Context, input: Tensor, *weights: Tensor
+    ) -> tuple[tuple[Slots, ...], torch.dtype, bool]:
+        """The slots of the GEMMs, the dtype of their results, and whether casts feed the slots."""
+        for weight in weights:
+            refuse_sharded(self.kind, input=input, weight=weight)
+        if input.layout is not torch.strided:
+            raise TypeError(
+                f"{self.kind} takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them"
+            )
+        slots = self._slots or self.ensure_slots(input.device)
+        observe = torch.is_grad_enabled() and self.training and context.observe
+        if isinstance(context.recipe, DelayedScaling) and not torch.compiler.is_compiling():
+            history = slots[0][Role.INPUT].history
+            if observe and history.recipe is not context.recipe:
+                history.follow(context.recipe)
+            elif not observe and context.observe and torch.is_grad_enabled():
+                history.trained_in_eval |= any(weight.requires_grad for weight in weights)
+        return slots, autocast_dtype(input.device.type) or input.dtype, observe
+
+    def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
+        refuse_transforms(self.kind, input, weight, bias)
+        slots = self.ensure_slots(input.device)[gemm]
         ops.observe(input.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
+        slots[Role.INPUT].history.forget_marks()
         output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
@@ -155,24 +202,24 @@ class LinearLayer(WeightCachingModule):
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
         if not isinstance(input, Tensor):
-            raise TypeError(f"Linear takes a tensor, not {type(input).__name__}")
+            raise TypeError(f"{self.kind} takes a tensor, not {type(input).__name__}")
         if not input.is_floating_point():
             raise TypeError(
-                f"Linear got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
+                f"{self.kind} got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(
-                f"Linear has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its last "
-                "dimension must be in_features"
+                f"{self.kind} has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its "
+                "last dimension must be in_features"
             )
         if input.device != weight.device:
             raise ValueError(
-                f"Linear's weight is on {weight.device} and the input on {input.device}; move one to the other"
+                f"{self.kind}'s weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
         if input.dtype != weight.dtype and not autocast_dtype(input.device.type):
             raise TypeError(
-                f"Linear's weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
+                f"{self.kind}'s weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
 

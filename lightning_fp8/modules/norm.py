@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, plain, require_bool, require_number
+from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bool, require_number
+from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.te.te_state import EXTRA_STATE
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
 
@@ -44,11 +45,6 @@ def _check_options(eps: Any, zero_centered_gamma: Any, **flags: Any) -> None:
         raise ValueError("zero_centered_gamma=True needs elementwise_affine=True: without it there is no gamma")
 
 
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as it is computed with: float32, or its own float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(module).__name__} takes a tensor, not {type(x).__name__}")
@@ -69,10 +65,10 @@ class _GammaModule(nn.Module):
         if self.weight is not None and self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
 
-    def _gamma(self, dtype: torch.dtype) -> Tensor | None:
-        if self.weight is None:
-            return None
-        return self.weight.to(dtype) + 1.0 if self.zero_centered_gamma else self.weight.to(dtype)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Transformer Engine's norms are operations from 2.0 on, and have a state that is always empty."""
+        state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class LayerNorm(_GammaModule, nn.LayerNorm):
@@ -82,11 +78,13 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: the size of the last dimensions.
         eps: added to the variance.
         zero_centered_gamma: ``weight`` holds gamma - 1 and starts at 0.
+        sequence_parallel: refused if True.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         hidden_size: Transformer Engine's older name of ``normalized_shape``.
 
     Raises:
         ValueError, TypeError: a size, ``eps`` or an input that does not fit.
+        NotImplementedError: ``sequence_parallel``.
     """
 
     def __init__(
@@ -94,6 +92,7 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         *,
+        sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | None = None,
@@ -102,6 +101,7 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
         _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine, bias=bias)
         self.zero_centered_gamma = zero_centered_gamma
@@ -110,10 +110,8 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
-        x = _wide(input)
-        gamma = self._gamma(x.dtype)
-        beta = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(input.dtype)
+        norm = Norm(self.eps, zero_centered=self.zero_centered_gamma)
+        return normalize(input, self.weight, self.bias, norm, self.normalized_shape)
 
 
 class RMSNorm(_GammaModule, nn.RMSNorm):
@@ -122,11 +120,14 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
     Args and errors as for :class:`LayerNorm`.
     """
 
+    eps: float  # type: ignore[assignment]  # never None
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         *,
+        sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | None = None,
@@ -134,6 +135,7 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
         _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine)
         self.zero_centered_gamma = zero_centered_gamma
@@ -142,5 +144,5 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
-        wide = _wide(x)
-        return F.rms_norm(wide, self.normalized_shape, self._gamma(wide.dtype), self.eps).to(x.dtype)
+        norm = Norm(self.eps, rms=True, zero_centered=self.zero_centered_gamma)
+        return normalize(x, self.weight, None, norm, self.normalized_shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_traced: set[tuple[int, int]] = set()
+_traced: set[tuple[int, ...]] = set()
 
 
 class LayerRecord:
@@ -50,18 +50,18 @@ class LayerRecord:
 
 
 @torch.compiler.assume_constant_result
-def note_traced(in_features: int, out_features: int) -> bool:
-    """Called while torch.compile traces a layer that runs in FP8; nothing of it remains in the compiled code.
+def note_traced(*features: int) -> bool:
+    """Called while torch.compile traces a layer of these sizes in FP8; nothing of it remains in the compiled code.
 
-    Equal blocks share one compiled code, so that the second is never traced: shapes are noted, not layers.
+    Equal blocks share one compiled code, so that the second is never traced: sizes are noted, not layers.
     """
-    _traced.add((in_features, out_features))
+    _traced.add(features)
     return True
 
 
-def was_traced(in_features: int, out_features: int) -> bool:
-    """Whether an FP8 layer of this shape was ever compiled: then one that counted nothing may have run all the same."""
-    return (in_features, out_features) in _traced
+def was_traced(*features: int) -> bool:
+    """Whether an FP8 layer of these sizes was ever compiled: then one that counted nothing may have run nonetheless."""
+    return features in _traced
 
 
 def any_traced() -> bool:

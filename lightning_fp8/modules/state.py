@@ -12,7 +12,7 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.names import clean_name, row_name
+from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import FLOAT32_MAX
@@ -45,8 +45,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     steps = -1
     span: Span | None = None
     for name, module in fp8_modules(model):
-        for role, slot in (module.slots or {}).items():
-            names.append(row_name(name, role))
+        for row, slot in module.named_slots(name):
+            names.append(row)
             span = span or slot.history.span
             scales.append(slot.scale_for(span) if span else slot.scale)
             histories.append(slot.history.amax_history[:, slot.row])
@@ -93,8 +93,8 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             continue
         histories[id(history)] = history
         row_names = names.setdefault(id(history), list(history.names))
-        for role, slot in (module.slots or {}).items():
-            row_names[slot.row] = row_name(name, role)
+        for row, slot in module.named_slots(name):
+            row_names[slot.row] = row
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
     model_rows = [name for row_names in names.values() for name in row_names]

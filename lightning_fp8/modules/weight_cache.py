@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_fp8 import ops
+from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.steps import generation
 from lightning_fp8.functions.linear import Slots, quantize_role
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role
 
 
-class WeightCachingModule(FP8Module):
-    """A module that keeps the FP8 copies of its weight while ``is_first_microbatch`` says so; a pickle has none.
-
-    The copies are stale, and made again, once an optimizer has stepped or a parameter was replaced or changed in place.
+@dataclass
+class _KeptWeight:
+    """The FP8 copies of a weight.
 
     Attributes:
-        weight_names: the names of the parameters that hold the weight's rows.
+        key: the weight and all else that they were made from.
+        automatic: no ``is_first_microbatch`` asked for them.
+        observed: the weight's row of the amax history has its amax.
+    """
+
+    key: tuple[Any, ...]
+    copies: Quantized
+    automatic: bool
+    observed: bool
+
+
+class WeightCachingModule(FP8Module):
+    """A module that keeps the FP8 copies of its weight where ``is_first_microbatch`` or the context says so.
+
+    The copies are stale, and made again, once an optimizer has stepped or a parameter was replaced or changed in place.
+    A pickle has none.
+
+    Attributes:
+        weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.
     """
 
     weight_names: tuple[str, ...] = ("weight",)
-    _weight_cache: tuple[Any, Quantized] | None = None
+    _weight_cache: dict[tuple[str, ...], _KeptWeight] | None = None  # by the names of a weight's parameters
+
+    def forget_weight(self) -> None:
+        """Let go of the copies."""
+        self._weight_cache = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -37,15 +62,47 @@ class WeightCachingModule(FP8Module):
         self._weight_cache = None
 
     def _cached_weight(
-        self, weight: Tensor, recipe: Recipe, slots: Slots, observe: bool, is_first_microbatch: bool | None
+        self,
+        weight: Tensor,
+        names: tuple[str, ...],
+        recipe: Recipe,
+        slots: Slots,
+        observe: bool,
+        is_first_microbatch: bool | None,
+        context: FP8Context,
     ) -> Quantized | None:
-        """The operands of ``weight [N, K]`` and of its transpose; None where no micro-batches are told apart."""
-        if is_first_microbatch is None:
+        """The operands of ``weight [N, K]`` and of its transpose; None where nothing is to be kept.
+
+        Args:
+            names: of the parameters that hold its rows.
+            context: says whether to keep them where ``is_first_microbatch`` does not.
+        """
+        automatic = is_first_microbatch is None
+        if automatic and torch.compiler.is_compiling():
+            return None  # before anything is read that the compiled code would be guarded by
+        cache = self._weight_cache or {}
+        kept = cache.get(names)
+        if automatic and context.weight_period is None:
+            if kept is not None and kept.automatic:
+                self._weight_cache = None
             return None
-        parameters = [getattr(self, name) for name in self.weight_names]
+        parameters = [getattr(self, name) for name in names]
         # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
-        key = (recipe, generation(), *((id(p), p._version, p.untyped_storage()._cdata) for p in parameters))
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=True)
-            self._weight_cache = key, w8
-        return self._weight_cache[1]
+        state = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
+        key: tuple[Any, ...] = (recipe, generation(), *state)
+        # Who never takes gradients of it needs no copy of its transpose.
+        columnwise = not automatic or self.training or torch.is_grad_enabled()
+        if automatic:
+            updates = slots[Role.WEIGHT].history.updates
+            key = (*key, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
+        if is_first_microbatch or kept is None or kept.key != key:
+            others = {each: copies for each, copies in cache.items() if each != names}
+            self._weight_cache = kept = None  # its memory serves the new copies
+            w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
+            kept = _KeptWeight(key, w8, automatic, observe)
+            self._weight_cache = {**others, names: kept}
+        elif observe and not kept.observed:
+            if isinstance(recipe, DelayedScaling):
+                ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
+            kept.observed = True
+        return kept.copies

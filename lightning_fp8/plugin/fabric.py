@@ -35,6 +35,7 @@ from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
 from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, weights_and_compute_dtypes
+from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
@@ -56,6 +57,8 @@ class FP8FabricPrecision(FabricPrecision):
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
         attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
+        cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter;
+            ``None`` does so where the Trainer accumulates gradients and no weight is sharded.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
@@ -74,6 +77,7 @@ class FP8FabricPrecision(FabricPrecision):
         skip: Sequence[str] = (),
         compute_dtype: torch.dtype | str | None = None,
         attention: bool = False,
+        cache_fp8_weights: bool | None = None,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         attention = plain(attention)
@@ -88,6 +92,7 @@ class FP8FabricPrecision(FabricPrecision):
             replace_layers,
             skip,
         )
+        self.kept_weights = KeptWeights(cache_fp8_weights)
         self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
         self._stepping = False
@@ -200,7 +205,7 @@ class FP8FabricPrecision(FabricPrecision):
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
-            stack.enter_context(fp8_context(FP8Context(self.recipe, observe=self._observes)))
+            stack.enter_context(fp8_context(self._context()))
             if isinstance(self.recipe, DelayedScaling):
                 for history in self.histories.values():
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
@@ -210,6 +215,9 @@ class FP8FabricPrecision(FabricPrecision):
                 for history in self.histories.values():
                     history.wait()
             yield
+
+    def _context(self) -> FP8Context:
+        return FP8Context(self.recipe, observe=self._observes, weight_period=self.kept_weights.period)
 
     @override
     def convert_input(self, data: Any) -> Any:

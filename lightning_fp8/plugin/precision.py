@@ -64,6 +64,8 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         self.detach_attention()
         for history in self.histories.values():
             history.after_step = None
+        for model in list(self._models):
+            self.kept_weights.release(model)
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,9 +45,9 @@ _ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 
 ATTENTION_GEMMS = 3
 
 
-def num_gemms_of(roles: tuple[Role, ...]) -> int:
-    """The number of GEMMs that Transformer Engine counts for a module of these roles."""
-    return ATTENTION_GEMMS if Role.QKV in roles else 1
+def num_gemms_of(roles: tuple[Role, ...], linears: int = 1) -> int:
+    """The number of GEMMs that Transformer Engine counts for a module of these roles, or of so many linear layers."""
+    return ATTENTION_GEMMS if Role.QKV in roles else linears
 
 
 def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
@@ -69,9 +69,9 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     return columns
 
 
-def place_row(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor) -> None:
-    """Write one tensor's state into ``columns``; a scale of 0, never updated, stays at its default."""
-    direction, index = column_of(role)
+def place_row(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0) -> None:
+    """Write the state of one tensor of GEMM ``gemm`` into ``columns``; a scale of 0, never updated, is its default."""
+    direction, index = column_of(role, gemm)
     if scale:
         columns[f"scale_{direction}"][index] = scale
     if len(amax_history):

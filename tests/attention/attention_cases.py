@@ -16,6 +16,7 @@ from lightning_fp8.ops.attention import (
     backward,
     cast,
     forward,
+    rows_of_mean,
 )
 
 CAUSAL = Band(right=0)
@@ -46,23 +47,26 @@ def visible_keys(queries: int, keys: int, band: Band) -> Tensor:
     return out
 
 
-def quantized(x: Inputs, centered: bool = True, lengths: Lengths | None = None) -> tuple[Codes, Codes, Codes, Codes]:
+def quantized(
+    x: Inputs, band: Band, centered: bool = True, lengths: Lengths | None = None
+) -> tuple[Codes, Codes, Codes, Codes]:
     queries, keys = lengths if lengths is not None else (None, None)
-    return cast(x.q, False, queries), cast(x.k, centered, keys), cast(x.v, False, keys), cast(x.do, False, queries)
+    k = cast(x.k, centered, keys, rows_of_mean(band))
+    return cast(x.q, False, queries), k, cast(x.v, False, keys), cast(x.do, False, queries)
 
 
 def fp8(
     x: Inputs, band: Band, centered: bool = True, lengths: Lengths | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV; and m, l."""
-    q, k, v, do = quantized(x, centered, lengths)
+    q, k, v, do = quantized(x, band, centered, lengths)
     scale = x.q.shape[-1] ** -0.5
     o, m, l = forward(q, k, v, scale, band, lengths, dtype)  # noqa: E741
     return o, *backward(do, q, k, v, o, m, l, scale, band, lengths, dtype), m, l
 
 
-def rounded(x: Inputs, centered: bool = True) -> Inputs:
-    return Inputs(*(codes.dequantize() for codes in quantized(x, centered)))
+def rounded(x: Inputs, band: Band, centered: bool = True) -> Inputs:
+    return Inputs(*(codes.dequantize() for codes in quantized(x, band, centered)))
 
 
 def error(x: Tensor, truth: Tensor) -> float:

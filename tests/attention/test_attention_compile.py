@@ -96,3 +96,13 @@ def test_what_does_not_run_in_fp8_is_told_while_it_is_compiled() -> None:
         fp8_autocast(fp8_recipe={"name": "mxfp8", "fp8_dpa": True}),
     ):
         model(torch.randn(2, 40, 64), core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+
+
+def test_second_derivatives_of_compiled_attention_are_refused_by_torch() -> None:
+    module, q = DotProductAttention(2, 32, qkv_format="bshd"), torch.randn(1, 20, 2, 32, requires_grad=True)
+    module.compile(fullgraph=True, backend="aot_eager")
+    with fp8_autocast(fp8_recipe={"name": "mxfp8", "fp8_dpa": True}):
+        o = module(q, q, q)
+    (gradient,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gradient.sum().backward()

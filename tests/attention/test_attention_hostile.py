@@ -183,15 +183,25 @@ def test_rows_behind_the_last_sequence_are_padding(tail: tuple[int, int], enable
 # ------------------------------------------------------------------------------------------------------ keys' mean
 
 
-@pytest.mark.parametrize(("center_keys", "least", "most"), [(True, 0.2, 0.3), (False, 0.0, 0.06)])
-def test_a_later_key_spoils_earlier_rows_of_centered_keys(center_keys: bool, least: float, most: float) -> None:
-    """The limit that docs/attention.md states, and the way out."""
+@pytest.mark.parametrize(
+    ("window", "far", "rows", "center_keys", "least", "most"),
+    [
+        ((-1, 0), -1, slice(128), True, 0.0, 0.06),
+        ((64, 0), 0, slice(128, None), True, 0.4, 0.7),
+        ((64, 0), 0, slice(128, None), False, 0.0, 0.06),
+    ],
+    ids=["later", "first", "first, keys as they are"],
+)
+def test_a_key_that_rows_never_see(
+    window: tuple[int, int], far: int, rows: slice, center_keys: bool, least: float, most: float
+) -> None:
+    """A later one spoils nothing under a causal mask; a first one does in a window, as docs/attention.md says."""
     x = drawn_batch([(256, 256)], 2, 2, 64)
-    x.k[0][-1] = 3000.0
-    module = DotProductAttention(2, 64, qkv_format="bshd", center_keys=center_keys)
+    x.k[0][far] = 3000.0
+    module = DotProductAttention(2, 64, qkv_format="bshd", window_size=window, center_keys=center_keys)
     with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
-        o = run(module, x, "bshd")[0][0, :128].double()
-    truth = of_definition(x, Band(right=0))[0][:128]
+        o = run(module, x, "bshd")[0][0, rows].double()
+    truth = of_definition(x, Band(None if window[0] < 0 else window[0], 0))[0][rows]
     assert least <= (o - truth).norm() / truth.norm() <= most
 
 

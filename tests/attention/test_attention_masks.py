@@ -44,7 +44,7 @@ def test_a_row_sees_exactly_the_masks_keys(queries: int, keys: int, band: Band) 
     assert torch.equal(l, count.float().expand(1, 2, -1))
     assert torch.equal(m, torch.where(count > 0, 0.0, -math.inf).expand(1, 2, -1))
     weights = see / count.clamp(min=1)[:, None]
-    torch.testing.assert_close(o, weights.float() @ rounded(x).v, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(o, weights.float() @ rounded(x, band).v, rtol=1e-5, atol=1e-5)
     # a power of two would be exact; E4M3 rounds 1 / count by up to 1/16, tile by tile
     torch.testing.assert_close(dv, weights.float().mT @ torch.ones_like(x.do).float(), rtol=0.07, atol=1e-6)
 
@@ -74,7 +74,7 @@ def test_masks_lengths_channels_and_heads_against_torch(
     x = drawn(*heads, *lengths, channels, batch=2)
     see = visible_keys(*lengths, band)
     found, truth = fp8(x, band), sdpa(x, see)
-    nearer = sdpa(rounded(x), see)
+    nearer = sdpa(rounded(x, band), see)
     for name, ours, right, right_of_rounded in zip(NAMES, found, truth, nearer):
         assert ours.shape == right.shape
         # of one visible key the gradients of scores are 0 in theory
@@ -166,7 +166,7 @@ def test_rows_that_see_no_key_are_0_and_give_nothing() -> None:
 def test_a_sequence_of_one_copies_its_value(group: int) -> None:
     x = drawn(2 * group, 2, 1, 1, batch=3)
     o, dq, dk, dv, _, l = fp8(x, CAUSAL)  # noqa: E741
-    near = rounded(x)
+    near = rounded(x, CAUSAL)
     torch.testing.assert_close(o, near.v.repeat_interleave(group, 1))
     shares = near.do.unflatten(1, (2, group))
     # the second head's weight of 1 is rounded in the first one's units

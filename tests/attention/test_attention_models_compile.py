@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_fp8 import convert_module, fp8_autocast
 from tests.attention.test_attention_models import (
     HEADS,
     WIDTH,
@@ -67,3 +69,18 @@ def test_torchs_own_attention_is_compiled_whole_and_the_table_says_so() -> None:
         plugin = trained(module)
     assert attentions(plugin.summary) == {"model.part": "BF16"}
     assert "leave its block uncompiled" in why(plugin.summary, "model.part")
+
+
+def test_without_a_plugin_that_is_said_once() -> None:
+    part = Torch(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), need_weights=False)
+    model, x = nn.Sequential(part, nn.Linear(WIDTH, WIDTH)), torch.randn(2, 8, WIDTH)
+    convert_module(model, first_last_layers_bf16=False)
+    model.compile(fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+                model(x)
+    told = [str(each.message) for each in caught if "high precision" in str(each.message)]
+    assert len(told) == 1
+    assert "torch.compile keeps the function of nn.MultiheadAttention whole" in told[0]

@@ -14,11 +14,12 @@ from benchmarks import attention_data, attention_numerics
 from benchmarks.attention_numerics import NAMES, SCHEMES, exact, main
 
 
-def test_its_truth_is_torchs_attention_in_float64() -> None:
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_its_truth_is_torchs_attention_in_float64(mask: str) -> None:
     x = attention_data.gauss(2, 100, 32)
     q, k, v = (y.double().requires_grad_() for y in x[:3])
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for ours, right in zip(exact(*x), (o, *torch.autograd.grad(o, (q, k, v), x.do.double()))):
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal")
+    for ours, right in zip(exact(*x, mask), (o, *torch.autograd.grad(o, (q, k, v), x.do.double()))):
         torch.testing.assert_close(ours, right)
 
 
@@ -27,8 +28,10 @@ def test_it_writes_errors_and_says_whether_they_are_small_enough(
 ) -> None:
     monkeypatch.setitem(attention_data.DRAWN, "gauss", partial(attention_data.gauss, 2, 256, 64))
     path = tmp_path / "out.json"
-    assert main(["--data", "gauss", "--json", str(path)]) == 0
-    (result,) = json.loads(path.read_text())["results"]
+    assert main(["--data", "gauss", "--masks", "full,causal", "--json", str(path)]) == 0
+    full, result = json.loads(path.read_text())["results"]
+    assert (full["mask"], result["mask"]) == ("full", "causal")
+    assert full["percent"]["FP8"] == full["percent"]["FP8, keys without the mean of all"]
     assert result["shape"] == [1, 1, 2, 256, 64]
     assert result["met"] is True
     assert set(result["percent"]) == set(SCHEMES)
@@ -50,9 +53,8 @@ def test_known_limits_show_and_are_no_failure(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "out.json"
     assert main(["--data", "late keys,value offset", "--json", str(path)]) == 0
     late, offset = (result["percent"] for result in json.loads(path.read_text())["results"])
-    plain = late["FP8, keys not centered"]
-    assert max(plain.values()) < 15, "rows that see the late keys are not counted"
-    assert all(late["FP8"][name] > 3 * plain[name] for name in NAMES)
+    assert max(late["FP8"].values()) < 15, "rows that see the late keys are not counted"
+    assert all(late["FP8, keys without the mean of all"][name] > 3 * late["FP8"][name] for name in NAMES)
     assert offset["FP8"]["O"] < 1 < 20 < min(offset["FP8"]["dQ"], offset["FP8"]["dK"])
 
 

@@ -44,7 +44,7 @@ def test_errors_are_near_those_of_rounding_the_inputs_alone(name: str, distribut
     for x in distributions[name]:
         see = torch.ones(x.q.shape[2], x.q.shape[2], dtype=torch.bool).tril()
         truth = exact(*x, see)
-        for row, found in enumerate((fp8(x, CAUSAL), exact(*rounded(x), see))):
+        for row, found in enumerate((fp8(x, CAUSAL), exact(*rounded(x, CAUSAL), see))):
             squares[row] += torch.tensor([error(a, b) ** 2 for a, b in zip(found, truth)])
     ours, least = squares.sqrt()
     assert (least > 0.005).all(), "the inputs lose digits, or there is nothing to compare with"
@@ -55,7 +55,7 @@ def test_errors_are_near_those_of_rounding_the_inputs_alone(name: str, distribut
 def test_logsumexp_is_that_of_the_rounded_inputs(name: str, distributions: dict[str, list[Inputs]]) -> None:
     for x in distributions[name]:
         *_, m, l = fp8(x, CAUSAL)  # noqa: E741
-        q, k = (y.double() for y in rounded(x)[:2])
+        q, k = (y.double() for y in rounded(x, CAUSAL)[:2])
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
         truth = scores.logsumexp(-1)
@@ -108,10 +108,11 @@ def doubled(fit: Tensor, x: Tensor) -> Tensor:
     return torch.where(fit > 1e-300, fit * torch.exp2(times), largest(x))
 
 
-def by_the_rules(x: Inputs, see: Tensor) -> tuple[Tensor, ...]:
+def by_the_rules(x: Inputs, band: Band) -> tuple[Tensor, ...]:
     """The same rounding, said again in float64: one head of keys, whose queries' heads come one after the other."""
-    q_codes, _, _, do_codes = quantized(x)
-    q, k, v, do = (codes.dequantize().double()[0] for codes in quantized(x))
+    see = visible_keys(x.q.shape[2], x.k.shape[2], band)
+    q_codes, _, _, do_codes = quantized(x, band)
+    q, k, v, do = (codes.dequantize().double()[0] for codes in quantized(x, band))
     scale = q.shape[-1] ** -0.5
     scores = (q @ k.mT * scale / math.log(2)).masked_fill(~see, -math.inf)
     top = scores.amax(-1, keepdim=True)
@@ -149,7 +150,7 @@ def test_every_rounding_is_where_the_rules_say(rising: float) -> None:
     x = drawn(2, 1, 320, 300)
     growth = torch.exp2(rising * torch.arange(-4, 6, 10 / 320))[:, None]
     x = x._replace(q=x.q * 2, do=(x.do * growth).bfloat16())
-    for name, ours, right in zip(NAMES, fp8(x, CAUSAL), by_the_rules(x, visible_keys(320, 300, CAUSAL))):
+    for name, ours, right in zip(NAMES, fp8(x, CAUSAL), by_the_rules(x, CAUSAL)):
         assert error(ours[0], right) < 5e-4, name
 
 
@@ -163,7 +164,7 @@ def test_a_sink_silences_no_other_tile(strength: float) -> None:
     v[..., :KEYS, :] = 0  # the sink's tile has no part in the output
     x = Inputs(q, k, v, do)
     o, *_ = fp8(x, Band(), centered=False)
-    near = rounded(x, centered=False)
+    near = rounded(x, Band(), centered=False)
     weights = (near.q.double() @ near.k.double().mT / 8).softmax(-1)
     assert error(o, weights @ near.v.double()) < 0.05
 
@@ -199,16 +200,30 @@ def test_codes_and_scales_are_those_of_the_formats_definition() -> None:
         assert codes.scale_inv[batch, head, block].numpy() == np.float32(1) / scale
 
 
-def test_a_centered_cast_is_that_of_keys_without_their_mean() -> None:
+@pytest.mark.parametrize("mean_rows", [None, 128])
+def test_a_centered_cast_is_that_of_keys_without_their_mean(mean_rows: int | None) -> None:
     x = torch.randn(2, 2, 200, 64) + 5 * torch.randn(64)
     lengths = torch.tensor([200, 77])
-    found = cast(x, centered=True, lengths=lengths)
+    found = cast(x, centered=True, lengths=lengths, mean_rows=mean_rows)
     for batch, length in enumerate(lengths.tolist()):
         keys = x[batch : batch + 1, :, :length]
-        expected = cast(keys - keys.double().mean(2, keepdim=True).float())
+        expected = cast(keys - keys[:, :, :mean_rows].double().mean(2, keepdim=True).float())
         assert error(found.dequantize()[batch, :, :length], expected.dequantize()[0]) < 1e-3, "a tie may fall otherwise"
         assert not found.data[batch, :, length:].float().any()
     assert found.scale_inv[1, :, 1].eq(1).all(), "a block of padding"
+
+
+@pytest.mark.parametrize("band", [CAUSAL, Band(left=64, right=3, bottom_right=True)])
+def test_where_later_keys_are_hidden_none_of_another_block_moves_a_digit(band: Band) -> None:
+    """Rows that do not see them stay as they are, whatever the last blocks of keys are."""
+    x = drawn(2, 1, 384, 384)
+    other = x._replace(k=x.k.clone())
+    other.k[..., 256:, :] = 1e4 * torch.randn(128, 64)
+    do = x.do.clone()
+    do[..., 128:, :] = 0
+    results = [fp8(each._replace(do=do), band) for each in (x, other)]
+    for name, one, same in zip(NAMES, *results):
+        assert torch.equal(one[..., :128, :], same[..., :128, :]), name
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -266,7 +281,7 @@ def test_twice_is_the_same_to_the_bit() -> None:
 
 def test_the_output_is_saved_in_bfloat16() -> None:
     x = drawn(2, 1, 100, 100)
-    q, k, v, do = quantized(x)
+    q, k, v, do = quantized(x, CAUSAL)
     o, m, l = forward(q, k, v, 0.125, CAUSAL, dtype=torch.float32)  # noqa: E741
     for full, saved in zip(*(backward(do, q, k, v, y, m, l, 0.125, CAUSAL) for y in (o, o.bfloat16()))):
         assert full.dtype == torch.bfloat16
@@ -328,10 +343,10 @@ def test_inputs_and_outputs_of_any_dtype_and_order(dtype: torch.dtype) -> None:
 
 
 def test_wrong_calls_are_named() -> None:
-    q, k, v, _ = quantized(drawn(3, 2, 8, 8))
+    q, k, v, _ = quantized(drawn(3, 2, 8, 8), CAUSAL)
     with pytest.raises(ValueError, match="3 query heads cannot share 2 heads"):
         forward(q, k, v, 1.0)
-    q, k, v, _ = quantized(drawn(2, 2, 8, 8))
+    q, k, v, _ = quantized(drawn(2, 2, 8, 8), CAUSAL)
     with pytest.raises(ValueError, match=r"lengths of keys \[9\] are not 0 to 8"):
         forward(q, k, v, 1.0, lengths=Lengths(torch.tensor([8]), torch.tensor([9])))
     with pytest.raises(ValueError, match="2 lengths of queries for a batch of 1"):

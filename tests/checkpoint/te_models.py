@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import Linear
+from lightning_fp8 import Linear, fp8_state_dict
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.scaled import ATTENTION_ROLES
@@ -92,16 +92,20 @@ def te_files(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
 
 
 def spec(version: str, parameters: Mapping[str, Tensor], modules: list[str], length: int = 8) -> dict[str, Any]:
-    """A file of ``version`` in which all ``modules`` have random states, ``core_attention`` attention's."""
+    """A file of ``version`` in which all ``modules`` have random states, of the GEMMs that their names say."""
     attention = [name for name in modules if name.endswith("core_attention")]
-    states = {
-        name: random_columns(3 if name in attention else 1, length, seed) for seed, name in enumerate(modules, start=1)
-    }
+    gemms = {name: 3 if name in attention else 1 + name.endswith("mlp") for name in modules}
+    states = {name: random_columns(gemms[name], length, seed) for seed, name in enumerate(modules, start=1)}
     return {"version": version, "parameters": dict(parameters), "states": states, "attention": attention}
 
 
 def expected_rows(states: dict[str, Any], attention: bool = True) -> dict[str, tuple[float, Tensor]]:
     rows = {}
+    in_two = {name: columns for name, columns in states.items() if name.endswith("mlp")}
+    states = {name: columns for name, columns in states.items() if name not in in_two}
+    for name, (scale, amax_history, scale_bwd, amax_history_bwd) in in_two.items():
+        states[f"{name}.fc1"] = (scale[:3], amax_history[:, :3], scale_bwd[:2], amax_history_bwd[:, :2])
+        states[f"{name}.fc2"] = (scale[3:], amax_history[:, 3:], scale_bwd[2:], amax_history_bwd[:, 2:])
     for name, columns in states.items():
         for role, (direction, column) in (ATTENTION if name.endswith("core_attention") else LINEAR).items():
             scale, amax_history = columns[:2] if direction == "fwd" else columns[2:]
@@ -110,6 +114,15 @@ def expected_rows(states: dict[str, Any], attention: bool = True) -> dict[str, t
                 (0.0, torch.zeros(len(amax_history))) if empty else (scale[column], amax_history[:, column])
             )
     return rows
+
+
+def assert_rows(model: nn.Module, rows: dict[str, tuple[float, Tensor]]) -> None:
+    state = fp8_state_dict(model)
+    assert set(state["names"]) == set(rows)
+    for index, name in enumerate(state["names"]):
+        scale, amax_history = rows[name]
+        assert state["scale"][index] == scale, name
+        assert torch.equal(state["amax_history"][:, index], amax_history), name
 
 
 def lightning_checkpoints(folder: Path) -> dict[str, tuple[dict[str, Any], Path]]:

@@ -95,7 +95,7 @@ def write(spec: dict[str, Any], recipes: Any) -> dict[str, Any]:
         attention = name in spec["attention"]
         if attention and version <= (1, 5):
             continue  # attention kept no state then
-        gemms = 3 if attention else 1
+        gemms = 1 if columns is None else len(columns[0]) // 3
         value = version_2(columns, version, gemms, recipes) if version[0] == 2 else version_1(columns, version, gemms)
         key = f"{name}.fused_attention" if attention and version in ((1, 6), (1, 7)) else name
         state_dict[f"{key}._extra_state"] = value

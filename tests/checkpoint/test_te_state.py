@@ -21,6 +21,7 @@ from lightning_fp8.te.te_state import read_te_state
 from lightning_fp8.te.unpickle import CheckpointError
 from tests.checkpoint.te_models import (
     Block,
+    assert_rows,
     blocks,
     expected_rows,
     lightning_checkpoints,
@@ -33,15 +34,6 @@ from tests.small import Regression, fp8_trainer, regression_data
 
 MODULES = [f"{block}.{name}" for block in (0, 1) for name in ("self_attention.qkv", "self_attention.proj", "fc")]
 ATTENTIONS = [f"{block}.self_attention.core_attention" for block in (0, 1)]
-
-
-def assert_rows(model: nn.Module, rows: dict[str, tuple[float, Tensor]]) -> None:
-    state = fp8_state_dict(model)
-    assert set(state["names"]) == set(rows)
-    for index, name in enumerate(state["names"]):
-        scale, amax_history = rows[name]
-        assert state["scale"][index] == scale, name
-        assert torch.equal(state["amax_history"][:, index], amax_history), name
 
 
 @pytest.fixture(scope="module")

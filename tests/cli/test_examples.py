@@ -64,6 +64,29 @@ def test_the_model_is_causal() -> None:
     assert not torch.allclose(before[8:], after[8:])
 
 
+def test_blocks_of_modules_compute_the_same() -> None:
+    plain, fused = (GPT(width=32, depth=2, heads=2, modules=modules) for modules in (False, True))
+    state = {name: value for name, value in plain.state_dict().items() if "blocks" not in name}
+    for index, block in enumerate(plain.blocks):
+        state |= {
+            f"blocks.{index}.{name}": value.detach()
+            for name, value in {
+                "self_attention.layernorm_qkv.layer_norm_weight": block.attention_norm.weight,
+                "self_attention.layernorm_qkv.weight": block.attention.qkv.weight,
+                "self_attention.proj.weight": block.attention.out.weight,
+                "layernorm_mlp.layer_norm_weight": block.mlp_norm.weight,
+                "layernorm_mlp.fc1_weight": torch.cat([block.mlp.gate.weight, block.mlp.up.weight]),
+                "layernorm_mlp.fc2_weight": block.mlp.down.weight,
+            }.items()
+        }
+    fused.load_state_dict(state)
+    for norm in [*plain.modules(), *fused.modules()]:
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.eps = 1e-5  # torch's own is the dtype's
+    tokens = torch.randint(256, (2, 12))
+    torch.testing.assert_close(plain(tokens), fused(tokens), rtol=1e-4, atol=1e-5)
+
+
 def test_rotary_embedding_depends_on_distance_only() -> None:
     q, k = torch.randn(2, 8, dtype=torch.float64)
     frequency = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)

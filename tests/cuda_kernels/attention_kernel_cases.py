@@ -75,6 +75,7 @@ def check_cast(
     lengths: list[int] | None = None,
     copies: tuple[bool, bool] = (True, True),
     centered: bool = False,
+    mean_rows: int | None = None,
     special: bool = False,
     shifted: int = 0,
 ) -> None:
@@ -102,12 +103,13 @@ def check_cast(
         table_rows, strides = rows_of(own, rows, device), (x.stride(0), x.stride(2), x.stride(1))
     on = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x) if device != "cpu" else x
     aligned = on.data_ptr() % (4 * x.element_size()) == 0
+    tables = CastTables.of(table_rows, mean_rows)
     launch = CastLaunch(
-        channels, str(dtype).removeprefix("torch."), heads, table_rows.space, strides, copies, centered, aligned,
-        on.device,
+        channels, str(dtype).removeprefix("torch."), heads, table_rows.space, strides, copies,
+        len(tables.summed) if centered else 0, aligned, on.device,
     )  # fmt: skip
-    actual = launch.start(on, CastTables.of(table_rows))
-    expected = in_packed_rows(cast(as_heads, centered, own), table_rows)
+    actual = launch.start(on, tables)
+    expected = in_packed_rows(cast(as_heads, centered, own, mean_rows), table_rows)
     for name, a, b, wanted in zip(PackedCodes._fields, actual, expected, (*copies, True)):
         assert (a is not None) == wanted
         if a is not None and b is not None:
@@ -234,9 +236,9 @@ CASES = [
     _cast(FP32, 128, lengths=[200, 131], centered=True, special=True),
     _cast(FP16, 128, copies=(False, True), shifted=1),
     _cast(BF16, 64, lengths=[0, 200]),
-    _cast(BF16, 64, form="thd", lengths=[1, 257], centered=True),
+    _cast(BF16, 64, form="thd", lengths=[1, 0, 257], centered=True, mean_rows=128),
     _cast(FP16, 96, special=True),
-    _cast(BF16, 96, copies=(False, True), centered=True),
+    _cast(BF16, 96, copies=(False, True), centered=True, mean_rows=128),
     _cast(BF16, 256, heads=1, special=True, centered=True),
     _cast(FP32, 256, heads=1, copies=(True, False), shifted=3),
     *(Case(f"transpose_heads-{channels}", partial(check_transpose, channels)) for channels in (64, 96, 256)),

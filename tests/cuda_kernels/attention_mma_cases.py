@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 from cuda_kernels.host import launch
 from lightning_fp8.ops.attention import Band
+from tests.cuda_kernels.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq
 from tests.cuda_kernels.attention_kernel_cases import CAUSAL, check_forward
 from tests.cuda_kernels.kernel_cases import BF16, FP16, Case
 
@@ -22,11 +24,28 @@ def _forward(name: str, channels: int, **how: Any) -> Case:
     return Case(f"mma_attention_forward-{channels}-{name}", run)
 
 
-CASES = [
-    _forward("causal", 128, rows=(130, 600), band=Band(right=0, bottom_right=True)),
+def _backward(check: Callable[[Problem, str], None], kernel: str, words: str, problem: Problem) -> Case:
+    def run(device: str) -> None:
+        with WITHOUT_WGMMA:
+            check(problem, device)
+
+    return Case(f"mma_attention_{kernel}-{problem.head_dim}-{words}", run)
+
+
+BOTTOM_RIGHT = Band(right=0, bottom_right=True)
+FORWARD = [
+    _forward("causal", 128, rows=(130, 600), band=BOTTOM_RIGHT),
     _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
     _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=BF16),
     _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
     _forward("many keys", 64, rows=(128, 780), dtype=BF16),
     _forward("grouped causal", 96, heads=(4, 2), rows=(260, 260), band=CAUSAL, dtype=FP16),
 ]
+BACKWARD = [
+    _backward(check_all, "backward", "empty", Problem((0, 70, 50), (60, 0, 130), 1, 1, 128, BOTTOM_RIGHT, "bfloat16")),
+    _backward(check_all, "backward", "grouped window", Problem((140,), (150,), 2, 2, 128, WINDOW, "bfloat16")),
+    _backward(check_all, "backward", "ragged causal", Problem((1, 140), (260, 3), 2, 1, 96, CAUSAL, ragged=True)),
+    _backward(check_dq, "dq", "many keys", Problem((128,), (520,), head_dim=96)),
+    _backward(check_dkv, "dkv", "many queries", Problem((390,), (128,), 2, 2, head_dim=96)),
+]
+CASES = [*FORWARD, *BACKWARD]

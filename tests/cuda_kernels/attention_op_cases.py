@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from lightning_fp8.ops.attention import AttentionCall, Band, Gradients, Kept, attention_config, cpu, cuda
+from lightning_fp8.ops.attention import (
+    AttentionCall,
+    Band,
+    Gradients,
+    Kept,
+    attention_config,
+    attention_tables,
+    cpu,
+    cuda,
+)
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.cuda_kernels.attention_backward_cases import CODES_THAT_MOVE, error
 from tests.cuda_kernels.kernel_cases import Case, assert_same
@@ -52,6 +61,7 @@ class Problem:
         heads: of queries, and of keys.
         tail: rows of a padded batch, or behind the last sequence of ``thd``, that belong to no sequence.
         uniform: without ``cu_seqlens``.
+        shared: tables are made before both ops, as layers share them.
     """
 
     qkv_format: str
@@ -61,6 +71,7 @@ class Problem:
     band: Band = ALL
     tail: int = 0
     uniform: bool = False
+    shared: bool = False
 
     def shape(self, which: int) -> tuple[int, ...]:
         """Of queries or of keys, but for heads and channels."""
@@ -68,9 +79,9 @@ class Problem:
         rows = (sum(lengths) if self.qkv_format == "thd" else max(lengths)) + self.tail
         return {"thd": (rows,), "bshd": (len(lengths), rows), "sbhd": (rows, len(lengths))}[self.qkv_format]
 
-    @property
-    def key_rows(self) -> int:
-        return self.shape(1)[1 if self.qkv_format == "bshd" else 0]
+    def rows(self, which: int) -> int:
+        """L of queries or of keys, or T."""
+        return self.shape(which)[1 if self.qkv_format == "bshd" else 0]
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q, K, V and dO."""
@@ -84,8 +95,14 @@ class Problem:
         config = attention_config(self.qkv_format, self.band)
         if self.uniform:
             return AttentionCall(config)
-        starts = (torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in zip(*self.lengths))
-        return AttentionCall(config, None, *(each.to(device) for each in starts))
+        queries, keys = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
+            for each in zip(*self.lengths)
+        )
+        tables = None
+        if self.shared:
+            tables = attention_tables(queries, keys, config, self.rows(0), self.rows(1), queries.device)
+        return AttentionCall(config, None, queries, keys, tables)
 
 
 def run_ops(problem: Problem, device: str) -> tuple[Tensor, Kept, Gradients]:
@@ -94,7 +111,7 @@ def run_ops(problem: Problem, device: str) -> tuple[Tensor, Kept, Gradients]:
     clear_plan_cache()
     with nan_in_new_memory():
         o, kept = cuda.attention_forward(q, k, v, call)
-        gradients = cuda.attention_backward(do, o, kept, problem.key_rows, call)
+        gradients = cuda.attention_backward(do, o, kept, problem.rows(1), call)
     clear_plan_cache()
     return o, kept, gradients
 
@@ -116,7 +133,7 @@ def check_ops(problem: Problem, device: str) -> None:
     torch.testing.assert_close(kept.m, right.m, rtol=moves, atol=moves)
     torch.testing.assert_close(kept.l, right.l, rtol=20 * moves, atol=moves)
 
-    expected = cpu.attention_backward(do, o, kept, problem.key_rows, call)
+    expected = cpu.attention_backward(do, o, kept, problem.rows(1), call)
     for name, actual, truth in zip(("dq", "dk", "dv"), gradients, expected):
         assert actual.is_contiguous()
         assert error(actual, truth) <= tolerance, name
@@ -131,7 +148,9 @@ PROBLEMS = {
         "bshd", ((100, 200),), heads=(2, 1), band=Band(right=0, bottom_right=True), uniform=True
     ),
     "sbhd window": Problem("sbhd", ((140, 20), (60, 130)), channels=128, band=Band(left=40, right=20), tail=2),
-    "thd": Problem("thd", ((1, 60), (130, 3), (0, 5), (40, 129)), heads=(2, 2), band=Band(right=0), tail=140),
+    "thd": Problem(
+        "thd", ((1, 60), (130, 3), (0, 5), (40, 129)), heads=(2, 2), band=Band(right=0), tail=140, shared=True
+    ),
 }
 CASES = [Case(f"attention_ops-{name}", partial(check_ops, problem)) for name, problem in PROBLEMS.items()]
 KERNELS = [

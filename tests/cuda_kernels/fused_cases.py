@@ -269,5 +269,7 @@ CASES: list[Case] = [
     _activation_backward("silu", "bf16-rows-bias", ALIGNED, BF16, FP32, FP32, layout=Layout.ROW),
     _activation_backward("srelu", "bf16-ragged-1x128-bias", RAGGED, BF16, BF16, BF16, layout=Layout.BLOCK_1X128),
     _activation_backward("reglu", "bf16-ragged-128x128", RAGGED, BF16, BF16, None, layout=Layout.BLOCK_128X128),
+    _activation_backward("qgeglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN, **_KNOWN),
+    _activation_backward("glu", "bf16-ragged-rows", RAGGED, BF16, BF16, None, layout=Layout.ROW, columnwise=False),
     _activation_backward("relu", "fp16-1x32", ALIGNED, FP16, BF16, None, layout=Layout.MX_1X32),
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cuda_kernels.attention.mma.operands import ARCHITECTURES
-from tests.cuda_kernels.attention_mma_cases import CASES
+from tests.cuda_kernels.attention_mma_cases import CASES, WITHOUT_WGMMA
+from tests.cuda_kernels.attention_op_cases import PROBLEMS, run_ops
 from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 
@@ -20,7 +23,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("name", ["mma_attention_forward-128-padded"])
+@pytest.mark.parametrize("name", ["mma_attention_forward-128-padded", "mma_attention_backward-128-empty"])
 def test_the_order_of_threads_and_copies_changes_nothing(name: str, emulator: Emulator) -> None:
     for emulator.schedule, emulator.copies in (("forward", "late"), ("reverse", "late"), ("random", "random")):  # type: ignore[assignment]
         NAMED[name].run("cpu")
@@ -31,3 +34,13 @@ def test_what_is_launched_without_wgmma() -> None:
     for case in CASES:
         for kernel in kernels_of(case.run):
             assert set(ARCHITECTURES) <= set(kernel.architectures)
+
+
+@pytest.mark.parametrize(("channels", "sums"), [(64, 1), (96, 1), (128, 2)])
+def test_what_both_passes_launch_on_cards_without_wgmma(channels: int, sums: int) -> None:
+    """A sum of 128 channels has a launch of its own."""
+    problem = replace(PROBLEMS["thd"], channels=channels)
+    with WITHOUT_WGMMA:
+        launched = [kernel.function.__name__ for kernel in kernels_of(lambda device: run_ops(problem, device))]
+    products = [name for name in launched if name.startswith("mma_")]
+    assert products == ["mma_attention_forward", "mma_attention_dq", *["mma_attention_dkv"] * sums]

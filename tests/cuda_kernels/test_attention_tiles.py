@@ -13,9 +13,9 @@ from cuda_kernels.host.launchers.attention_tiles import (
     PackedRows,
     RowSpace,
     cast_table,
+    mean_tables,
     most_seen,
     packed_rows,
-    sequence_table,
     tile_table,
 )
 from lightning_fp8.ops.attention import Band
@@ -108,7 +108,12 @@ def test_rows_that_are_cast(form: str) -> None:
         else:
             assert entry[2] == 0
     blocks = [0, 2, 3] if form == "ragged" else [0, 3, 6]
-    assert sequence_table(rows).tolist() == [list(pair) for pair in zip(blocks, lengths)]
+    of_all, counts = mean_tables(rows, cast_table(rows), None)
+    assert torch.equal(of_all, cast_table(rows))
+    assert counts.tolist() == [list(pair) for pair in zip(blocks, lengths)]
+    of_first, counts = mean_tables(rows, cast_table(rows), ROWS)
+    assert of_first.tolist() == [[b, begins[b], min(n, ROWS), ROWS * blocks[b]] for b, n in enumerate(lengths)]
+    assert counts.tolist() == [[block, min(n, ROWS)] for block, n in zip(blocks, lengths)]
 
 
 def test_ragged_blocks_are_enough_for_any_lengths() -> None:
@@ -124,9 +129,9 @@ def test_tables_are_made_of_shapes_alone(ragged: bool) -> None:
     """On a device whose values nobody can ask for: nothing waits for a card."""
     cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
     rows = packed_rows(RowSpace(4, 300, ragged), cu_seqlens, cu_seqlens.device)
-    tables = tile_table(rows, rows, None, 0, True), cast_table(rows), sequence_table(rows)
+    tables = tile_table(rows, rows, None, 0, True), cast_table(rows), *mean_tables(rows, cast_table(rows), ROWS)
     blocks = 300 // 128 + 4 if ragged else 4 * 3
-    assert [tuple(table.shape) for table in tables] == [(blocks, 12), (blocks, 4), (4, 2)]
+    assert [tuple(table.shape) for table in tables] == [(blocks, 12), (blocks, 4), (4, 4), (4, 2)]
 
 
 @pytest.mark.parametrize("bounds", [[0, 900, 200, 700], [3, -5, 2000, 100], [500, 400, 300, 200]])

@@ -32,7 +32,7 @@ sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.attention import forward
 from cuda_kernels.attention.backward import delta, dkv, dkv_256, dq
 from cuda_kernels.attention.casts import cast as heads_cast, heads, means, transpose
-from cuda_kernels.attention.mma import forward as mma_forward
+from cuda_kernels.attention.mma import dkv as mma_dkv, dq as mma_dq, forward as mma_forward
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import tile
@@ -73,6 +73,8 @@ kernels = {
     "attention_dq_256": dq.attention_dq_kernel(AttentionSpec(256, "bfloat16")),
     "attention_dkv_256": dkv_256.attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
     "attention_mma_forward": mma_forward.mma_attention_forward_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_mma_dq": mma_dq.mma_attention_dq_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "transpose_heads": transpose.transpose_heads_kernel(64),
     "quantize_heads": heads_cast.quantize_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4), True, True, True),
     "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
@@ -106,7 +108,8 @@ def copied(folder: Path) -> Path:
 CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_norm", "normalize", "bands"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
-ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256", "mma_forward")}
+ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
+ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "dq", "dkv")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),

@@ -56,7 +56,9 @@ def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, zero_c
 def exact_activation(x: Tensor, name: str) -> Tensor:
     """In x's dtype, by torch."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "": torch.sigmoid,
         "ge": lambda x: F.gelu(x, approximate="tanh"),
+        "qge": lambda x: x * torch.sigmoid(1.702 * x),
         "re": F.relu,
         "sre": lambda x: F.relu(x).square(),
         "si": F.silu,
@@ -170,7 +172,7 @@ def test_activation(name: str, layout: Layout) -> None:
     torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["gelu", "relu", "srelu", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
 def test_limits(name: str) -> None:
     """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
     x = torch.tensor([-math.inf, -1e30, -200.0, 200.0, 1e30, math.inf, math.nan])
@@ -267,7 +269,7 @@ def test_errors() -> None:
         "RMSNorm has no bias": lambda: ops.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
         "scale must be None": lambda: ops.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
         "pass scale too": lambda: ops.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
-        "'glu' is unknown; use one of gelu, geglu": lambda: ops.activation_quantize(x, "glu", tensor),
+        "'elu' is unknown; use one of gelu, geglu": lambda: ops.activation_quantize(x, "elu", tensor),
         "two halves": lambda: ops.activation_quantize(x[:, :5], "swiglu", tensor),
         "no gradient of swiglu": lambda: ops.activation_backward_quantize(x, x, "swiglu", tensor),
     }.items():

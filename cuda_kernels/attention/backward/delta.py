@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
-from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
+from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, TILE_OUT_ROW, TILE_ROW, TILE_SEQUENCE, TILE_VALID
 from cuda_kernels.attention.tiles import tile_of
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import (
@@ -78,7 +78,7 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         table, do, scale_do, scale_q, o, m, l, statistics, heads, rows_q, stride_b, stride_l, stride_h,  # noqa: E741
     ):  # fmt: skip
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        first, valid, sequence, out_row = tile[0], tile[8], tile[9], tile[10]
+        first, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
         block = (i64(head) * (rows_q >> 7) + (first >> 7)) * 4
         gradient_scale = load_f32(scale_do + block)
         packed = i64(head) * rows_q + first

@@ -23,6 +23,7 @@ Numerics: the reference's ``_dk_dv``.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,9 +36,8 @@ from cuda_kernels.attention.backward.memory import (
     dkv_stages,
     scratch_floats,
 )
-from cuda_kernels.attention.backward.running_scale import START, make_running_codes
+from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import (
-    CODE_UNIT,
     CORRECTED,
     GRADIENT_SCALE,
     QUERY_SCALE,
@@ -45,60 +45,75 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import (
-    MULTIPLYING,
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    THREADS,
-    TILE,
-    fill_stage,
-    init_ring,
-    warpgroup_and_warp,
-)
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import make_result_store
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
-from cuda_kernels.device.fragments import (
-    add_from_global,
-    add_rows_to_global,
-    exp2_columns,
-    rows_amax,
-    rows_max,
-    scale_rows,
-    score_gradients_columns,
-    zeros,
+from cuda_kernels.attention.stores import make_gradient_store
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns
+from cuda_kernels.attention.warp_roles import (
+    MULTIPLYING,
+    PRODUCER,
+    accumulator_origin,
+    attention_on_hopper,
+    make_warp_specialized,
 )
+from cuda_kernels.device.fragments import exp2_columns, rows_amax, rows_max, score_gradients_columns, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
-from cuda_kernels.device.ptx import (
-    dynamic_shared,
-    float_max,
-    from_bits,
-    load_f32,
-    shared_load_4,
-)
+from cuda_kernels.device.ptx import dynamic_shared, float_max, from_bits, load_f32, shared_load_4
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
-    elect_sync,
-    fence_mbarrier_init,
-    grid_constant_params,
     mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
-    prefetch_tensormap,
     syncwarp,
     tma_load,
-    warpgroup_reg_alloc,
-    warpgroup_reg_dealloc,
     wgmma_fence,
     wgmma_wait,
 )
 from cuda_kernels.kernel import Kernel
 
 _ONE = np.float32(1)
+
+
+class StageStatistics(NamedTuple):
+    """Device functions over the statistics of 128 queries that lie in a stage of shared memory.
+
+    Attributes:
+        load: ``(smem, tensor, barrier, stage_idx, query, head)``: starts to copy them, from packed row ``query`` on.
+        address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
+        scales: ``(smem, stage_idx, query)``: Q's and dO's ``scale_inv``.
+    """
+
+    load: Any
+    address: Any
+    scales: Any
+
+
+@cache
+def make_stage_statistics(offset: int) -> StageStatistics:
+    """``offset``: of the first stage's in shared memory."""
+
+    @device
+    def place(stage_idx, which, query):
+        return i32(offset + stage_idx * STATISTICS_BYTES + (which - CORRECTED) * LINE + 4 * query)
+
+    @device
+    def load(smem, tensor, barrier, stage_idx, query, head):
+        tma_load(smem + place(stage_idx, CORRECTED, 0), tensor, barrier, query, head * STATISTICS + CORRECTED)
+
+    @device
+    def address(smem, stage_idx, which, query):
+        return smem + place(stage_idx, which, query)
+
+    @device
+    def scales(smem, stage_idx, query):
+        return (
+            from_bits(shared_load_4(smem + place(stage_idx, QUERY_SCALE, query))),
+            from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE, query))),
+        )
+
+    return StageStatistics(load, address, scales)
 
 
 @cache
@@ -138,24 +153,23 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         score_gradients_columns(scores_count),
     )
     max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
-    refit_sums, codes_of = make_running_codes(scores_count, sums_count)
-    scale_sums = scale_rows(sums_count)
-    leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
-    store, store_again = make_result_store(head_dim, spec.out), make_result_store(head_dim, spec.out, again=True)
+    rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
+    load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
+    load_own = make_own_load(spec.panels)
+    store, store_again = make_gradient_store(head_dim, spec.out), make_gradient_store(head_dim, spec.out, again=True)
     next_stage, _ = stage_counters(stages)
 
     @device
-    def statistic(stage_idx, which, query):
-        """Where a statistic of a stage's query lies."""
-        return i32(statistics_offset + stage_idx * STATISTICS_BYTES + (which - CORRECTED) * LINE + 4 * query)
+    def init_barriers(smem):
+        mbarrier_init(smem + full_kv, 1)
+        init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
 
     @device
-    def produce(smem, maps, tile, kv_head, group, rows_q, rows_k):
+    def produce(smem, maps, tile, kv_head, shape):
+        group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
-        mbarrier_arrive_expect_tx(smem + full_kv, 2 * TILE)
-        tma_load(smem + k_offset, map_k, smem + full_kv, 0, kv_head * rows_k + row)
-        tma_load(smem + v_offset, map_v, smem + full_kv, 0, kv_head * rows_k + row)
+        load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
             for i in range(first >> 1, (last + 1) >> 1):
@@ -164,13 +178,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 fill_stage(barrier, smem + empty + 8 * stage_idx, phase, stage_bytes)
                 tma_load(smem + q_offset + stage_idx * TILE, map_q, barrier, 0, head * rows_q + query)
                 tma_load(smem + do_offset + stage_idx * TILE, map_do, barrier, 0, head * rows_q + query)
-                tma_load(
-                    smem + statistic(stage_idx, CORRECTED, 0),
-                    map_statistics,
-                    barrier,
-                    query,
-                    head * STATISTICS + CORRECTED,
-                )
+                load_statistics(smem, map_statistics, barrier, stage_idx, query, head)
                 tma_load(smem + dot_offset + stage_idx * transposed_bytes, map_dot, barrier, query, head * head_dim)
                 tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
                 stage_idx, phase = next_stage(stage_idx, phase)
@@ -179,11 +187,10 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         """Both sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
-        thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        row, column = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+        row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        desc_k, desc_v = descriptor(smem + k_offset + wg_idx * 8192), descriptor(smem + v_offset + wg_idx * 8192)
+        own = wg_idx * HALF_TILE
+        desc_k, desc_v = descriptor(smem + k_offset + own), descriptor(smem + v_offset + own)
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         accumulated, more = i32(0), i32(0)
@@ -192,8 +199,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         for _ in range(group):
             for i in range(first >> 1, (last + 1) >> 1):
                 if accumulated == flush_stages:
-                    leave(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT, scratch)
-                    leave(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT, scratch + dk_scratch)
+                    leave(dv, p_limits, scratch)
+                    leave(dk, ds_limits, scratch + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()
                     accumulated, more = i32(0), i32(1)
                 mbarrier_wait(smem + full + 8 * stage_idx, phase)
@@ -204,86 +211,55 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     scores = scores_of(zero_scores(), desc_k, descriptor(smem + q_offset + of_rows), 0)
                     dp = scores_of(zero_scores(), desc_v, descriptor(smem + do_offset + of_rows), 0)
                     query = i32(half * QUERIES + column)
-                    query_scale = from_bits(shared_load_4(smem + statistic(stage_idx, QUERY_SCALE, query)))
-                    gradient_scale = from_bits(shared_load_4(smem + statistic(stage_idx, GRADIENT_SCALE, query)))
+                    query_scale, gradient_scale = scales_of(smem, stage_idx, query)
                     scores = scores_wait_1(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale, SMALLEST)
-                    p = exp2(scores, factor, smem + statistic(stage_idx, TOTAL, query))
+                    p = exp2(scores, factor, statistic(smem, stage_idx, TOTAL, query))
                     amax, amax_below = max_of(p)
-                    dv, p_limits = refit_sums(
-                        dv, quad_max(amax) * gradient_scale, quad_max(amax_below) * gradient_scale, p_limits
-                    )
-                    words = codes_of(p, gradient_scale, p_limits)
+                    words, dv, p_limits = rounded(p, amax, amax_below, gradient_scale, dv, p_limits)
                     wgmma_fence()
                     dv = add_products(dv, words, descriptor(smem + dot_offset + of_columns), 1)
                     dp = scores_wait_1(dp)
-                    ds = gradients_of(
-                        dp, p, value_scale * gradient_scale, smem + statistic(stage_idx, CORRECTED, query)
-                    )
+                    corrected = statistic(smem, stage_idx, CORRECTED, query)
+                    ds = gradients_of(dp, p, value_scale * gradient_scale, corrected)
                     amax, amax_below = amax_of(ds)
-                    dk, ds_limits = refit_sums(
-                        dk, quad_max(amax) * query_scale, quad_max(amax_below) * query_scale, ds_limits
-                    )
-                    words = codes_of(ds, query_scale, ds_limits)
+                    words, dk, ds_limits = rounded(ds, amax, amax_below, query_scale, dk, ds_limits)
                     wgmma_fence()
                     dk = add_products(dk, words, descriptor(smem + qt_offset + of_columns), 1)
                     dv, dk = sums_wait_0(dv), sums_wait_0(dk)
                 syncwarp()  # the warp's lanes have read the statistics
-                if lane == 0:
+                if cuda.threadIdx.x & 31 == 0:
                     mbarrier_arrive(smem + empty + 8 * stage_idx)
                 stage_idx, phase = next_stage(stage_idx, phase)
                 accumulated += 1
-        dv = scale_sums(dv, p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT)
-        dk = scale_sums(dk, ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT)
+        dv, dk = finished(dv, p_limits), finished(dk, ds_limits)
         if more:
             dv, dk = come_back(dv, scratch), come_back(dk, scratch + dk_scratch)
         return dv, dk
+
+    begin = make_warp_specialized(init_barriers, produce)
 
     def attention_dkv(
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        grid_constant_params()
         maps = (
             address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
             address_of(map_dot), address_of(map_statistics),
         )  # fmt: skip
         smem = dynamic_shared()
-        wg_idx, warp = warpgroup_and_warp()
-        if cuda.threadIdx.x == 0:
-            for index in range(7):
-                prefetch_tensormap(maps[index])
-            mbarrier_init(smem + full_kv, 1)
-            init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        if wg_idx == 2:
-            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
-            if warp == 8 and elect_sync():
-                produce(smem, maps, tile, head, group, rows_q, rows_k)
-        else:
-            warpgroup_reg_alloc(REGISTERS)
-            row, valid = tile[0], tile[8]
-            block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
+        if wg_idx != PRODUCER:
+            block = (i64(head) * (rows_k >> 7) + (tile[0] >> 7)) * 4
             mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
             dv, dk = consume(
                 smem, tile, wg_idx, load_f32(scale_k + block) * c, load_f32(scale_v + block), group, left, right, mine
             )
-            row_in_tile = warp * 16 + (cuda.threadIdx.x >> 2 & 7)
-            inside, inside_below = row_in_tile < valid, row_in_tile + 8 < valid
             shared, strides = smem + out_offset, (stride_b, stride_l, stride_h)
-            store(dv, _ONE, _ONE, inside, inside_below, shared, dv_out, tile, head, warp, strides)
-            factor = softmax_scale
-            store_again(dk, factor, factor, inside, inside_below, shared, dk_out, tile, head, warp, strides)
+            store(dv, _ONE, shared, dv_out, tile, head, warp, strides)
+            store_again(dk, softmax_scale, shared, dk_out, tile, head, warp, strides)
 
-    return Kernel(
-        f"attention_dkv({spec}, {stages=}, {flush=})",
-        attention_dkv,
-        (*[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=offsets["end"],
-        architectures=("90a",),
-    )
+    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
+    return attention_on_hopper(f"attention_dkv({spec}, {stages=}, {flush=})", attention_dkv, parameters, offsets)

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from cuda_kernels.attention.backward.dkv import make_stage_statistics
 from cuda_kernels.attention.backward.memory import (
     FLUSH,
-    LINE,
     QUERIES,
     SLOT,
     SLOTS,
@@ -25,59 +25,33 @@ from cuda_kernels.attention.backward.memory import (
     scratch_floats,
     wide_dkv_offsets,
 )
-from cuda_kernels.attention.backward.running_scale import START, make_running_codes
-from cuda_kernels.attention.backward.statistics import (
-    CODE_UNIT,
-    CORRECTED,
-    GRADIENT_SCALE,
-    QUERY_SCALE,
-    SMALLEST,
-    STATISTICS,
-    TOTAL,
-)
-from cuda_kernels.attention.block import (
-    MULTIPLYING,
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    THREADS,
-    TILE,
-    fill_stage,
-    init_ring,
-    make_row_load,
-    warpgroup_and_warp,
-)
+from cuda_kernels.attention.backward.running_scale import START, make_running_rows
+from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
-from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
-from cuda_kernels.device.fragments import (
-    add_from_global,
-    add_rows_to_global,
-    exp2_columns,
-    rows_amax,
-    scale_rows,
-    score_gradients_columns,
-    zeros,
+from cuda_kernels.attention.warp_roles import (
+    MULTIPLYING,
+    PRODUCER,
+    accumulator_origin,
+    attention_on_hopper,
+    make_warp_specialized,
 )
+from cuda_kernels.device.fragments import exp2_columns, rows_amax, score_gradients_columns, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
-from cuda_kernels.device.ptx import dynamic_shared, float_max, from_bits, load_f32, shared_load_4
+from cuda_kernels.device.ptx import dynamic_shared, float_max, load_f32
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
-    elect_sync,
-    fence_mbarrier_init,
-    grid_constant_params,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
-    prefetch_tensormap,
     shfl_sync_0,
     syncwarp,
     tma_load,
-    warpgroup_reg_alloc,
-    warpgroup_reg_dealloc,
     wgmma_fence,
     wgmma_wait,
 )
@@ -114,16 +88,10 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     sums_wait_0 = wgmma_wait(sums_count, 0)
     hide, exp2 = make_band_mask(scores_count), exp2_columns(scores_count)
     gradients_of, amax_of = score_gradients_columns(scores_count), rows_amax(scores_count)
-    refit_sums, codes_of = make_running_codes(scores_count, sums_count)
-    scale_sums = scale_rows(sums_count)
-    leave, come_back = add_rows_to_global(sums_count, MULTIPLYING), add_from_global(sums_count, MULTIPLYING)
-    load_rows, store = make_row_load(2), make_result_store(256, spec.out)
+    rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
+    load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
+    load_rows, store = make_row_load(2), make_gradient_store(256, spec.out)
     next_slot, _ = stage_counters(SLOTS)
-
-    @device
-    def statistic(slot, which, query):
-        """Where a statistic of a query lies, whose codes are in a slot."""
-        return i32(statistics_offset + slot * STATISTICS_BYTES + (which - CORRECTED) * LINE + 4 * query)
 
     @device
     def scratch_of(scratch):
@@ -131,7 +99,13 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         return scratch + (i64(shfl_sync_0(cuda.blockIdx.x)) * block_floats + sums_floats + cuda.threadIdx.x) * 4
 
     @device
-    def produce(smem, maps, tile, kv_head, group, rows_q, rows_k):
+    def init_barriers(smem):
+        mbarrier_init(smem + full_kv, 1)
+        init_ring(smem + full, smem + empty, SLOTS, MULTIPLYING // 32)
+
+    @device
+    def produce(smem, maps, tile, kv_head, shape):
+        group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         map_t = map_qt if is_dk else map_dot
         row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
@@ -146,8 +120,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                 barrier = smem + full + 8 * slot
                 fill_stage(barrier, smem + empty + 8 * slot, phase, SLOT + STATISTICS_BYTES)
                 load_rows(smem + ring + slot * SLOT, map_q, barrier, head * rows_q + query)
-                shared = smem + statistic(slot, CORRECTED, 0)
-                tma_load(shared, map_statistics, barrier, query, head * STATISTICS + CORRECTED)
+                load_statistics(smem, map_statistics, barrier, slot, query, head)
                 slot, phase = next_slot(slot, phase)
                 if is_dk:
                     barrier = smem + full + 8 * slot
@@ -164,18 +137,16 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         """The sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
-        thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        row, column = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+        row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        own = i32(smem + k_offset + wg_idx * 8192)
+        own = i32(smem + k_offset + wg_idx * HALF_TILE)
         sums, limits = zero_sums(), (START, START)
         steps, flushed = i32(0), i32(0)
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
             for i in range(first >> 1, (last + 1) >> 1):
                 if steps - flushed == flush_steps:
-                    leave(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT, scratch_of(scratch))
+                    leave(sums, limits, scratch_of(scratch))
                     sums, flushed = zero_sums(), steps
                 fill = i32(steps * copies)
                 q_slot, do_slot, t_slot = i32(fill & 3), i32((fill + 1) & 3), i32((fill + copies - 1) & 3)
@@ -192,88 +163,57 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     if is_dk:
                         dp = scores_of(dp, desc_v, descriptor(smem + ring + do_slot * SLOT + of_rows), 0)
                     query = i32(half * QUERIES + column)
-                    query_scale = from_bits(shared_load_4(smem + statistic(q_slot, QUERY_SCALE, query)))
-                    gradient_scale = from_bits(shared_load_4(smem + statistic(q_slot, GRADIENT_SCALE, query)))
+                    query_scale, gradient_scale = scales_of(smem, q_slot, query)
                     scores = scores_wait_1(scores) if is_dk else scores_wait_0(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale, SMALLEST)
-                    x = exp2(scores, factor, smem + statistic(q_slot, TOTAL, query))
+                    x = exp2(scores, factor, statistic(smem, q_slot, TOTAL, query))
                     scale = gradient_scale
                     if is_dk:
-                        corrected = smem + statistic(q_slot, CORRECTED, query)
+                        corrected = statistic(smem, q_slot, CORRECTED, query)
                         x = gradients_of(scores_wait_0(dp), x, value_scale * gradient_scale, corrected)
                         scale = query_scale
                     amax, amax_below = amax_of(x)
-                    sums, limits = refit_sums(sums, quad_max(amax) * scale, quad_max(amax_below) * scale, limits)
-                    words = codes_of(x, scale, limits)
+                    words, sums, limits = rounded(x, amax, amax_below, scale, sums, limits)
                     mbarrier_wait(smem + full + 8 * t_slot, (fill + copies - 1) >> 2 & 1)
                     wgmma_fence()
                     desc_t = descriptor(smem + ring + t_slot * SLOT + half * QUERIES)
                     sums = sums_wait_0(add_products(sums, words, desc_t, 1))
                 syncwarp()  # the warp's lanes have read the statistics
-                if lane == 0:
+                if cuda.threadIdx.x & 31 == 0:
                     mbarrier_arrive(smem + empty + 8 * q_slot)
                     if is_dk:
                         mbarrier_arrive(smem + empty + 8 * do_slot)
                     mbarrier_arrive(smem + empty + 8 * t_slot)
                 steps += 1
-        sums = scale_sums(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT)
+        sums = finished(sums, limits)
         if flushed:
             sums = come_back(sums, scratch_of(scratch))
         return sums
+
+    begin = make_warp_specialized(init_barriers, produce)
 
     def attention_dkv_256(
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        grid_constant_params()
         maps = (
             address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
             address_of(map_dot), address_of(map_statistics),
         )  # fmt: skip
         smem = dynamic_shared()
-        wg_idx, warp = warpgroup_and_warp()
-        if cuda.threadIdx.x == 0:
-            for index in range(7):
-                prefetch_tensormap(maps[index])
-            mbarrier_init(smem + full_kv, 1)
-            init_ring(smem + full, smem + empty, SLOTS, MULTIPLYING // 32)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        if wg_idx == 2:
-            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
-            if warp == 8 and elect_sync():
-                produce(smem, maps, tile, head, group, rows_q, rows_k)
-        else:
-            warpgroup_reg_alloc(REGISTERS)
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
+        if wg_idx != PRODUCER:
             block = (i64(head) * (rows_k >> 7) + (tile[0] >> 7)) * 4
-            sums = consume(
-                smem,
-                tile,
-                wg_idx,
-                load_f32(scale_k + block) * c,
-                load_f32(scale_v + block),
-                group,
-                left,
-                right,
-                scratch,
-            )
+            key_factor, value_scale = load_f32(scale_k + block) * c, load_f32(scale_v + block)
+            sums = consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch)
             # Found again: kept, they would take registers from the loop.
             tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-            valid, row_in_tile = tile[8], warp * 16 + (cuda.threadIdx.x >> 2 & 7)
             factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
-            store(
-                sums, factor, factor, row_in_tile < valid, row_in_tile + 8 < valid,
-                smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h),
-            )  # fmt: skip
+            store(sums, factor, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
 
-    return Kernel(
-        f"attention_{result}({spec}, stages={SLOTS}, {flush=})",
-        attention_dkv_256,
-        (*[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=offsets["end"],
-        architectures=("90a",),
+    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
+    return attention_on_hopper(
+        f"attention_{result}({spec}, stages={SLOTS}, {flush=})", attention_dkv_256, parameters, offsets
     )

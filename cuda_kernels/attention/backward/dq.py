@@ -26,27 +26,14 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import (
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    THREADS,
-    warpgroup_and_warp,
-)
+from cuda_kernels.attention.block import make_own_load
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.attention.tiles import tile_of
-from cuda_kernels.device.language import cuda, f32, i32, i64, tensor_map
+from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
-from cuda_kernels.device.sm90 import (
-    address_of,
-    elect_sync,
-    fence_mbarrier_init,
-    grid_constant_params,
-    prefetch_tensormap,
-    shfl_sync_0,
-    warpgroup_reg_alloc,
-    warpgroup_reg_dealloc,
-)
+from cuda_kernels.device.sm90 import address_of, mbarrier_init, shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
 _ZERO = np.float32(0)
@@ -64,31 +51,31 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """
     wide = spec.panels > 1
     tiles = make_wide_tiles(spec) if wide else make_tiles(spec)
-    offsets, stages, init_barriers, produce, consume, store = tiles
-    out_offset = offsets["out"]
+    offsets, stages, init_ring, load_keys, consume, store = tiles
+    q_offset, do_offset, out_offset, full_q = (offsets[name] for name in ("q", "do", "out", "full_q"))
+    load_own = make_own_load(spec.panels)
+
+    @device
+    def init_barriers(smem):
+        mbarrier_init(smem + full_q, 1)
+        init_ring(smem)
+
+    @device
+    def produce(smem, maps, tile, head, shape):
+        group, rows_q, rows_k = shape
+        load_own(smem + q_offset, maps[0], smem + do_offset, maps[1], smem + full_q, head * rows_q + tile[0])
+        load_keys(smem, maps[2], maps[3], maps[4], tile, quotient(head, group), rows_k)
+
+    begin = make_warp_specialized(init_barriers, produce)
 
     def attention_dq(
         map_q, map_do, map_k, map_v, map_kt, table, scale_k, scale_v, statistics, out,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        grid_constant_params()
         maps = address_of(map_q), address_of(map_do), address_of(map_k), address_of(map_v), address_of(map_kt)
         smem = dynamic_shared()
-        wg_idx, warp = warpgroup_and_warp()
-        if cuda.threadIdx.x == 0:
-            for index in range(5):
-                prefetch_tensormap(maps[index])
-            init_barriers(smem)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        kv_head = quotient(head, group)
-        if wg_idx == 2:
-            warpgroup_reg_dealloc(PRODUCER_REGISTERS)
-            if warp == 8 and elect_sync():
-                produce(smem, maps, tile, head, kv_head, rows_q, rows_k)
-        else:
-            warpgroup_reg_alloc(REGISTERS)
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
+        if wg_idx != PRODUCER:
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
             mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
@@ -98,28 +85,16 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 load_f32(mine + QUERY_SCALE * line) * c, load_f32(mine + GRADIENT_SCALE * line),
                 load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
             )  # fmt: skip
-            key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
-            dq, rest, rest_below = consume(
-                smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right
-            )  # fmt: skip
+            key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[1] >> 7)
+            dq, rest, rest_below = consume(smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right)
             if wide:  # found again: kept, they would take registers from the loop
                 tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
-            valid = tile[8]
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:
                 store_f32(mine + CORRECTED * line, delta + rest)
                 store_f32(mine + CORRECTED * line + 32, delta_below + rest_below)
-            store(
-                dq, softmax_scale, softmax_scale, row_in_tile < valid, row_in_tile + 8 < valid,
-                smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h),
-            )  # fmt: skip
+            store(dq, softmax_scale, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
 
-    return Kernel(
-        f"attention_dq({spec}, {stages=})",
-        attention_dq,
-        (*[tensor_map] * 5, *[i64] * 5, *[i32] * 6, f32, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=offsets["end"],
-        architectures=("90a",),
-    )
+    parameters = *[tensor_map] * 5, *[i64] * 5, *[i32] * 6, f32, f32, *[i64] * 3
+    return attention_on_hopper(f"attention_dq({spec}, {stages=})", attention_dq, parameters, offsets)

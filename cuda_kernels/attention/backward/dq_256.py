@@ -15,25 +15,17 @@ import numpy as np
 
 from cuda_kernels.attention.backward.dq_tiles import DqTiles
 from cuda_kernels.attention.backward.memory import SLOT, SLOTS, wide_dq_offsets
-from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX, SMALLEST
-from cuda_kernels.attention.block import TILE, fill_stage, make_row_load
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
-from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns
-from cuda_kernels.device.fragments import (
-    add_rows,
-    exp2_rows,
-    pack_a_words,
-    rows_amax,
-    rows_sum,
-    scale_rows,
-    score_gradients_rows,
-    zeros,
-)
+from cuda_kernels.attention.warp_roles import accumulator_origin
+from cuda_kernels.device.fragments import add_rows, exp2_rows, rows_amax, rows_sum, score_gradients_rows, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
-from cuda_kernels.device.ptx import float_max, load_f32, reciprocal_approx
+from cuda_kernels.device.ptx import float_max, load_f32
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     mbarrier_arrive,
@@ -46,6 +38,8 @@ from cuda_kernels.device.sm90 import (
 )
 
 _ZERO = np.float32(0)
+_NEXT_CHANNELS = 64 * 128 >> 4
+"""From 64 channels of transposed K to the next, in a descriptor's units of 16 bytes."""
 
 
 class _Part(NamedTuple):
@@ -62,7 +56,6 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
     zero_scores, scores_of = zeros(count), make_product(keys, spec.k_steps, spec.panels)
     scores_wait_1, scores_wait_0 = wgmma_wait(count, 1), wgmma_wait(count, 0)
     hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
-    amax_of, sum_of, scale, pack = rows_amax(count), rows_sum(count), scale_rows(count), pack_a_words(count, "e4m3")
 
     @device
     def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
@@ -81,28 +74,21 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
         p = exp2(scores, factor, -total, -total_below)
         return gradients_of(scores_wait_0(dp), p, gradient_factor, delta, delta_below)
 
-    @device
-    def codes(ds, s, t):
-        return pack(scale(ds, s, t))
-
-    return _Part(gradients, amax_of, sum_of, codes)
+    return _Part(gradients, rows_amax(count), rows_sum(count), make_row_codes(count))
 
 
 def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     """For heads of 256 channels."""
     offsets = wide_dq_offsets()
-    q_offset, do_offset, ring, full_q, full, empty = (
-        offsets[name] for name in ("q", "do", "ring", "full_q", "full", "empty")
-    )
+    q_offset, ring, full_q, full, empty = (offsets[name] for name in ("q", "ring", "full_q", "full", "empty"))
     zero_sums, sums_wait_0, promote = zeros(32), wgmma_wait(32, 0), add_rows(32)
     first_part, part = _part(spec, 64), _part(spec, 32)
     products_of = make_register_product(64, ROWS // 32)
     store_0, store_1, store_2, store_3 = (
-        make_result_store(64, spec.out, first, again=first > 0) for first in range(0, 256, 64)
+        make_gradient_store(64, spec.out, first, again=first > 0) for first in range(0, 256, 64)
     )
     gradients, amax_of, sum_of, codes = first_part
     gradients_32, amax_of_32, sum_of_32, codes_32 = part
-    load_own = make_row_load(spec.panels)
     next_slot, _ = stage_counters(SLOTS)
 
     @device
@@ -124,20 +110,15 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         mbarrier_wait(smem + full + 16 * slot + 8, phase)
 
     @device
-    def init_barriers(smem):
-        mbarrier_init(smem + full_q, 1)
+    def init_ring(smem):
         for slot in range(SLOTS):
             mbarrier_init(smem + full + 16 * slot, 1)
             mbarrier_init(smem + full + 16 * slot + 8, 1)
             mbarrier_init(smem + empty + 8 * slot, 2)
 
     @device
-    def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
-        map_q, map_do, map_k, map_v, map_kt = maps
-        row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
-        mbarrier_arrive_expect_tx(smem + full_q, 2 * SLOT)
-        load_own(smem + q_offset, map_q, smem + full_q, head * rows_q + row)
-        load_own(smem + do_offset, map_do, smem + full_q, head * rows_q + row)
+    def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
+        keys, first, last = tile[1], tile[2], tile[3]
         slot, phase = i32(0), i32(0)
         for j in range(first, last):
             key = keys + j * ROWS
@@ -157,11 +138,10 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         query_factor, gradient_scale = statistics[0], statistics[1]
         thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
-        diagonal, _, end = visible_columns(tile, row, i32(2 * (lane & 3)), 0, 0)
+        row, column = accumulator_origin(wg_idx)
+        diagonal, _, end = visible_columns(tile, row, column, 0, 0)
         seen = diagonal, end, left, right
-        own = i32(smem + q_offset + wg_idx * 8192)
+        own = i32(smem + q_offset + wg_idx * HALF_TILE)
         dq_0, dq_1, dq_2, dq_3, rest, rest_below = zero_sums(), zero_sums(), zero_sums(), zero_sums(), _ZERO, _ZERO
         first_block = i32(key_block)
         mbarrier_wait(smem + full_q, 0)
@@ -192,11 +172,10 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             rest, rest_below = rest + (x + y + z), rest_below + (x_below + y_below + z_below)
             (x, x_below), (y, y_below), (z, z_below) = amax_of(ds), amax_of_32(ds_2), amax_of_32(ds_3)
             amax, amax_below = float_max(x, float_max(y, z)), float_max(x_below, float_max(y_below, z_below))
-            amax = float_max(quad_max(amax), NO_AMAX)
-            amax_below = float_max(quad_max(amax_below), NO_AMAX)
-            unit, unit_below = amax * CODE_UNIT, amax_below * CODE_UNIT
-            code, code_below = LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below)
-            words = codes(ds, code, code_below) + codes_32(ds_2, code, code_below) + codes_32(ds_3, code, code_below)
+            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+            words = (
+                codes(ds, scale, scale_below) + codes_32(ds_2, scale, scale_below) + codes_32(ds_3, scale, scale_below)
+            )
             desc_kt = descriptor(smem + ring + kt_slot * SLOT)
             unit, unit_below = unit * key_scale, unit_below * key_scale
             mbarrier_wait(smem + full + 16 * kt_slot, (fill + 2) >> 2 & 1)
@@ -204,24 +183,24 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))
             dq_0 = promote(dq_0, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 512, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + _NEXT_CHANNELS, 0))
             dq_1 = promote(dq_1, part, unit, unit_below)
             mbarrier_wait(smem + full + 16 * kt_slot + 8, (fill + 2) >> 2 & 1)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1024, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 2 * _NEXT_CHANNELS, 0))
             dq_2 = promote(dq_2, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 1536, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 3 * _NEXT_CHANNELS, 0))
             if thread == 0:
                 mbarrier_arrive(smem + empty + 8 * kt_slot)
             dq_3 = promote(dq_3, part, unit, unit_below)
         return (dq_0, dq_1, dq_2, dq_3), rest, rest_below
 
     @device
-    def store(dq, s, t, i, j, shared, out, tile, head, warp, strides):
-        store_0(dq[0], s, t, i, j, shared, out, tile, head, warp, strides)
-        store_1(dq[1], s, t, i, j, shared, out, tile, head, warp, strides)
-        store_2(dq[2], s, t, i, j, shared, out, tile, head, warp, strides)
-        store_3(dq[3], s, t, i, j, shared, out, tile, head, warp, strides)
+    def store(dq, factor, shared, out, tile, head, warp, strides):
+        store_0(dq[0], factor, shared, out, tile, head, warp, strides)
+        store_1(dq[1], factor, shared, out, tile, head, warp, strides)
+        store_2(dq[2], factor, shared, out, tile, head, warp, strides)
+        store_3(dq[3], factor, shared, out, tile, head, warp, strides)
 
-    return DqTiles(offsets, SLOTS, init_barriers, produce, consume, store)
+    return DqTiles(offsets, SLOTS, init_ring, load_keys, consume, store)

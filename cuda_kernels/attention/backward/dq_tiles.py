@@ -10,44 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuda_kernels.attention.backward.memory import dq_offsets, dq_stages
-from cuda_kernels.attention.backward.statistics import (
-    CODE_UNIT,
-    LARGEST_CODE,
-    NO_AMAX,
-    SMALLEST,
-)
-from cuda_kernels.attention.block import (
-    TILE,
-    fill_stage,
-    init_ring,
-)
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.stores import make_result_store
+from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns
-from cuda_kernels.device.fragments import (
-    add_rows,
-    exp2_rows,
-    pack_a_words,
-    rows_amax,
-    rows_sum,
-    scale_rows,
-    score_gradients_rows,
-    zeros,
-)
+from cuda_kernels.attention.warp_roles import accumulator_origin
+from cuda_kernels.device.fragments import add_rows, exp2_rows, rows_amax, rows_sum, score_gradients_rows, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
-from cuda_kernels.device.ptx import float_max, load_f32, reciprocal_approx
+from cuda_kernels.device.ptx import float_max, load_f32
 from cuda_kernels.device.ring import stage_counters
-from cuda_kernels.device.sm90 import (
-    mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
-    mbarrier_init,
-    mbarrier_wait,
-    tma_load,
-    wgmma_fence,
-    wgmma_wait,
-)
+from cuda_kernels.device.sm90 import mbarrier_arrive, mbarrier_wait, tma_load, wgmma_fence, wgmma_wait
 
 _ZERO = np.float32(0)
 
@@ -58,19 +33,19 @@ class DqTiles(NamedTuple):
     Attributes:
         offsets: of the block's buffers in shared memory, with ``out`` among them.
         stages: of the ring.
-        init_barriers: a device function of shared memory's address.
-        produce: a device function ``(smem, maps, tile, head, kv_head, rows_q, rows_k)`` of the thread that copies.
+        init_ring: a device function of shared memory's address: the barriers of the ring.
+        load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` of the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right) -> dq,
             rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both
             rows. ``statistics``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
             sequence's first block of scales.
-        store: as of :func:`cuda_kernels.attention.stores.make_result_store`, of what ``consume`` gives.
+        store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, of what ``consume`` gives.
     """
 
     offsets: dict[str, int]
     stages: int
-    init_barriers: Any
-    produce: Any
+    init_ring: Any
+    load_keys: Any
     consume: Any
     store: Any
 
@@ -90,22 +65,16 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     sums_wait_0 = wgmma_wait(sums_count, 0)
     hide, exp2, gradients_of = make_band_mask(scores_count), exp2_rows(scores_count), score_gradients_rows(scores_count)
     amax_of, sum_of = rows_amax(scores_count), rows_sum(scores_count)
-    scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
-    promote = add_rows(sums_count)
+    codes_of, promote = make_row_codes(scores_count), add_rows(sums_count)
     next_stage, _ = stage_counters(stages)
 
     @device
-    def init_barriers(smem):
-        mbarrier_init(smem + full_q, 1)
+    def init_ring_of_keys(smem):
         init_ring(smem + full, smem + empty, stages, 2)
 
     @device
-    def produce(smem, maps, tile, head, kv_head, rows_q, rows_k):
-        map_q, map_do, map_k, map_v, map_kt = maps
-        row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
-        mbarrier_arrive_expect_tx(smem + full_q, 2 * TILE)
-        tma_load(smem + q_offset, map_q, smem + full_q, 0, head * rows_q + row)
-        tma_load(smem + do_offset, map_do, smem + full_q, 0, head * rows_q + row)
+    def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
+        keys, first, last = tile[1], tile[2], tile[3]
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
             barrier, key = smem + full + 8 * stage_idx, keys + j * ROWS
@@ -116,23 +85,15 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def rounded(ds):
-        """Words of an operand A: dS in units of its rows' scales; and these units."""
-        amax, amax_below = amax_of(ds)
-        amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
-        scaled = scale(ds, LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below))
-        return pack(scaled), amax * CODE_UNIT, amax_below * CODE_UNIT
-
-    @device
     def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
         scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
         thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        row = i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2))
-        visible = visible_columns(tile, row, i32(2 * (lane & 3)), left, right)
-        desc_q, desc_do = descriptor(smem + q_offset + wg_idx * 8192), descriptor(smem + do_offset + wg_idx * 8192)
+        row, column = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row, column, left, right)
+        own = wg_idx * HALF_TILE
+        desc_q, desc_do = descriptor(smem + q_offset + own), descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
         next_key_scale, next_value_scale = np.float32(1), np.float32(1)
         if first < last:
@@ -156,7 +117,9 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             ds = gradients_of(dp, p, gradient_scale * value_scale, delta, delta_below)
             more, more_below = sum_of(ds)
             rest, rest_below = rest + more, rest_below + more_below
-            words, unit, unit_below = rounded(ds)
+            amax, amax_below = amax_of(ds)
+            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+            words = codes_of(ds, scale, scale_below)
             wgmma_fence()
             part = products_of(zero_sums(), words, descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
             part = sums_wait_0(part)
@@ -166,4 +129,4 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
         return dq, rest, rest_below
 
-    return DqTiles(offsets, stages, init_barriers, produce, consume, make_result_store(head_dim, spec.out))
+    return DqTiles(offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
-from cuda_kernels.attention.block import SHARED_BYTES, TILE, placed
+from cuda_kernels.attention.block import TILE, per_stage, placed
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES
+from cuda_kernels.kernel import SHARED_BYTES
 
 QUERIES = 64
 """Queries of a tile for dK and dV; a stage has two tiles."""
@@ -22,46 +23,27 @@ _OWN = 2 * TILE + 8 * WARP_BYTES + 128
 
 def dq_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of keys: K, V and transposed K of 128."""
-    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + spec.head_dim * 128))
+    return min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + spec.head_dim * 128))
 
 
 def dq_offsets(spec: AttentionSpec) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
     stages = dq_stages(spec)
-    return placed(
-        q=TILE,
-        do=TILE,
-        k=stages * TILE,
-        v=stages * TILE,
-        kt=stages * spec.head_dim * 128,
-        out=8 * WARP_BYTES,
-        full_q=8,
-        full=8 * stages,
-        empty=8 * stages,
-    )
+    ring = per_stage(stages, k=TILE, v=TILE, kt=spec.head_dim * 128)
+    return placed(q=TILE, do=TILE, **ring, out=8 * WARP_BYTES, full_q=8, **per_stage(stages, full=8, empty=8))
 
 
 def dkv_stages(spec: AttentionSpec) -> int:
     """Stages of the ring of queries: Q and dO of 128, both transposed too, and statistics."""
-    return min(4, (SHARED_BYTES - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
+    return min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + 2 * spec.head_dim * 128 + STATISTICS_BYTES))
 
 
 def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
-    stages = dkv_stages(spec)
-    return placed(
-        k=TILE,
-        v=TILE,
-        q=stages * TILE,
-        do=stages * TILE,
-        qt=stages * spec.head_dim * 128,
-        dot=stages * spec.head_dim * 128,
-        out=8 * WARP_BYTES,
-        statistics=stages * STATISTICS_BYTES,
-        full_kv=8,
-        full=8 * stages,
-        empty=8 * stages,
-    )
+    stages, transposed_bytes = dkv_stages(spec), spec.head_dim * 128
+    ring = per_stage(stages, q=TILE, do=TILE, qt=transposed_bytes, dot=transposed_bytes)
+    statistics, barriers = stages * STATISTICS_BYTES, per_stage(stages, full=8, empty=8)
+    return placed(k=TILE, v=TILE, **ring, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
 
 
 SLOT = 2 * TILE
@@ -71,23 +53,14 @@ SLOTS = 4
 
 def wide_dq_offsets() -> dict[str, int]:
     """As :func:`dq_offsets`, for 256 channels: K, V and transposed K take turns in the ring."""
-    return placed(
-        q=SLOT, do=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, full_q=8, full=16 * SLOTS, empty=8 * SLOTS
-    )  # fmt: skip
+    barriers = per_stage(SLOTS, full=16, empty=8)
+    return placed(q=SLOT, do=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, full_q=8, **barriers)
 
 
 def wide_dkv_offsets() -> dict[str, int]:
     """As :func:`dkv_offsets`, for 256 channels: Q, dO and a transposed one take turns in the ring."""
-    return placed(
-        k=SLOT,
-        v=SLOT,
-        ring=SLOTS * SLOT,
-        out=8 * WARP_BYTES,
-        statistics=SLOTS * STATISTICS_BYTES,
-        full_kv=8,
-        full=8 * SLOTS,
-        empty=8 * SLOTS,
-    )
+    statistics, barriers = SLOTS * STATISTICS_BYTES, per_stage(SLOTS, full=8, empty=8)
+    return placed(k=SLOT, v=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
 
 
 def scratch_floats(spec: AttentionSpec) -> int:

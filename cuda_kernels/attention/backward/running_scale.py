@@ -7,12 +7,15 @@ rescaled when it changes, by powers of two, and so exactly. As the reference's `
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuda_kernels.attention.backward.statistics import LARGEST_CODE, NO_AMAX
-from cuda_kernels.device.fragments import pack_a_words, scale_rows
+from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX
+from cuda_kernels.attention.row_scales import make_row_codes
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.device.codec import INFINITY_BITS
+from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, scale_rows
 from cuda_kernels.device.language import device
 from cuda_kernels.device.ptx import bits, from_bits, reciprocal_approx, warp_any
 
@@ -20,7 +23,7 @@ START = NO_AMAX
 """The limit of a row that has been 0 so far."""
 
 _ONE, _INFINITY = np.float32(1), np.float32(np.inf)
-_EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x7FFFFF)
+_MANTISSA = np.uint32(0x7FFFFF)
 _TWO_TO_127 = np.uint32(0x7F000000)
 
 
@@ -36,7 +39,7 @@ def refitted(amax, limit):
     if not outgrown(amax, limit):
         return limit, _ONE
     ratio = amax * reciprocal_approx(limit)
-    power = (bits(ratio) + _MANTISSA) & _EXPONENT  # rounded up
+    power = (bits(ratio) + _MANTISSA) & INFINITY_BITS  # rounded up
     grown = limit * from_bits(power)
     # Anew where there is nothing to double, or no power of two that does: NaN, inf, a ratio beyond float32.
     if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
@@ -44,15 +47,31 @@ def refitted(amax, limit):
     return grown, from_bits(_TWO_TO_127 - power)
 
 
-@cache
-def make_running_codes(scores_count: int, sums_count: int) -> tuple[Any, Any]:
-    """Device functions over two rows' limits, for tiles and sums of so many registers.
+class RunningRows(NamedTuple):
+    """Device functions over two rows of a thread, whose scales all tiles share, and the sums in units of them.
 
-    Returns:
-        ``(sums, amax, amax_below, limits) -> sums, limits`` and ``(x, factor, limits) -> words``.
+    ``limits``: of both rows' scales. ``sums``: what the tensor cores accumulate.
+
+    Attributes:
+        rounded: ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows,
+            times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. Where
+            a row outgrows its scale, ``sums`` and ``limits`` change.
+        leave: ``(sums, limits, scratch)``: adds the sums, in float32, to this thread's in global memory.
+        finished: ``(sums, limits) -> sums`` in float32.
+        come_back: ``(sums, scratch) -> sums``: adds what has left.
     """
-    scale, pack = scale_rows(scores_count), pack_a_words(scores_count, "e4m3")
-    scale_sums = scale_rows(sums_count)
+
+    rounded: Any
+    leave: Any
+    finished: Any
+    come_back: Any
+
+
+@cache
+def make_running_rows(scores_count: int, sums_count: int, threads: int) -> RunningRows:
+    """For tiles and sums of so many registers, in the memory of so many threads."""
+    codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
+    add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
 
     @device
     def refit_sums(sums, amax, amax_below, limits):
@@ -65,9 +84,18 @@ def make_running_codes(scores_count: int, sums_count: int) -> tuple[Any, Any]:
         return sums, (limit, limit_below)
 
     @device
-    def codes_of(x, factor, limits):
-        """Words of an operand A: rows of ``x`` times ``factor`` in units of their scales."""
+    def rounded(x, amax, amax_below, factor, sums, limits):
+        sums, limits = refit_sums(sums, quad_max(amax) * factor, quad_max(amax_below) * factor, limits)
         largest = factor * LARGEST_CODE
-        return pack(scale(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1])))
+        words = codes_of(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1]))
+        return words, sums, limits
 
-    return refit_sums, codes_of
+    @device
+    def leave(sums, limits, scratch):
+        add_to_global(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT, scratch)
+
+    @device
+    def finished(sums, limits):
+        return scale_sums(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT)
+
+    return RunningRows(rounded, leave, finished, come_back)

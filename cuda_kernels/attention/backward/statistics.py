@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuda_kernels.device.codec import FP8_MAX
+
 STATISTICS = 5
 DELTA = 0
 """``D``, the sum of a row of ``dO ∘ O``."""
@@ -21,9 +23,8 @@ GRADIENT_SCALE = 3
 QUERY_SCALE = 4
 """Q's ``scale_inv``."""
 
-LARGEST_CODE = np.float32(448)
-"""Of E4M3."""
-CODE_UNIT = np.float32(1 / 448)
+LARGEST_CODE = FP8_MAX["e4m3"]
+CODE_UNIT = np.float32(1) / LARGEST_CODE
 NO_AMAX = np.float32(2.0**-119)
 """A smaller amax counts as this: 448 over it is float32's largest power of two but for the mantissa of 448."""
 

@@ -17,6 +17,7 @@ from cuda_kernels.attention.casts.transpose import make_column_store
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.codec import (
     FP8_MAX,
+    INFINITY_BITS,
     amax_to_scale,
     decoded_maxima,
     magnitude,
@@ -43,7 +44,6 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.kernel import Kernel
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
-_INFINITY = np.uint32(0x7F800000)
 _LARGEST = np.uint32(0x7F7FFFFF)
 
 
@@ -66,8 +66,8 @@ def _block_max(warps: int) -> Any:
 def _finite_magnitude(value, raw):
     """The bits of ``|value|``, 0 where it was made of what is not finite; infinite differences count as the largest."""
     found = magnitude(value)
-    found = found if found < _INFINITY else _LARGEST
-    return found if magnitude(raw) < _INFINITY else u32(0)
+    found = found if found < INFINITY_BITS else _LARGEST
+    return found if magnitude(raw) < INFINITY_BITS else u32(0)
 
 
 @device
@@ -83,7 +83,7 @@ def _same_again(mean, lane):
 
 @device
 def _finite_or_nan(value, raw):
-    return value if magnitude(raw) < _INFINITY else _NAN
+    return value if magnitude(raw) < INFINITY_BITS else _NAN
 
 
 def _decoder(spec: HeadsSpec, centered: bool) -> Any:
@@ -150,7 +150,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         amax = block_max(largest(kept), shared + amax_smem, thread)
         if centered:
             mean = _same_again(mean, thread & 31)
-        finite = amax < _INFINITY
+        finite = amax < INFINITY_BITS
         if not finite:
             of_finite = u32(0)
             for step in range(GROUP):

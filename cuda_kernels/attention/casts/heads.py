@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.spec import HEAD_DIMS, ROWS
+from cuda_kernels.attention.spec import ROWS, HeadSize
 from cuda_kernels.device.codec import ITEM_BYTES, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
@@ -16,25 +16,16 @@ GROUP = 16
 
 
 @dataclass(frozen=True)
-class HeadsSpec:
-    """A tensor of heads that is read by strides.
+class HeadsSpec(HeadSize):
+    """A tensor of heads that is read by strides; the channels of a head lie side by side.
 
     Attributes:
-        head_dim: channels of a head, one of :data:`HEAD_DIMS`; they lie side by side.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         vector: 4 where the address and all strides are multiples of four elements, else 1.
-
-    Raises:
-        ValueError: there is no kernel for ``head_dim``.
     """
 
-    head_dim: int
     dtype: str
     vector: int
-
-    def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim={self.head_dim}: attention's kernels are for {HEAD_DIMS}; pad the heads")
 
     @property
     def quads(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.device.codec import magnitude, quad_decoder, quad_registers
+from cuda_kernels.device.codec import INFINITY_BITS, magnitude, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
@@ -27,12 +27,11 @@ from cuda_kernels.kernel import Kernel
 
 _GROUPS = ROWS // GROUP
 _ZERO = np.float32(0)
-_INFINITY = np.uint32(0x7F800000)
 
 
 @device
 def _finite(value):
-    return value if magnitude(value) < _INFINITY else _ZERO
+    return value if magnitude(value) < INFINITY_BITS else _ZERO
 
 
 @cache

@@ -26,26 +26,12 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
-from cuda_kernels.attention.softmax import START, make_softmax, quad_sum, row_result
+from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
-from cuda_kernels.device.fragments import (
-    scale_rows,
-    scale_seen_rows,
-    store_fragment_global,
-    zeros,
-)
+from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
-from cuda_kernels.device.ptx import (
-    cp_async_commit,
-    cp_async_wait,
-    dynamic_shared,
-    float_max,
-    load_f32,
-    quotient,
-    reciprocal_approx,
-    store_f32,
-)
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
@@ -145,20 +131,10 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
         lane = cuda.threadIdx.x & 31
         line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
-        largest, largest_below, unit, unit_below, total, total_below = state
-        total, total_below = quad_sum(total), quad_sum(total_below)
-        inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
-        seen, largest, total = row_result(largest, unit, total, line < valid)
-        seen_below, largest_below, total_below = row_result(largest_below, unit_below, total_below, line + 8 < valid)
-        if lane & 3 == 0:
-            place = (i64(head) * rows_q + row + line) * 4
-            store_f32(m + place, largest)
-            store_f32(m + place + 32, largest_below)
-            store_f32(l + place, total)
-            store_f32(l + place + 32, total_below)
+        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
         store(
             finish(acc, inverse, inverse_below, seen, seen_below),

@@ -34,6 +34,29 @@ def make_copy(rows: int, row_bytes: int) -> Any:
     Args:
         row_bytes: of a row; a multiple of 16, at most 128. The rest of a line is left as it is.
     """
+    copy_from_chunk = _make_copy(rows, row_bytes)
+
+    @device
+    def copy(shared, address, stride):
+        copy_from_chunk(shared, 0, address, stride)
+
+    return copy
+
+
+@cache
+def make_half_copy(rows: int) -> Any:
+    """A device function ``(shared, half, address, stride)`` that starts to copy 64 bytes to one half of each line."""
+    copy_from_chunk = _make_copy(rows, LINE // 2)
+
+    @device
+    def copy(shared, half, address, stride):
+        copy_from_chunk(shared, half << 2, address, stride)
+
+    return copy
+
+
+def _make_copy(rows: int, row_bytes: int) -> Any:
+    """A device function ``(shared, first_chunk, address, stride)``; a row fills its line from that chunk on."""
     chunks = row_bytes // 16
     lanes = 4
     while lanes < chunks or rows % (THREADS // lanes):  # of a row; rows at once are a multiple of 8
@@ -42,10 +65,10 @@ def make_copy(rows: int, row_bytes: int) -> Any:
     shift = lanes.bit_length() - 1
 
     @device
-    def copy(shared, address, stride):
+    def copy(shared, first_chunk, address, stride):
         row, chunk = cuda.threadIdx.x >> shift, cuda.threadIdx.x & (lanes - 1)
         if chunk < chunks:
-            shared += row * LINE + swizzle_128b(row, chunk)
+            shared += row * LINE + swizzle_128b(row, chunk + first_chunk)
             address += i64(row) * stride + 16 * chunk
             for first in range(0, rows, rows_at_once):
                 cp_async_16(shared + first * LINE, address, 16)

@@ -9,25 +9,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward.memory import QUERIES
 from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.host.launch import Argument, Launch, address_on
+from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.launchers.attention_kernels import forward_kernel, operand_on
 from cuda_kernels.host.launchers.attention_tiles import (
     PackedRows,
     RowSpace,
     cast_table,
     limits,
-    sequence_table,
+    mean_tables,
     tile_table,
 )
 from cuda_kernels.host.tensor_maps import Box
 
 Strides = tuple[int, int, int]
 """In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
+
+
+def stride_parameters(strides: Strides) -> dict[str, int]:
+    """``strides`` by the names of kernels' parameters."""
+    return dict(zip(("stride_b", "stride_l", "stride_h"), strides, strict=True))
 
 
 class PackedCodes(NamedTuple):
@@ -49,15 +55,18 @@ class CastTables(NamedTuple):
 
     Attributes:
         blocks: :func:`~cuda_kernels.host.launchers.attention_tiles.cast_table`.
-        sequences: :func:`~cuda_kernels.host.launchers.attention_tiles.sequence_table`.
+        summed, counts: :func:`~cuda_kernels.host.launchers.attention_tiles.mean_tables`, if a cast is centered.
     """
 
     blocks: Tensor
-    sequences: Tensor
+    summed: Tensor | None = None
+    counts: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: PackedRows) -> CastTables:
-        return cls(cast_table(rows), sequence_table(rows))
+    def of(cls, rows: PackedRows, mean_rows: int | None = None) -> CastTables:
+        """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
+        blocks = cast_table(rows)
+        return cls(blocks, *mean_tables(rows, blocks, mean_rows))
 
 
 class Visible(NamedTuple):
@@ -70,6 +79,19 @@ class Visible(NamedTuple):
     def transposed(self) -> Visible:
         """Which queries see a key."""
         return Visible(self.right, self.left, self.bottom_right)
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """Tiles of 128 queries with the tiles of 128 keys that they see."""
+        return tile_table(queries, keys, *self)
+
+    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
+        """Tiles of 128 keys with the queries that see them, in tiles of 64."""
+        return tile_table(keys, queries, *self.transposed(), QUERIES)
+
+    def limits(self) -> dict[str, int]:
+        """As kernels take them, by the names of their parameters."""
+        left, right = limits(self.left, self.right)
+        return {"left": left, "right": right}
 
 
 @dataclass(frozen=True)
@@ -109,10 +131,9 @@ class AttentionProblem:
         """Query heads that share a head of keys and values."""
         return self.heads[0] // self.heads[1]
 
-    @property
-    def totals(self) -> tuple[int, int]:
-        """Packed rows of queries and of keys."""
-        return self.queries.total, self.keys.total
+    def sizes(self, heads: int) -> dict[str, int]:
+        """Of a kernel with a block for each tile and each of so many ``heads``, by the names of its parameters."""
+        return {"heads": heads, "group": self.group, "rows_q": self.queries.total, "rows_k": self.keys.total}
 
     @property
     def scale_of_exponent(self) -> float:
@@ -129,8 +150,8 @@ class AttentionProblem:
                 raise ValueError(f"strides={each} of {self.spec.out}: rows begin at multiples of 16 bytes")
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """Tiles of 128 queries with the tiles of 128 keys that they see."""
-        return tile_table(queries, keys, *self.visible)
+        """See :meth:`Visible.tiles_of_queries`."""
+        return self.visible.tiles_of_queries(queries, keys)
 
 
 class CastLaunch:
@@ -143,7 +164,7 @@ class CastLaunch:
         rows: of the batch.
         strides: of the tensor.
         copies: whether there is a row copy, and a transposed one.
-        centered: whether each channel's mean over the sequence is subtracted first.
+        mean_blocks: entries of :attr:`CastTables.summed`, if each channel's mean of them is subtracted first; else 0.
         aligned: whether the tensor's address is a multiple of four elements.
 
     Raises:
@@ -158,7 +179,7 @@ class CastLaunch:
         rows: RowSpace,
         strides: Strides,
         copies: tuple[bool, bool],
-        centered: bool,
+        mean_blocks: int,
         aligned: bool,
         device: torch.device,
     ) -> None:
@@ -166,14 +187,15 @@ class CastLaunch:
         spec = HeadsSpec(head_dim, dtype, vector)
         self._heads, self._rows, self._head_dim, self._copies = heads, rows, head_dim, copies
         self._address, self._device = address_on(device), device
-        blocks = rows.blocks * heads
-        kernel = quantize_heads_kernel(spec, *copies, centered)
-        self._cast = Launch(kernel, blocks, (heads, rows.total, rows.sequences, *strides), device)
+        kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
+        of_batch, of_x = {"heads": heads, "packed_rows": rows.total}, stride_parameters(strides)
+        sequences = rows.sequences
+        self._cast = named_launch(kernel, rows.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
         self._sum = self._mean = None
-        if centered:
-            self._sum = Launch(sum_heads_kernel(spec), blocks, (heads, rows.total, *strides), device)
+        if mean_blocks:
+            self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
             mean = mean_heads_kernel(head_dim)
-            self._mean = Launch(mean, rows.sequences * heads, (heads, rows.total, rows.sequences), device)
+            self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
 
     def start(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; what no copy was asked for is None."""
@@ -198,13 +220,15 @@ class CastLaunch:
     def _means(self, x: Tensor, tables: CastTables) -> Tensor | None:
         if self._sum is None or self._mean is None:
             return None
+        assert tables.summed is not None
+        assert tables.counts is not None
         address = self._address
         sums, means = (
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
             for parts in (self._rows.blocks, self._rows.sequences)
         )
-        self._sum.start(address(x), address(tables.blocks), address(sums))
-        self._mean.start(address(sums), address(tables.sequences), address(means))
+        self._sum.start(address(x), address(tables.summed), address(sums))
+        self._mean.start(address(sums), address(tables.counts), address(means))
         return means
 
 
@@ -217,7 +241,8 @@ class TransposeLaunch:
 
     def __init__(self, head_dim: int, heads: int, rows: RowSpace, device: torch.device) -> None:
         self._address = address_on(device)
-        self._launch = Launch(transpose_heads_kernel(head_dim), rows.blocks * heads, (heads, rows.total), device)
+        kernel = transpose_heads_kernel(head_dim)
+        self._launch = named_launch(kernel, rows.blocks * heads, device, heads=heads, packed_rows=rows.total)
 
     def start(self, codes: PackedCodes) -> PackedCodes:
         """Both copies of ``codes``."""
@@ -241,16 +266,15 @@ class ForwardLaunch:
 
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
         problem.require_strides(strides)
-        spec, visible = problem.spec, problem.visible
+        spec = problem.spec
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
-        scalars = (
-            problem.heads[0], problem.group, *problem.totals,
-            *limits(visible.left, visible.right), problem.scale_of_exponent, *strides,
-        )  # fmt: skip
         blocks = problem.queries.blocks * problem.heads[0]
-        self._launch = Launch(forward_kernel(spec, device), blocks, scalars, device)
+        self._launch = named_launch(
+            forward_kernel(spec, device), blocks, device, **problem.sizes(problem.heads[0]),
+            **problem.visible.limits(), c=problem.scale_of_exponent, **stride_parameters(strides),
+        )  # fmt: skip
 
     def start(
         self,

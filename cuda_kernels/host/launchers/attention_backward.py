@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.attention.backward.delta import attention_delta_kernel
-from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
-from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
-from cuda_kernels.attention.backward.dq import attention_dq_kernel
-from cuda_kernels.attention.backward.memory import FLUSH, QUERIES, scratch_floats
+from cuda_kernels.attention.backward.memory import FLUSH, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.host.launch import Argument, Launch, address_on
-from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, limits, most_seen, tile_table
-from cuda_kernels.host.tensor_maps import Box, map_on
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.host.launch import Argument, address_on, named_launch
+from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides, stride_parameters
+from cuda_kernels.host.launchers.attention_kernels import dkv_kernels, dq_kernel, operand_on, uses_scratch
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, most_seen
+from cuda_kernels.host.tensor_maps import Box
 
 
 class BackwardTables(NamedTuple):
@@ -69,27 +66,32 @@ class BackwardLaunch:
                 raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
-        needs_scratch = most_seen(problem.queries, seeing.left, seeing.right) * group > flush
+        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right) * group
+        needs_scratch = uses_scratch(device) and seen_by_a_key > flush
         key_blocks = problem.keys.blocks * heads[1]
         self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0
         blocks = problem.queries.blocks * heads[0]
-        scales = problem.scale_of_exponent, problem.softmax_scale
+        scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
+        of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
         delta = attention_delta_kernel(spec.head_dim)
-        self._delta = Launch(delta, blocks, (heads[0], problem.queries.total, *query_strides), device)
-        scalars = heads[0], group, *problem.totals, *limits(seen.left, seen.right), *scales, *query_strides
-        self._dq = Launch(attention_dq_kernel(spec), blocks, scalars, device)
-        scalars = heads[1], group, *problem.totals, *limits(seeing.left, seeing.right), *scales, *key_strides
-        self._dkv = [Launch(kernel, key_blocks, scalars, device) for kernel in _dkv_kernels(spec, flush)]
+        self._delta = named_launch(
+            delta, blocks, device, heads=heads[0], rows_q=problem.queries.total, **of_queries
+        )  # fmt: skip
+        scalars = {**problem.sizes(heads[0]), **seen.limits(), **scales, **of_queries}
+        self._dq = named_launch(dq_kernel(spec, device), blocks, device, **scalars)
+        scalars = {**problem.sizes(heads[1]), **seeing.limits(), **scales, **of_keys}
+        kernels = dkv_kernels(spec, device, flush)
+        self._dkv = [named_launch(kernel, key_blocks, device, **scalars) for kernel in kernels]
         self._address = address_on(device)
         row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
-        self._of_queries, self._of_keys = map_on(device, row_box), map_on(device, row_box)
-        self._of_queries_t, self._of_keys_t = map_on(device, transposed_box), map_on(device, transposed_box)
-        self._statistics_box = map_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
+        self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)
+        self._of_queries_t, self._of_keys_t = operand_on(device, transposed_box), operand_on(device, transposed_box)
+        self._statistics_box = operand_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
 
     def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
         """The tiles of a batch."""
-        of_keys = tile_table(keys, queries, *self._problem.visible.transposed(), QUERIES)
-        return BackwardTables(self._problem.tiles_of_queries(queries, keys), of_keys)
+        visible = self._problem.visible
+        return BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
 
     def start(
         self,
@@ -149,13 +151,6 @@ class BackwardLaunch:
             left = absent if scratch is None else self._address(scratch)
             for launch in self._dkv:
                 launch.start(*maps, *map(self._address, inputs), left)
-
-
-def _dkv_kernels(spec: AttentionSpec, flush: int) -> list[Kernel]:
-    """They take the same parameters; one makes both results where the sums of both fit into registers."""
-    if spec.panels == 1:
-        return [attention_dkv_kernel(spec, flush)]
-    return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

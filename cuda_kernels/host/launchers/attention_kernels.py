@@ -7,8 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.mma import operands as mma
+from cuda_kernels.attention.mma.dkv import RESULTS, mma_attention_dkv_kernel
+from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, architecture_of
@@ -21,9 +26,29 @@ def forward_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
 
     Where there is none for the device, loading it fails with a :class:`~cuda_kernels.kernel.KernelError`.
     """
-    return (
-        mma_attention_forward_kernel(spec) if _by_mma(spec, device, mma.HEAD_DIMS) else attention_forward_kernel(spec)
-    )
+    return mma_attention_forward_kernel(spec) if _by_mma(spec, device) else attention_forward_kernel(spec)
+
+
+def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
+    """dQ, as :func:`forward_kernel` is the forward pass."""
+    return mma_attention_dq_kernel(spec) if _by_mma(spec, device) else attention_dq_kernel(spec)
+
+
+def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
+    """dK and dV, as :func:`forward_kernel` is the forward pass; one makes both where their sums fit into registers.
+
+    ``flush`` is for kernels that use scratch.
+    """
+    if _by_mma(spec, device):
+        return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
+    if spec.panels == 1:
+        return [attention_dkv_kernel(spec, flush)]
+    return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
+
+
+def uses_scratch(device: torch.device) -> bool:
+    """Whether sums for dK and dV leave registers on the way; where they do not, scratch may be absent."""
+    return not _multiplies_in_warps(device)
 
 
 def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
@@ -31,8 +56,8 @@ def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     return address_on(device) if _multiplies_in_warps(device) else map_on(device, box)
 
 
-def _by_mma(spec: AttentionSpec, device: torch.device, head_dims: tuple[int, ...]) -> bool:
-    return spec.head_dim in head_dims and _multiplies_in_warps(device)
+def _by_mma(spec: AttentionSpec, device: torch.device) -> bool:
+    return spec.head_dim in mma.HEAD_DIMS and _multiplies_in_warps(device)
 
 
 def _multiplies_in_warps(device: torch.device) -> bool:

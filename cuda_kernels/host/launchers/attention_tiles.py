@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.spec import NO_LIMIT, ROWS
+from cuda_kernels.attention.spec import NO_LIMIT, ROW_FIELDS, ROWS, SEQUENCE_FIELDS, TILE_FIELDS
 from cuda_kernels.device.sizes import ceil_div
 
 
@@ -95,12 +95,28 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
 def cast_table(rows: PackedRows) -> Tensor:
     """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
     valid = (rows.lengths[rows.sequence] - rows.row).clamp(0, ROWS)
-    return _table(rows.sequence, rows.first[rows.sequence] + rows.row, valid, _block_rows(rows))
+    source_row = rows.first[rows.sequence] + rows.row
+    return _table(ROW_FIELDS, sequence=rows.sequence, source_row=source_row, valid=valid, row=_block_rows(rows))
 
 
-def sequence_table(rows: PackedRows) -> Tensor:
-    """Each sequence's first block of 128 packed rows and its length: int32 ``[B, 2]``."""
-    return _table(rows.starts // ROWS, rows.lengths)
+def mean_tables(rows: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
+    """What is summed for the mean of each sequence's first ``mean_rows``, at most 128; None is of all its rows.
+
+    Args:
+        blocks: :func:`cast_table` of the rows.
+
+    Returns:
+        Blocks of rows, as ``blocks`` has them: int32 ``[R / 128, 4]`` or ``[B, 4]``; each sequence's first block of
+        128 packed rows and the number of rows that are summed: int32 ``[B, 2]``.
+    """
+    starts = rows.starts // ROWS
+    if mean_rows is None:
+        return blocks, _table(SEQUENCE_FIELDS, block=starts, rows=rows.lengths)
+    assert mean_rows <= ROWS
+    counts = rows.lengths.clamp(max=mean_rows)
+    sequence = torch.arange(rows.space.sequences, device=starts.device)
+    summed = _table(ROW_FIELDS, sequence=sequence, source_row=rows.first, valid=counts, row=rows.starts)
+    return summed, _table(SEQUENCE_FIELDS, block=starts, rows=counts)
 
 
 def tile_table(
@@ -136,10 +152,20 @@ def tile_table(
     whole_first = torch.minimum((from_all + tile - 1) // tile, last)
     whole_last = torch.maximum(to_all.clamp(min=0) // tile, whole_first)
     table = _table(
-        _block_rows(rows), others.starts[sequence], first, last, whole_first, whole_last,
-        count, diagonal, valid, sequence, rows.first[sequence] + start,
-        (rows.held[sequence] - start).clamp(0, ROWS),
-    )  # fmt: skip
+        TILE_FIELDS,
+        row=_block_rows(rows),
+        others=others.starts[sequence],
+        first=first,
+        last=last,
+        whole_first=whole_first,
+        whole_last=whole_last,
+        count=count,
+        diagonal=diagonal,
+        valid=valid,
+        sequence=sequence,
+        out_row=rows.first[sequence] + start,
+        out_rows=(rows.held[sequence] - start).clamp(0, ROWS),
+    )
     return table[torch.argsort(last - first, descending=True, stable=True)]
 
 
@@ -163,5 +189,7 @@ def _block_rows(rows: PackedRows) -> Tensor:
     return torch.arange(rows.space.blocks, device=rows.row.device) * ROWS
 
 
-def _table(*columns: Tensor) -> Tensor:
-    return torch.stack(columns, 1).to(torch.int32)
+def _table(fields: tuple[str, ...], **columns: Tensor) -> Tensor:
+    """int32 ``[entries, fields]``; the columns' names are ``fields``, which kernels find by their places."""
+    assert tuple(columns) == fields
+    return torch.stack(tuple(columns.values()), 1).to(torch.int32)

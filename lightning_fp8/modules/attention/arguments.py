@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from lightning_fp8.modules.linear_layer import autocast_dtype
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
-_INSTEAD = {
+INSTEAD = {
     "cp_group": "context parallelism is not here; split the batch, or the heads by tp_size",
     "cp_global_ranks": "context parallelism is not here; split the batch, or the heads by tp_size",
     "cp_stream": "context parallelism is not here; split the batch, or the heads by tp_size",
@@ -83,24 +82,6 @@ def checked_dropout(attention_dropout: Any) -> float:
     """
     require_number("attention_dropout", attention_dropout, largest=1.0)
     return float(attention_dropout)
-
-
-def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """Raises:
-    ValueError: another value.
-    """
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
-    return str(value)
-
-
-def refuse_what_is_not_here(asked: Mapping[str, Any]) -> None:
-    """Raises:
-    NotImplementedError: an argument asks for something; its default, False and None do not.
-    """
-    for name, value in asked.items():
-        if not (value is None or value is False or (name == "num_splits" and value == 1)):
-            raise NotImplementedError(f"{name}={value!r} is not here: {_INSTEAD[name]}")
 
 
 @torch.compiler.assume_constant_result

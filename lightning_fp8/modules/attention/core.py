@@ -94,7 +94,7 @@ class CoreAttention(FP8Module):
             cu_seqlens_q=rows.cu_seqlens_q,
             cu_seqlens_kv=rows.cu_seqlens_kv,
             center_keys=self.center_keys,
-            slots=self._slots,
+            slots=self.slots,
             observe=observe,
         )
         return rows.with_gaps(o)
@@ -113,7 +113,7 @@ class CoreAttention(FP8Module):
         refuse_transforms("DotProductAttention", q, k, v)
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         self._follow(recipe, q.device)
-        slots = self._slots
+        slots = self.slots
         assert slots is not None
         for x in (q, k, v):
             ops.observe(x.detach(), slots[Role.QKV].amax)

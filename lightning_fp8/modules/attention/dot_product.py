@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import require_bool
+from lightning_fp8.arguments import one_of, refuse_what_is_not_here, require_bool
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks
@@ -86,21 +86,22 @@ class DotProductAttention(CoreAttention):
         center_keys: bool = True,
     ) -> None:
         super().__init__()
-        arguments.refuse_what_is_not_here(
+        refuse_what_is_not_here(
             {
                 "cp_group": cp_group,
                 "cp_global_ranks": cp_global_ranks,
                 "cp_stream": cp_stream,
                 "return_max_logit": return_max_logit,
                 "num_splits": num_splits,
-            }
+            },
+            arguments.INSTEAD,
         )
         self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups, tp_size)
         self.softmax_scale = arguments.checked_scale(softmax_scale, self.sizes.channels)
-        self.softmax_type = arguments.one_of("softmax_type", softmax_type, arguments.SOFTMAX_TYPES)
+        self.softmax_type = one_of("softmax_type", softmax_type, arguments.SOFTMAX_TYPES)
         self.attention_dropout = arguments.checked_dropout(attention_dropout)
-        self.qkv_format = arguments.one_of("qkv_format", qkv_format, FORMATS)
-        self.attention_type = arguments.one_of("attention_type", attention_type, ("self", "cross"))
+        self.qkv_format = one_of("qkv_format", qkv_format, FORMATS)
+        self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
         self.attn_mask_type = masks.mask_type(attn_mask_type)
         self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
         self.bottom_right_diagonal = bottom_right_diagonal
@@ -169,17 +170,18 @@ class DotProductAttention(CoreAttention):
             ValueError, TypeError: arguments that do not fit; the message says what would.
             NotImplementedError: one that asks for what is not here.
         """
-        arguments.refuse_what_is_not_here(
+        refuse_what_is_not_here(
             {
                 "inference_params": inference_params,
                 "fp8_output": fp8_output,
                 "bf16_backward": bf16_backward,
                 "num_splits": num_splits,
                 "score_mod": score_mod,
-            }
+            },
+            arguments.INSTEAD,
         )
         q, k, v = query_layer, key_layer, value_layer
-        qkv_format = self.qkv_format if qkv_format is None else arguments.one_of("qkv_format", qkv_format, FORMATS)
+        qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
         arguments.check_dtypes(q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention  # by name: not what attention/sdpa.py puts there
 
-from lightning_fp8.modules.attention.arguments import BIAS_TYPES, one_of
+from lightning_fp8.arguments import one_of
+from lightning_fp8.modules.attention.arguments import BIAS_TYPES
 from lightning_fp8.ops.attention import Band, Lengths
 from lightning_fp8.ops.attention.masks import hidden
 

@@ -19,7 +19,7 @@ from lightning_fp8.scaled import Cast
 _ops = torch.ops.lightning_fp8
 
 ACTIVATIONS = tuple(_reference.ACTIVATIONS)
-"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those with ``glu`` are gated."""
+"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
 
 
 def activation_quantize(

@@ -56,6 +56,24 @@ def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s * (1 + near * (1 - s) * (_GELU_1 + 3 * _GELU_3 * (near * near))))
 
 
+# Hendrycks and Gimpel, arXiv:1606.08415, section 2: GELU's coarser form.
+_QGELU = 1.702
+
+
+def _qgelu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(_QGELU * x)
+
+
+def _qgelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(_QGELU * x)
+    return dy * (s * (1 + _QGELU * x.clamp(-_FAR, _FAR) * (1 - s)))
+
+
+def _sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return dy * (s * (1 - s))
+
+
 def _relu(x: Tensor) -> Tensor:
     return torch.where(x < 0, 0.0, x)
 
@@ -76,13 +94,15 @@ ACTIVATIONS = {
     name: Activation(value, backward)
     for names, value, backward in (
         (("gelu", "geglu"), _gelu, _gelu_backward),
+        (("qgelu", "qgeglu"), _qgelu, _qgelu_backward),
         (("relu", "reglu"), _relu, _relu_backward),
         (("srelu", "sreglu"), _srelu, _srelu_backward),
         (("silu", "swiglu"), _silu, _silu_backward),
+        (("glu",), torch.sigmoid, _sigmoid_backward),
     )
     for name in names
 }
-"""The activations by Transformer Engine's names; ``gelu`` is the tanh form."""
+"""The activations by Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 
 def activate(x: Tensor, config: str, io: CastIO) -> Outputs:

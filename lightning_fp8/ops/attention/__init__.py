@@ -2,9 +2,9 @@
 
 The specification states the numerics for heads side by side, ``[B, H, L, D]``:
 
-    q8, k8, v8 = cast(q), cast(k, centered=True), cast(v)
-    o, m, l = forward(q8, k8, v8, softmax_scale, causal)
-    dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, causal)
+    q8, k8, v8 = cast(q), cast(k, centered=True, mean_rows=rows_of_mean(band)), cast(v)
+    o, m, l = forward(q8, k8, v8, softmax_scale, band)
+    dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, band)
 
 The ops take the formats of Transformer Engine, and casts are part of them: what a card needs beside the codes
 (transposed copies, statistics) never leaves them. See :mod:`lightning_fp8.ops.attention.schema`.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.attention import cpu as _cpu  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.attention import cuda as _cuda  # noqa: F401  (registers the kernels)
-from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast
+from lightning_fp8.ops.attention.casts import BLOCK, Codes, cast, rows_of_mean
 from lightning_fp8.ops.attention.launches import missing_kernel
 from lightning_fp8.ops.attention.layouts import pack, unpack
 from lightning_fp8.ops.attention.masks import Band, Lengths
@@ -46,12 +46,14 @@ __all__ = [
     "attention_backward",
     "attention_config",
     "attention_forward",
+    "attention_tables",
     "backward",
     "cast",
     "forward",
     "missing_kernel",
     "pack",
     "parse_attention_config",
+    "rows_of_mean",
     "unpack",
 ]
 
@@ -73,6 +75,23 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     """
     o, *kept = _ops.attention_forward.default(q, k, v, *call)
     return o, Kept(*kept)
+
+
+def attention_tables(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+) -> Tensor:
+    """What a card reads of a batch's lengths in both passes: made once, it serves all calls with these arguments.
+
+    Args:
+        config: what :func:`attention_config` makes.
+        query_rows, key_rows: L of queries and of keys, T of ``thd``.
+        device: of the queries.
+
+    Returns:
+        int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
+    """
+    tables: Tensor = _ops.attention_tables.default(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows, device)
+    return tables
 
 
 def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:

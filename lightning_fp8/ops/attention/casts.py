@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.quantize.reference import absolute_max, decode, saturating_cast
 
 BLOCK = 128
@@ -45,13 +46,23 @@ class Codes(NamedTuple):
         return self.values() * self.by_row()[..., None]
 
 
+def rows_of_mean(band: Band) -> int | None:
+    """How many of a sequence's first keys make the mean that :func:`cast` subtracts from all; None is all of them.
+
+    Where a mask hides later keys, those of the first block: a key then moves no digit of rows that never see it, but
+    for those of its own block, whose scale it shares.
+    """
+    return None if band.right is None else BLOCK
+
+
 @torch.no_grad()
-def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Codes:
+def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None, mean_rows: int | None = None) -> Codes:
     """Quantize a tensor of heads: queries, keys, values or the output's gradient.
 
     ``centered`` subtracts each channel's mean over the sequence first. Attention over keys does not change by it: all
     scores of a query move alike, which softmax ignores, and its gradient of scores sums to 0 (Zhang et al.,
-    "SageAttention", arXiv:2410.02367, section 4.2). What is saved is the digits that a common offset would take.
+    "SageAttention", arXiv:2410.02367, section 4.2). What is saved is the digits that a common offset would take. So
+    with any other vector, such as the mean of the first rows.
 
     A value that is not finite becomes NaN, which E4M3 has (it has no inf, and a saturated one would hide an overflow);
     scales and means are those of the finite values beside it.
@@ -59,6 +70,7 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Co
     Args:
         x: ``[B, H, L, D]`` of any floating dtype.
         lengths: integers ``[B]``; rows from there on are padding: codes 0, and no part of a scale or a mean.
+        mean_rows: how many first rows make the mean, see :func:`rows_of_mean`; None is all.
     """
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if lengths is not None:
@@ -68,7 +80,8 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Co
     if not finite.all():
         values.masked_fill_(~finite, torch.nan)
     if centered:
-        mean = values.nan_to_num(0).sum(2, keepdim=True) / _rows(x, lengths)
+        first = values[:, :, :mean_rows].nan_to_num(0)
+        mean = first.sum(2, keepdim=True) / _rows(first, lengths)
         values -= torch.where(torch.isfinite(mean), mean, 0.0)
         if lengths is not None:
             values.masked_fill_(padding[:, None, :, None], 0)
@@ -83,8 +96,9 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None) -> Co
 
 
 def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
-    """What a mean over rows divides by; not 0."""
-    return max(x.shape[2], 1) if lengths is None else lengths.to(x.device).clamp(min=1)[:, None, None, None]
+    """What a mean over the rows of ``x`` divides by; not 0."""
+    most = max(x.shape[2], 1)
+    return most if lengths is None else lengths.to(x.device).clamp(1, most)[:, None, None, None]
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

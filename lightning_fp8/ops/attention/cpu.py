@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.attention.casts import cast
+from lightning_fp8.ops.attention.casts import cast, rows_of_mean
 from lightning_fp8.ops.attention.layouts import Packing, from_heads, to_heads
 from lightning_fp8.ops.attention.masks import Lengths
 from lightning_fp8.ops.attention.reference import backward, forward
@@ -25,7 +25,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     k_heads, keys = to_heads(k, qkv_format, call.cu_seqlens_kv)
     v_heads, _ = to_heads(v, qkv_format, call.cu_seqlens_kv)
     lengths = None if queries is None or keys is None else Lengths(queries, keys)
-    q8, k8, v8 = cast(q_heads, False, queries), cast(k_heads, centered, keys), cast(v_heads, False, keys)
+    q8, v8 = cast(q_heads, False, queries), cast(v_heads, False, keys)
+    k8 = cast(k_heads, centered, keys, rows_of_mean(band))
     o, m, l = forward(q8, k8, v8, call.scale_of(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
     of_queries = Packing.of(q, qkv_format, call.cu_seqlens_q)
     of_keys = Packing.of(k, qkv_format, call.cu_seqlens_kv)

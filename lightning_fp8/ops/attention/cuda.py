@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cuda_kernels.host.launchers.attention_batch import BatchTables
 from lightning_fp8.ops.attention import cpu
-from lightning_fp8.ops.attention.launches import Heads, Problem, chosen, require_operands
+from lightning_fp8.ops.attention.casts import rows_of_mean
+from lightning_fp8.ops.attention.launches import Heads, Problem, chosen, require_operands, rows_on, visible
 from lightning_fp8.ops.attention.schema import (
     AttentionCall,
     Backward,
@@ -19,8 +21,10 @@ from lightning_fp8.ops.attention.schema import (
     Kept,
     implement_attention,
     parse_attention_config,
+    spaces_of,
 )
 from lightning_fp8.ops.core.dispatch import EmptyTensor, check_not_empty, current_device, planned
+from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, tensor_key
 
 CallKey = tuple[str, float | None, int | None]
@@ -91,4 +95,16 @@ def _sequences(call_key: CallKey) -> tuple[str, int]:
     return qkv_format, sequences
 
 
+def attention_tables(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+) -> Tensor:
+    """See :func:`lightning_fp8.ops.attention.attention_tables`."""
+    queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows)
+    band = parse_attention_config(config).band
+    of_queries, of_keys = rows_on(device, (queries, keys), cu_seqlens_q, cu_seqlens_kv)
+    return BatchTables.of(of_queries, of_keys, visible(band), rows_of_mean(band)).joined()
+
+
 implement_attention("cuda", attention_forward, attention_backward)
+for _device_type in ("cpu", "cuda"):  # of cu_seqlens, which may be on the host
+    implement("attention_tables", _device_type, attention_tables)

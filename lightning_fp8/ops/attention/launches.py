@@ -7,7 +7,7 @@ architectures there is one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,15 +26,19 @@ from cuda_kernels.host.launchers.attention import (
     Visible,
 )
 from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.host.launchers.attention_batch import BatchTables
+from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, cast_table, packed_rows
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention.casts import rows_of_mean
+from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
 from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey
 
 Rows = tuple[PackedRows, PackedRows]
 """Of queries and of keys."""
+Tables = TypeVar("Tables")
 
 
 class Heads(NamedTuple):
@@ -81,9 +85,9 @@ class Heads(NamedTuple):
         space = self.space._replace(rows=rows)
         return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
 
-    def cast(self, device: torch.device, copies: tuple[bool, bool], centered: bool = False) -> CastLaunch:
+    def cast(self, device: torch.device, copies: tuple[bool, bool], mean_blocks: int = 0) -> CastLaunch:
         return CastLaunch(
-            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, centered, self.aligned, device
+            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, mean_blocks, self.aligned, device
         )
 
 
@@ -92,13 +96,15 @@ class Problem(NamedTuple):
 
     Attributes:
         qkv_format: of all.
-        centered: keys are cast without their mean.
+        centered: keys are cast without the mean of some.
+        mean_rows: of so many first ones; None is all.
         kernels: the problem as launches have it.
         ragged: lengths come with each call.
     """
 
     qkv_format: str
     centered: bool
+    mean_rows: int | None
     kernels: AttentionProblem
     ragged: bool
 
@@ -106,32 +112,57 @@ class Problem(NamedTuple):
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> Problem:
         """That of queries (or of the output's gradient) and keys."""
         qkv_format, band, centered = parse_attention_config(call.config)
-        visible = Visible(band.left, band.right, band.bottom_right)
         spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
-        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible, scale)
-        return cls(qkv_format, centered, kernels, ragged)
+        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale)
+        return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
-    def tables(self, device: torch.device, make: Callable[[PackedRows, PackedRows], Any]) -> Callable[..., Any]:
-        """A function of a call that gives its tables, what ``make`` makes of rows of queries and keys.
+    @property
+    def mean_blocks(self) -> int:
+        """Blocks of keys that are summed for the means that are subtracted from keys; 0 where none are."""
+        keys = self.kernels.keys
+        return (keys.blocks if self.mean_rows is None else keys.sequences) if self.centered else 0
+
+    def tables(
+        self,
+        device: torch.device,
+        make: Callable[[PackedRows, PackedRows], Tables],
+        take: Callable[[BatchTables], Tables],
+    ) -> Callable[[AttentionCall], Tables]:
+        """A function of a call that gives a pass its tables, of those that come with the call if some do.
 
         Where no lengths come with a call, they are made now, on the host: a copy from there is done when it returns,
         whatever streams use it.
+
+        Args:
+            make: makes the pass's tables of rows of queries and keys.
+            take: takes them from those of both passes.
         """
         spaces = self.kernels.queries, self.kernels.keys
         if not self.ragged:
             host = torch.device("cpu")
-            tables = _moved(make(*(packed_rows(space, None, host) for space in spaces)), device)
+            tables: Tables = _moved(make(*(packed_rows(space, None, host) for space in spaces)), device)
             return lambda call: tables
 
-        def made(call: AttentionCall) -> Any:
-            queries, keys = call.cu_seqlens_q, call.cu_seqlens_kv
-            assert queries is not None
-            assert keys is not None
-            rows = packed_rows(spaces[0], queries.to(device), device)
-            same = keys is queries and spaces[0] == spaces[1]
-            return make(rows, rows if same else packed_rows(spaces[1], keys.to(device), device))
+        def made(call: AttentionCall) -> Tables:
+            if call.tables is not None:
+                return take(BatchTables.split(call.tables, *spaces, self.mean_rows))
+            assert call.cu_seqlens_q is not None
+            assert call.cu_seqlens_kv is not None
+            return make(*rows_on(device, spaces, call.cu_seqlens_q, call.cu_seqlens_kv))
 
         return made
+
+
+def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
+    """The rows of a batch on ``device``; ``queries``, ``keys``: ``cu_seqlens`` of both."""
+    rows = packed_rows(spaces[0], queries.to(device), device)
+    same = keys is queries and spaces[0] == spaces[1]
+    return rows, rows if same else packed_rows(spaces[1], keys.to(device), device)
+
+
+def visible(band: Band) -> Visible:
+    """``band`` as launches have it."""
+    return Visible(band.left, band.right, band.bottom_right)
 
 
 class ForwardPlan:
@@ -145,7 +176,7 @@ class ForwardPlan:
         self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
         self._casts = (
             q.cast(device, (True, False)),
-            k.cast(device, (True, False), problem.centered),
+            k.cast(device, (True, False), problem.mean_blocks),
             v.cast(device, (True, True)),
         )
         out = q.contiguous(problem.qkv_format, q.heads, q.space.rows)
@@ -153,8 +184,11 @@ class ForwardPlan:
         self._tables = problem.tables(
             device,
             lambda queries, keys: (
-                CastTables.of(queries), CastTables.of(keys), problem.kernels.tiles_of_queries(queries, keys)
+                CastTables(cast_table(queries)),
+                CastTables.of(keys, problem.mean_rows),
+                problem.kernels.tiles_of_queries(queries, keys),
             ),
+            lambda tables: (tables.queries, tables.keys, tables.tiles.queries),
         )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
@@ -182,7 +216,9 @@ class BackwardPlan:
         dq = do.contiguous(problem.qkv_format, do.heads, do.space.rows)
         self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
         self._tables = problem.tables(
-            device, lambda queries, keys: (CastTables.of(queries), self._backward.tables(queries, keys))
+            device,
+            lambda queries, keys: (CastTables(cast_table(queries)), self._backward.tables(queries, keys)),
+            lambda tables: (tables.queries, tables.tiles),
         )
 
     def __call__(self, do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
@@ -201,7 +237,7 @@ class BackwardPlan:
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
     "forward": {"90a": (ForwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (ForwardPlan, mma.HEAD_DIMS))},
-    "backward": {"90a": (BackwardPlan, HEAD_DIMS)},
+    "backward": {"90a": (BackwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (BackwardPlan, mma.HEAD_DIMS))},
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
 
@@ -268,8 +304,8 @@ def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
 
 
 def _moved(tables: Any, device: torch.device) -> Any:
-    """Tensors, in tuples of tuples, on ``device``."""
-    if isinstance(tables, Tensor):
-        return tables.to(device)
+    """Tensors or None, in tuples of tuples, on ``device``."""
+    if tables is None or isinstance(tables, Tensor):
+        return tables if tables is None else tables.to(device)
     moved = (_moved(table, device) for table in tables)
     return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.host.launchers.attention_batch import joined_numel
 from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention.casts import rows_of_mean
 from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.core.config import parse_options
 from lightning_fp8.ops.core.registration import define, fake, implement, refuse_vmap
@@ -38,12 +40,14 @@ class AttentionCall(NamedTuple):
         config: what :func:`attention_config` makes.
         softmax_scale: ``c``; None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, both or neither; needed for ``thd``.
+        tables: what :func:`lightning_fp8.ops.attention.attention_tables` makes of both; each op makes its own of None.
     """
 
     config: str
     softmax_scale: float | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
+    tables: Tensor | None = None
 
     def scale_of(self, channels: int) -> float:
         """``c`` for heads of so many channels."""
@@ -75,7 +79,9 @@ Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
 Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
 """``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: L of keys, or T of ``thd``."""
 
-_CALL = "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
+_CALL = (
+    "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? tables=None"
+)
 _KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
 
 define("attention_forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor o, {_KEPT})")
@@ -83,7 +89,12 @@ define(
     "attention_backward",
     f"(Tensor do, Tensor o, {_KEPT}, SymInt key_rows, {_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
-refuse_vmap("attention_forward", "attention_backward")
+define(
+    "attention_tables",
+    "(Tensor cu_seqlens_q, Tensor cu_seqlens_kv, str config, SymInt query_rows, SymInt key_rows, Device device) -> "
+    "Tensor",
+)
+refuse_vmap("attention_forward", "attention_backward", "attention_tables")
 
 
 def _as_ops(forward: Forward, backward: Backward) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
@@ -112,7 +123,8 @@ class AttentionConfig(NamedTuple):
     Attributes:
         qkv_format: one of :data:`FORMATS`.
         band: which keys a query sees.
-        centered: keys are cast without their mean.
+        centered: keys are cast without their mean, or that of the first ones: see
+            :func:`lightning_fp8.ops.attention.casts.rows_of_mean`.
     """
 
     qkv_format: str
@@ -177,6 +189,24 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple
 def _fake_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
     shape = shape_of_keys(do, kept, key_rows, parse_attention_config(call.config).qkv_format)
     return do.new_empty(do.shape), do.new_empty(shape), do.new_empty(shape)
+
+
+@fake("attention_tables")
+def _fake_tables(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+) -> Tensor:
+    spaces = spaces_of(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows)
+    numel = joined_numel(*spaces, rows_of_mean(parse_attention_config(config).band))
+    return cu_seqlens_q.new_empty(numel, dtype=torch.int32, device=device)
+
+
+def spaces_of(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int
+) -> tuple[RowSpace, RowSpace]:
+    """The packed rows of queries and of keys; rows: L, or T of ``thd``."""
+    ragged, pairs = config.startswith("thd"), ((cu_seqlens_q, query_rows), (cu_seqlens_kv, key_rows))
+    queries, keys = (RowSpace(cu_seqlens.shape[0] - 1, rows, ragged) for cu_seqlens, rows in pairs)
+    return queries, keys
 
 
 for _name, _op in _as_ops(_fake_forward, _fake_backward).items():

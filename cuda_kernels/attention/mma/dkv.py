@@ -1,0 +1,268 @@
+"""dK and dV of FP8 attention without wgmma: rows are keys; eight warps, each with 16 of them, share tiles of queries.
+
+A block has 128 keys of one head, whose codes of K and V stay in shared memory, and walks over the queries that see
+them, 64 at a time, of all heads that share them: no block adds to another's results. Codes of Q and dO, both transposed
+too, and their statistics lie in a ring of two stages: one tile is copied while the other is multiplied. A line of a
+transposed copy has both stages' queries, 64 bytes each. Of each tile a warp computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns
+them into codes of Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q; but for those that are
+all 0, as behind the border of a mask. Of 128 channels a thread has registers for one sum: dV and dK have a launch each,
+which makes the probabilities again, five products of a tile instead of four.
+
+A row of Pᵀ, times dO's scale, and one of dSᵀ, times Q's, have scales that change only when the row outgrows them
+(:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's products are added in float32 together with these:
+the tensor cores are slow enough here for the additions to cost no time of theirs. Numerics: the reference's ``_dk_dv``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from cuda_kernels.attention.backward.running_scale import START, refitted
+from cuda_kernels.attention.backward.statistics import (
+    CODE_UNIT,
+    CORRECTED,
+    GRADIENT_SCALE,
+    LARGEST_CODE,
+    QUERY_SCALE,
+    SMALLEST,
+    STATISTICS,
+    TOTAL,
+)
+from cuda_kernels.attention.mma.operands import (
+    ARCHITECTURES,
+    HEAD_DIMS,
+    LINE,
+    STEP,
+    THREADS,
+    make_add_product,
+    make_copy,
+    make_half_copy,
+    make_product,
+    place_in_a,
+    place_in_b,
+)
+from cuda_kernels.attention.softmax import quad_max
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.device.fragments import (
+    exp2_columns,
+    pack_a_words,
+    rows_amax,
+    rows_max,
+    scale_rows,
+    scale_seen_rows,
+    score_gradients_columns,
+    slice_fragment,
+    store_fragment_global,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.ptx import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    dynamic_shared,
+    float_max,
+    from_bits,
+    load_f32,
+    reciprocal_approx,
+    shared_load_4,
+    warp_any,
+)
+from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.kernel import Kernel
+
+_QUERIES = 64
+"""Of a tile."""
+_AT_ONCE = 16
+"""Queries whose dP is in registers at a time."""
+_TILE = ROWS * LINE
+"""Bytes of 128 rows of codes, those of the block's keys or two stages."""
+_STAGE = _QUERIES * LINE
+_OF_EACH = 4 * _QUERIES
+"""Bytes of one statistic of a stage."""
+_STATISTICS_BYTES = (STATISTICS - CORRECTED) * _OF_EACH
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+Result = Literal["dv", "dk", "both"]
+RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk")}
+"""What the launches for dK and dV make, by channels of a head."""
+
+
+@cache
+def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Kernel:
+    """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out``.
+
+    Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
+    tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
+    """
+    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    with_dv, with_dk = result != "dk", result != "dv"
+    head_dim = spec.head_dim
+    v_offset, q_offset, do_offset, qt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
+    dot_offset = qt_offset + head_dim * LINE
+    statistics_offset = dot_offset + head_dim * LINE
+    item = 4 if spec.out == "float32" else 2
+    count, sums_count = _QUERIES // 2, head_dim // 2
+    copy_keys, copy_queries, copy_half = (
+        make_copy(ROWS, head_dim),
+        make_copy(_QUERIES, head_dim),
+        make_half_copy(head_dim),
+    )
+    product, add_product = make_product(_QUERIES, spec.k_steps), make_add_product(head_dim, _QUERIES // STEP)
+    hide, exp2, gradients_of = make_band_mask(count), exp2_columns(count), _make_gradients(spec.k_steps)
+    max_of, amax_of = rows_max(count), rows_amax(count)
+    scale, pack = scale_rows(count), pack_a_words(count, "e4m3")
+    zero_sums, finish = zeros(sums_count), scale_seen_rows(sums_count)
+    store = store_fragment_global(sums_count, spec.out, True, False)
+
+    @device
+    def statistic(stage, which, query):
+        """Where a statistic of a stage's query lies, from the block's shared memory on."""
+        return i32(statistics_offset + stage * _STATISTICS_BYTES + (which - CORRECTED) * _OF_EACH + 4 * query)
+
+    @device
+    def copy_tile(smem, stage, addresses, rows_q, head, query):
+        """``query``: the tile's first one among the packed rows."""
+        q, do, q_t, do_t, statistics = addresses
+        row, column = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
+        copy_queries(smem + q_offset + stage * _STAGE, q + row, i64(head_dim))
+        if with_dk:
+            copy_queries(smem + do_offset + stage * _STAGE, do + row, i64(head_dim))
+            copy_half(smem + qt_offset, stage, q_t + column, i64(rows_q))
+        if with_dv:
+            copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
+        which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
+        if which < STATISTICS - CORRECTED:
+            first = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + first * 4 + 16 * part, 16)
+
+    @device
+    def codes_of(x, factor, amax, amax_below, limits):
+        """Words of an operand A, rows of ``x`` times ``factor`` in units of their scales; and the scales' limits.
+
+        ``amax``, ``amax_below``: the rows' largest magnitudes before ``factor``, of this thread's columns.
+        """
+        limit, _ = refitted(quad_max(amax) * factor, limits[0])
+        limit_below, _ = refitted(quad_max(amax_below) * factor, limits[1])
+        largest = factor * LARGEST_CODE
+        scaled = scale(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
+        return pack(scaled), (limit, limit_below)
+
+    @device
+    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
+        """dV and dK of this thread, the latter without the softmax scale; ``key_factor``: K's scale times c."""
+        queries, first, last, whole_first, whole_last = tile[1], tile[2], tile[3], tile[4], tile[5]
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        column = i32(2 * (lane & 3))
+        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), column, left, right)
+        in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        dv, dk = zero_sums(), zero_sums()
+        p_limits, ds_limits = (START, START), (START, START)
+        stage, end = i32(0), i32(first_head + group)
+        if first < last:
+            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first * _QUERIES)
+        cp_async_commit()
+        for head in range(first_head, end):
+            for i in range(first, last):
+                cp_async_wait(0)
+                cuda.syncthreads()  # the tile is there, and all are done with the one before it
+                if i + 1 < last:
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * _QUERIES)
+                elif head + 1 < end:
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first * _QUERIES)
+                cp_async_commit()
+                query_scale = from_bits(shared_load_4(smem + statistic(stage, QUERY_SCALE, column)))
+                gradient_scale = from_bits(shared_load_4(smem + statistic(stage, GRADIENT_SCALE, column)))
+                scores = product(in_k, in_b + q_offset + stage * _STAGE)
+                if i < whole_first or i >= whole_last:
+                    scores = hide(scores, visible, i32(i * _QUERIES))
+                factor = float_max(key_factor * query_scale, SMALLEST)
+                p = exp2(scores, factor, smem + statistic(stage, TOTAL, column))
+                half = stage << 6
+                if with_dv:
+                    amax, amax_below = max_of(p)
+                    words, p_limits = codes_of(p, gradient_scale, amax, amax_below, p_limits)
+                    # Also a border for the assembler, which would start what follows early, and run out of registers.
+                    if warp_any(amax != _ZERO or amax_below != _ZERO):
+                        unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
+                        dv = add_product(dv, words, (in_b + dot_offset) ^ half, unit, unit_below)
+                if with_dk:
+                    ds = gradients_of(
+                        p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale * gradient_scale,
+                        smem + statistic(stage, CORRECTED, column),
+                    )  # fmt: skip
+                    amax, amax_below = amax_of(ds)
+                    words, ds_limits = codes_of(ds, query_scale, amax, amax_below, ds_limits)
+                    if warp_any(amax != _ZERO or amax_below != _ZERO):
+                        unit, unit_below = ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT
+                        dk = add_product(dk, words, (in_b + qt_offset) ^ half, unit, unit_below)
+                stage = i32(stage ^ 1)
+        return dv, dk
+
+    def mma_attention_dkv(
+        k, v, q, do, q_t, do_t, statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
+        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+    ):  # fmt: skip
+        smem = dynamic_shared()
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        row = tile[0]
+        keys = (i64(head) * rows_k + row) * head_dim
+        block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
+        copy_keys(smem, k + keys, i64(head_dim))
+        if with_dk:
+            copy_keys(smem + v_offset, v + keys, i64(head_dim))
+        dv, dk = attend(
+            smem, tile, (q, do, q_t, do_t, statistics), rows_q, i32(head * group), group,
+            load_f32(scale_k + block) * c, load_f32(scale_v + block), left, right,
+        )  # fmt: skip
+        # Found again: kept, they would take registers from the loop.
+        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        _, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+        lane = cuda.threadIdx.x & 31
+        line, column = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+        place = (i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h) * item
+        inside, inside_below = line < valid, line + 8 < valid
+        if with_dv:
+            dv = finish(dv, _ONE, _ONE, inside, inside_below)
+            store(dv, dv_out + place, stride_l, line, out_rows, column, i32(head_dim))
+        if with_dk:
+            dk = finish(dk, softmax_scale, softmax_scale, inside, inside_below)
+            store(dk, dk_out + place, stride_l, line, out_rows, column, i32(head_dim))
+
+    return Kernel(
+        f"mma_attention_dkv({spec}, {result})",
+        mma_attention_dkv,
+        (*[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3),
+        THREADS,
+        shared_bytes=statistics_offset + 2 * _STATISTICS_BYTES,
+        architectures=ARCHITECTURES,
+    )
+
+
+@cache
+def _make_gradients(k_steps: int, start: int = 0) -> Any:
+    """A device function ``(p, a, b, factor, delta) -> ds`` of a warp's rows, for the queries from ``start`` on.
+
+    ``a``, ``b``: addresses of V and dO for ldmatrix, whose product times ``factor`` is dP. ``delta``: the address of D
+    of the thread's first column.
+    """
+    product, count = make_product(_AT_ONCE, k_steps, first=start), _AT_ONCE // 2
+    part, gradients_of = slice_fragment(_QUERIES // 2, start // 2, count), score_gradients_columns(count)
+
+    @device
+    def some(p, a, b, factor, delta):
+        return gradients_of(product(a, b), part(p), factor, delta + 4 * start)
+
+    if start + _AT_ONCE == _QUERIES:
+        return some
+    others = _make_gradients(k_steps, start + _AT_ONCE)
+
+    @device
+    def gradients(p, a, b, factor, delta):
+        return some(p, a, b, factor, delta) + others(p, a, b, factor, delta)
+
+    return gradients

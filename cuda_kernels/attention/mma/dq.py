@@ -1,0 +1,236 @@
+"""dQ of FP8 attention without wgmma: rows are queries; eight warps, each with 16 of them, share tiles of keys.
+
+A block has 128 queries of one head, whose codes of Q and dO stay in shared memory, and walks over the keys that they
+see, 128 at a time: there is room for one tile of K, V and transposed K. The last is copied while scores are computed,
+the next two while dS is multiplied. Scores and dP are computed some keys at a time, so that dS alone is in registers
+for all of them; each of its rows is scaled by 448 over its largest magnitude and is, from registers, the left operand
+of the product with K, which is added in float32 together with the scale.
+
+The rows of dS are summed up, too; :mod:`cuda_kernels.attention.backward.dq` says why. Numerics: the reference's
+``_dq``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.attention.backward.statistics import (
+    CODE_UNIT,
+    CORRECTED,
+    DELTA,
+    GRADIENT_SCALE,
+    LARGEST_CODE,
+    NO_AMAX,
+    QUERY_SCALE,
+    SMALLEST,
+    STATISTICS,
+    TOTAL,
+)
+from cuda_kernels.attention.mma.operands import (
+    ARCHITECTURES,
+    HEAD_DIMS,
+    LINE,
+    STEP,
+    THREADS,
+    make_add_product,
+    make_copy,
+    make_product,
+    place_in_a,
+    place_in_b,
+)
+from cuda_kernels.attention.softmax import quad_max, quad_sum
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.device.fragments import (
+    exp2_rows,
+    pack_a_words,
+    rows_amax,
+    rows_sum,
+    scale_rows,
+    scale_seen_rows,
+    score_gradients_rows,
+    store_fragment_global,
+    zeros,
+)
+from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.ptx import (
+    cp_async_commit,
+    cp_async_wait,
+    dynamic_shared,
+    float_max,
+    load_f32,
+    quotient,
+    reciprocal_approx,
+    store_f32,
+)
+from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.kernel import Kernel
+
+_TILE = ROWS * LINE
+"""Bytes of 128 rows of codes."""
+_KEYS = 32
+"""Keys whose scores and dP are in registers at a time."""
+
+
+@cache
+def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
+    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+
+    Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
+    tensor maps.
+    """
+    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    head_dim = spec.head_dim
+    do_offset, k_offset, v_offset, kt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
+    item = 4 if spec.out == "float32" else 2
+    count = ROWS // 2
+    copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
+    gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
+    amax_of, sum_of = rows_amax(count), rows_sum(count)
+    scale, pack = scale_rows(count), pack_a_words(count, "e4m3")
+    zero_sums, finish = zeros(head_dim // 2), scale_seen_rows(head_dim // 2)
+    store = store_fragment_global(head_dim // 2, spec.out, True, False)
+
+    @device
+    def rounded(ds):
+        """Words of an operand A: dS in units of its rows' scales; and these units."""
+        amax, amax_below = amax_of(ds)
+        amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
+        scaled = scale(ds, LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below))
+        return pack(scaled), amax * CODE_UNIT, amax_below * CODE_UNIT
+
+    @device
+    def copy_keys(smem, k, v, j):
+        start = i64(j) * (ROWS * head_dim)
+        copy_rows(smem + k_offset, k + start, i64(head_dim))
+        copy_rows(smem + v_offset, v + start, i64(head_dim))
+
+    @device
+    def attend(smem, tile, operands, statistics, scales, left, right):
+        """dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
+
+        ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, and
+        the last one's stride. ``statistics``: Q's scale times c, dO's, and of both rows the total and D.
+        """
+        q, do, k, v, k_t, rows_k = operands
+        scale_k, scale_v = scales
+        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
+        in_q, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        dq, rest, rest_below = zero_sums(), f32(0), f32(0)
+        if first < last:
+            copy_rows(smem, q, i64(head_dim))
+            copy_rows(smem + do_offset, do, i64(head_dim))
+            copy_keys(smem, k, v, first)
+            cp_async_commit()
+        for j in range(first, last):
+            cp_async_wait(0)
+            cuda.syncthreads()  # K and V are there, and the product with the last transposed K is done
+            copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
+            cp_async_commit()
+            # Loaded here, they are there when the products are.
+            key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
+            partial = j < whole_first or j >= whole_last
+            ds = gradients_of(
+                (in_q, in_q + do_offset, in_b + k_offset, in_b + v_offset),
+                (query_factor, key_scale, gradient_scale, value_scale),
+                (total, total_below, delta, delta_below),
+                partial, visible, i32(j * ROWS),
+            )  # fmt: skip
+            more, more_below = sum_of(ds)
+            rest, rest_below = rest + more, rest_below + more_below
+            words, unit, unit_below = rounded(ds)
+            cp_async_wait(0)
+            cuda.syncthreads()  # transposed K is there, and all are done with K and V
+            if j + 1 < last:
+                copy_keys(smem, k, v, j + 1)
+            cp_async_commit()
+            dq = add_product(dq, words, in_b + kt_offset, unit * key_scale, unit_below * key_scale)
+        return dq, rest, rest_below
+
+    def mma_attention_dq(
+        q, do, k, v, k_t, table, scale_k, scale_v, statistics, out,
+        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+    ):  # fmt: skip
+        smem = dynamic_shared()
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        kv_head = quotient(head, group)
+        row, others = tile[0], tile[1]
+        lane = cuda.threadIdx.x & 31
+        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
+        of_each = i64(rows_q) * 4
+        known = (
+            load_f32(mine + QUERY_SCALE * of_each) * c, load_f32(mine + GRADIENT_SCALE * of_each),
+            load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
+            load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
+        )  # fmt: skip
+        queries = (i64(head) * rows_q + row) * head_dim
+        keys = (i64(kv_head) * rows_k + others) * head_dim
+        keys_of_channel = i64(kv_head) * head_dim * rows_k + others
+        block = (i64(kv_head) * (rows_k >> 7) + (others >> 7)) * 4
+        dq, rest, rest_below = attend(
+            smem, tile,
+            (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
+            known, (scale_k + block, scale_v + block), left, right,
+        )  # fmt: skip
+        # Found again: kept, they would take registers from the loop.
+        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
+        mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
+        rest, rest_below = quad_sum(rest), quad_sum(rest_below)
+        if lane & 3 == 0:
+            store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
+            store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        store(
+            finish(dq, softmax_scale, softmax_scale, line < valid, line + 8 < valid),
+            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
+        )  # fmt: skip
+
+    return Kernel(
+        f"mma_attention_dq({spec})",
+        mma_attention_dq,
+        (*[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3),
+        THREADS,
+        shared_bytes=kt_offset + head_dim * LINE,
+        architectures=ARCHITECTURES,
+    )
+
+
+@cache
+def _make_gradients(k_steps: int, start: int = 0) -> Any:
+    """A device function ``(addresses, scales, rows, partial, visible, first_key) -> ds`` of a warp's rows.
+
+    It takes the keys from ``start`` on, some at a time. ``addresses``: of Q, dO, K and V for ldmatrix. ``scales``: of Q
+    times c, of K, dO and V. ``rows``: of both rows the total and D. ``partial``: whether ``visible`` matters.
+    """
+    product, count = make_product(_KEYS, k_steps, first=start), _KEYS // 2
+    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+
+    @device
+    def some(addresses, scales, rows, partial, visible, first_key):
+        in_q, in_do, in_k, in_v = addresses
+        query_factor, key_scale, gradient_scale, value_scale = scales
+        total, total_below, delta, delta_below = rows
+        scores = product(in_q, in_k)
+        if partial:
+            scores = hide(scores, visible, i32(first_key + start))
+        factor = float_max(query_factor * key_scale, SMALLEST)
+        p = exp2(scores, factor, -total, -total_below)
+        return gradients_of(product(in_do, in_v), p, gradient_scale * value_scale, delta, delta_below)
+
+    if start + _KEYS == ROWS:
+        return some
+    others = _make_gradients(k_steps, start + _KEYS)
+
+    @device
+    def gradients(addresses, scales, rows, partial, visible, first_key):
+        return some(addresses, scales, rows, partial, visible, first_key) + others(
+            addresses, scales, rows, partial, visible, first_key
+        )
+
+    return gradients

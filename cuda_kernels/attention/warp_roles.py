@@ -1,0 +1,79 @@
+"""What the warps of a block do in attention's Hopper kernels, and what such a kernel is declared with.
+
+Of a block's three warpgroups two multiply, and of the third one a thread copies with TMA: the warp specialization of
+FlashAttention-3 (arXiv:2407.08608, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda_kernels.attention.tiles import tile_of
+from cuda_kernels.device.language import cuda, device, i32
+from cuda_kernels.device.sm90 import (
+    elect_sync,
+    fence_mbarrier_init,
+    grid_constant_params,
+    prefetch_tensormap,
+    shfl_sync_0,
+    warpgroup_reg_alloc,
+    warpgroup_reg_dealloc,
+)
+from cuda_kernels.kernel import Kernel
+
+MULTIPLYING = 256
+"""Threads of the two warpgroups that multiply."""
+PRODUCER = 2
+"""The number of the third warpgroup."""
+_THREADS = 384
+_PRODUCER_REGISTERS = 24
+_REGISTERS = 240
+
+
+def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
+    """A device function ``(smem, maps, table, heads, shape) -> tile, head, wg_idx, warp`` that a kernel begins with.
+
+    Barriers are made, the tile of the block and its head are found, and each warpgroup takes its registers. One thread
+    of the warpgroup :data:`PRODUCER` copies meanwhile all that the others multiply, and returns when it has.
+
+    Args:
+        init_barriers: a device function of shared memory's address.
+        produce: a device function ``(smem, maps, tile, head, shape)`` of the thread that copies.
+    """
+
+    @device
+    def begin(smem, maps, table, heads, shape):
+        grid_constant_params()
+        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+        if cuda.threadIdx.x == 0:
+            for index in range(len(maps)):
+                prefetch_tensormap(maps[index])
+            init_barriers(smem)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        if wg_idx == PRODUCER:
+            warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
+            if warp == 4 * PRODUCER and elect_sync():
+                produce(smem, maps, tile, head, shape)
+        else:
+            warpgroup_reg_alloc(_REGISTERS)
+        return tile, head, wg_idx, warp
+
+    return begin
+
+
+@device
+def accumulator_origin(wg_idx):
+    """Row and column of this thread's first element of its warpgroup's accumulator, of the block's 128 rows.
+
+    Its second row is eight below (PTX ISA, "Accumulator D fragment layout for wgmma .m64nNk32").
+    """
+    thread = cuda.threadIdx.x & 127
+    lane = thread & 31
+    return i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+
+
+def attention_on_hopper(name: str, function: Any, parameters: tuple[Any, ...], offsets: dict[str, int]) -> Kernel:
+    """The declaration of a kernel with such blocks; ``offsets``: its buffers, as :func:`placed` gives them."""
+    return Kernel(name, function, parameters, _THREADS, shared_bytes=offsets["end"], architectures=("90a",))

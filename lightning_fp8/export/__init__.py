@@ -1,0 +1,11 @@
+"""Export for inference: models whose FP8 casts are ``QuantizeLinear`` and ``DequantizeLinear`` nodes in ONNX.
+
+``torch.export`` needs nothing of this room but :func:`onnx_export`: the ops of ``torch.ops.lightning_fp8`` are nodes of
+its graph. For ONNX each of them is translated, so that modules know nothing of it.
+"""
+
+from lightning_fp8.export.context import onnx_export
+from lightning_fp8.export.table import translation_table
+from lightning_fp8.export.weights import fp8_weights
+
+__all__ = ["fp8_weights", "onnx_export", "translation_table"]

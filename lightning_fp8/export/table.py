@@ -1,0 +1,42 @@
+"""The table that tells ``torch.onnx.export`` how FP8 ops are written in ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_fp8 import ops as _ops  # noqa: F401  (defines torch.ops.lightning_fp8)
+
+PACKAGES = ("onnx", "onnx_ir", "onnxscript", "ml_dtypes")
+"""What the translations are written with."""
+
+
+def translation_table() -> dict[Any, Callable[..., Any]]:
+    """The ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True, opset_version=21)``.
+
+    Of every FP8 op that an inference runs: casts become ``QuantizeLinear`` to FLOAT8E4M3FN, products ``Gemm`` of
+    ``DequantizeLinear``. One scale for a tensor (``delayed``, ``tensorwise``) needs opset 19; scales of rows and blocks
+    need 21.
+
+    Raises:
+        ImportError: ``onnx`` or ``onnxscript`` is not installed.
+    """
+    try:
+        from lightning_fp8.export import attention, casts, fused, products
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in PACKAGES:
+            raise
+        raise ImportError(
+            f"export to ONNX needs {error.name}; pip install 'lightning-fp8[onnx]' (torch.export needs nothing)",
+            name=error.name,
+        ) from error
+    translations: dict[str, Callable[..., Any]] = {
+        "quantize_unobserved": casts.quantize,
+        "norm_quantize_unobserved": fused.norm_quantize,
+        "activation_quantize_unobserved": fused.activation_quantize,
+        "scaled_mm": products.scaled_mm,
+        "attention_forward": attention.refuse,
+    }
+    return {getattr(torch.ops.lightning_fp8, name).default: function for name, function in translations.items()}

@@ -1,0 +1,25 @@
+"""Weights of an ONNX program as FP8 codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def fp8_weights(program: Any) -> None:
+    """Store the weights that an ONNX program casts as their codes: a byte for each, and no cast at run time.
+
+    In place, before ``program.save``. What depends on no input is computed, but for ``DequantizeLinear``.
+
+    Args:
+        program: the ``torch.onnx.ONNXProgram`` that ``torch.onnx.export`` returns.
+    """
+    from onnxscript import optimizer
+
+    everything = 2**62
+    optimizer.fold_constants(
+        program.model,
+        input_size_limit=everything,
+        output_size_limit=everything,
+        should_fold=lambda node: node.op_type != "DequantizeLinear",
+    )
+    optimizer.remove_unused_nodes(program.model)

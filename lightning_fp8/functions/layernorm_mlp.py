@@ -1,0 +1,134 @@
+"""The gradients of two FP8 linear layers, a norm before and an activation between them, and what is kept for them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.functions.layernorm_linear import norm_gradients, quantized_norm
+from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
+from lightning_fp8.ops import Normalized, Quantized
+from lightning_fp8.scaled import Role
+
+
+class MLP(NamedTuple):
+    """What :class:`LayerNormMLPFunction` computes.
+
+    Attributes:
+        norm: of the input.
+        activation: a name of :data:`lightning_fp8.ops.ACTIVATIONS`.
+        fc1: the linear layer before the activation.
+        fc2: the linear layer behind it.
+        dtype: of what the linear layers give, and of gradients between them.
+        recompute: keep the input alone for the backward pass, and compute all again there but the second layer.
+        gives_norm: give the norm's output, too.
+    """
+
+    norm: Norm
+    activation: str
+    fc1: Product
+    fc2: Product
+    dtype: torch.dtype
+    recompute: bool
+    gives_norm: bool
+
+    def first_half(
+        self, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+        *, columnwise: bool, again: bool = False,
+    ) -> tuple[Normalized, Tensor]:  # fmt: skip
+        """The norm's result, and the output of fc1 ``[R, F]``, of a gated activation ``[R, 2 F]``."""
+        normed = quantized_norm(x, norm_weight, norm_bias, self.norm, self.fc1, columnwise=columnwise, again=again)
+        return normed, self.fc1.forward(normed.operands, weight, bias, self.dtype, again=again)
+
+    def activated(self, h: Tensor, *, rowwise: bool, columnwise: bool, again: bool = False) -> Quantized:
+        """The input of fc2, from fc1's output."""
+        args = self.fc2.cast_args(Role.INPUT, rowwise=rowwise, columnwise=columnwise, again=again)
+        return ops.activation_quantize(h, self.activation, self.fc2.cast(Role.INPUT), **args)
+
+
+class LayerNormMLPFunction(torch.autograd.Function):
+    """``y [R, N] = activation(norm(x [R, K]) w1ᵀ + b1) w2ᵀ + b2`` with its six GEMMs in FP8.
+
+    Keeps x, the norm's statistics, the output of the first layer, the FP8 copies that wgrad multiplies, and parameters;
+    of these ``recompute`` keeps x and the parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        mlp: MLP,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad
+        keeps = not mlp.recompute
+        normed, h = mlp.first_half(x, norm_weight, norm_bias, w1, b1, columnwise=needs[3] and keeps)
+        a8 = mlp.activated(h, rowwise=True, columnwise=needs[5] and keeps)
+        y = mlp.fc2.forward(a8, w2, b2, mlp.dtype)
+        if mlp.recompute:
+            ctx.save_for_backward(x, norm_weight, w1, w2, norm_bias, b1)
+        else:
+            of_norm = (x, norm_weight) if any(needs[:3]) else (None, None)
+            of_fc1 = (normed.statistics, h) if any(needs[:5]) else (None, None)
+            operands = *mlp.fc1.saved(normed.operands), *mlp.fc2.saved(a8)
+            ctx.save_for_backward(*of_norm, w1, w2, *of_fc1, *operands)
+        ctx.mlp = mlp
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b1, b2)]
+        ctx.set_materialize_grads(False)
+        if not mlp.gives_norm:
+            return y
+        return y, normalize(x, norm_weight, norm_bias, mlp.norm, x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives("LayerNormMLP", "LayerNorm (RMSNorm), Linear and an activation")
+        x, norm_weight, w1, w2, *kept = ctx.saved_tensors
+        mlp: MLP = ctx.mlp
+        needs_norm = any(ctx.needs_input_grad[:3])
+        needs_w1, needs_b1, needs_w2, needs_b2 = ctx.needs_input_grad[3:7]
+        needs_first = needs_norm or needs_w1 or needs_b1
+        if mlp.recompute:
+            norm_bias, b1 = kept
+            normed, h = mlp.first_half(x, norm_weight, norm_bias, w1, b1, columnwise=needs_w1, again=True)
+            statistics, n_t = normed.statistics, normed.operands.columnwise
+            a_t = mlp.activated(h, rowwise=False, columnwise=True, again=True).columnwise if needs_w2 else None
+        else:
+            statistics, h, *operands = kept
+            n_t = mlp.fc1.unsaved(*operands[:2]) if needs_w1 else None
+            a_t = mlp.fc2.unsaved(*operands[2:]) if needs_w2 else None
+        dnormed = dw1 = db1 = dw2 = db2 = None
+        if dy is not None and (needs_first or needs_w2):
+            dy8 = mlp.fc2.quantized_gradient(dy, rowwise=needs_first, columnwise=needs_w2)
+            if needs_first:
+                da = mlp.fc2.input_gradient(dy8, w2, mlp.dtype)
+            if a_t is not None:
+                dw2 = mlp.fc2.weight_gradient(dy8, a_t, w2)
+        if dy is not None and needs_b2:
+            db2 = bias_gradient(dy, ctx.bias_dtypes[1])
+        if dy is not None and needs_first:
+            dh8, db1 = ops.activation_backward_quantize(
+                da,
+                h,
+                mlp.activation,
+                mlp.fc1.cast(Role.GRAD_OUTPUT),
+                bias_dtype=ctx.bias_dtypes[0] if needs_b1 else None,
+                **mlp.fc1.cast_args(Role.GRAD_OUTPUT, rowwise=needs_norm or not needs_w1, columnwise=needs_w1),
+            )
+            if needs_norm:
+                dnormed = mlp.fc1.input_gradient(dh8, w1, mlp.dtype)
+            if n_t is not None:
+                dw1 = mlp.fc1.weight_gradient(dh8, n_t, w1)
+        of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)
+        if needs_norm:
+            has_bias = ctx.needs_input_grad[2]
+            of_norm_and_x = norm_gradients(dnormed, of_norm, x, norm_weight, statistics, mlp.norm, has_bias)
+        return *of_norm_and_x, dw1, db1, dw2, db2, None

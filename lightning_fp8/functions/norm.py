@@ -1,0 +1,36 @@
+"""LayerNorm and RMSNorm in high precision. They compute in float32 (float64 of such an input), and give x's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """The formula of a norm.
+
+    Attributes:
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm.
+        zero_centered: the weight holds gamma - 1.
+    """
+
+    eps: float
+    rms: bool = False
+    zero_centered: bool = False
+
+
+def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, shape: Sequence[int]) -> Tensor:
+    """The norm of ``x [..., *shape]`` over its last dimensions; ``weight`` and ``bias`` have ``shape``."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    gamma = None if weight is None else weight.to(wide.dtype)
+    if gamma is not None and norm.zero_centered:
+        gamma = gamma + 1.0
+    if norm.rms:
+        return F.rms_norm(wide, shape, gamma, norm.eps).to(x.dtype)
+    beta = None if bias is None else bias.to(wide.dtype)
+    return F.layer_norm(wide, shape, gamma, beta, norm.eps).to(x.dtype)

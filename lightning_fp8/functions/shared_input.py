@@ -1,0 +1,134 @@
+"""One FP8 cast of a tensor that several layers read: q, k and v, or gate and up.
+
+A thread remembers the last inputs that its layers cast, by weak references. A layer that reads one of them again takes
+the copies that are there, for its GEMMs and its backward pass, where its own cast would give the same, to the bit.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.delayed.marks import new_mark
+from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.ops import Quantized
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import ScaledTensor
+
+MOST_INPUTS = 2
+"""Inputs that a thread remembers: a block whose MLP reads what its attention read casts another in between."""
+
+
+class InputCast:
+    """The FP8 copies of one input, and what they were made under.
+
+    It holds the copies until as many layers have read them as did the last time, or the input dies.
+
+    Attributes:
+        slot: the input's, of the layer that cast it first; None once the input is gone.
+        reads: the layers that have read it.
+        rowwise, columnwise: the operands of ``x [R, K]`` and of xᵀ; None where nobody has asked or nobody will.
+    """
+
+    __slots__ = ("columnwise", "conditions", "mark_after", "mark_before", "reads", "recipe", "rowwise", "slot")
+
+    def __init__(self, slot: Slot, recipe: Recipe, conditions: tuple[Any, ...], observe: bool) -> None:
+        self.slot: Slot | None = slot
+        self.recipe = recipe
+        self.conditions = conditions
+        self.reads = 1
+        self.rowwise: ScaledTensor | None = None
+        self.columnwise: ScaledTensor | None = None
+        slot.readers = max(slot.readers, slot.readers_of_last)
+        slot.readers_of_last = 1
+        if isinstance(recipe, DelayedScaling):
+            marks = slot.history.marks()
+            self.mark_before = self.mark_after = marks[slot.row]
+            if observe:
+                self.mark_after = marks[slot.row] = new_mark()
+
+    def clear(self, _: object = None) -> None:
+        """Let go of all that it holds: the input is dead."""
+        self.slot = self.rowwise = self.columnwise = None
+
+    def serve(self, slot: Slot, observe: bool) -> bool:
+        """Whether the layer of ``slot`` takes these copies; its row then has got what its own cast would write."""
+        first = self.slot
+        if first is None or first is slot:  # whoever reads it twice may read what something has filled anew
+            return False
+        if isinstance(self.recipe, DelayedScaling) and not self._feed(first, slot, observe):
+            return False
+        self.reads += 1
+        first.readers_of_last = self.reads
+        return True
+
+    def _feed(self, first: Slot, slot: Slot, observe: bool) -> bool:
+        if slot.history is not first.history:
+            return False
+        marks = slot.history.marks()
+        if marks[first.row] != self.mark_after or marks[slot.row] != self.mark_before:
+            slot.history.has_unequal_readers = True
+            return False
+        if observe:
+            if self.mark_after == self.mark_before:  # nobody has found the amax
+                return False
+            torch.maximum(slot.amax, first.amax, out=slot.amax)
+            marks[slot.row] = self.mark_after
+        return True
+
+    def lacks(self, columnwise: bool) -> tuple[bool, bool]:
+        """Which copies, rowwise and columnwise, are still to be made for a layer that multiplies these."""
+        return self.rowwise is None, columnwise and self.columnwise is None
+
+    def complete(self, made: Quantized | None) -> Quantized:
+        """The copies that were there and those that were ``made`` now."""
+        rowwise, columnwise = made or (None, None)
+        copies = Quantized(rowwise or self.rowwise, columnwise or self.columnwise)
+        another_reads = self.slot is not None and (not self.slot.readers or self.reads < self.slot.readers)
+        self.rowwise, self.columnwise = copies if another_reads else (None, None)
+        return copies
+
+
+class _Thread(threading.local):
+    """One thread's last inputs, newest first, with their casts, which the death of an input clears."""
+
+    def __init__(self) -> None:
+        self.casts: tuple[tuple[weakref.ref[Tensor], InputCast], ...] = ()
+
+
+_thread = _Thread()
+
+
+def forget_inputs() -> None:
+    """Share no cast made before: a region of FP8 begins or ends on this thread."""
+    _thread.casts = ()
+
+
+def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
+    """The cast of ``x`` for one layer: another layer's, or a new one; None where none can be shared.
+
+    Args:
+        x: the layer's input, as it comes.
+        dtype: which it is cast from.
+        recipe: how it is cast.
+        slot: the layer's row for it; fed here where the cast is another layer's.
+        observe: whether a cast feeds it.
+    """
+    if x.is_inference():  # these have no version
+        return None
+    stream = None
+    if x.is_cuda:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None  # the graph of one layer may be replayed without that of another
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    conditions = (x._version, dtype, slot.history.updates, stream)
+    for input, cast in _thread.casts:
+        if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
+            return cast
+    cast = InputCast(slot, recipe, conditions, observe)
+    _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
+    return cast

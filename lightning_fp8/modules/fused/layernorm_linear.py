@@ -1,0 +1,180 @@
+"""LayerNormLinear: a norm and the linear layer that reads it, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lightning_fp8 import ops
+from lightning_fp8.arguments import (
+    ParallelArguments,
+    one_dtype,
+    plain,
+    refuse_parallel,
+    refuse_transforms,
+    refuse_what_is_not_here,
+    require_bool,
+    require_init_method,
+    require_positive,
+    rows_by_name,
+)
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
+from lightning_fp8.functions.norm import normalize
+from lightning_fp8.functions.product import Product
+from lightning_fp8.modules.fused.arguments import (
+    InitMethod,
+    checked_norm,
+    detached,
+    initialize,
+    register_norm,
+    reset_norm,
+)
+from lightning_fp8.modules.linear_layer import LinearLayer
+
+FORWARD_INSTEAD = {
+    "fp8_output": "the output is in high precision; the next layer casts it",
+    "fp8_grad": "the gradient of the input is in high precision; leave it out",
+}
+
+
+class LayerNormLinear(LinearLayer):
+    """``y = norm(x) wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
+
+    In FP8 the norm's float32 values are cast at once; in high precision it is :class:`LayerNorm` or :class:`RMSNorm`
+    followed by ``torch.nn.Linear``. Its parameters are ``layer_norm_weight``, ``layer_norm_bias`` (of LayerNorm),
+    ``weight`` and ``bias``, as Transformer Engine's.
+
+    Args:
+        in_features: columns of x.
+        out_features: columns of y.
+        eps: added to the variance.
+        bias: whether there is a bias.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
+        init_method: called on the weight; ``None`` is normal with deviation 0.023. The bias starts at 0.
+        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
+        parameters_split: as in :class:`lightning_fp8.Linear`.
+        return_bias: give the bias beside y, not added.
+        return_layernorm_output: give the norm's output ``[..., in_features]``, in x's dtype, beside y.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
+        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+
+    Raises:
+        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
+        NotImplementedError: a parallel argument that is not at its default.
+    """
+
+    kind = "LayerNormLinear"
+    layer_norm_weight: Tensor
+    layer_norm_bias: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **parallel: Unpack[ParallelArguments],
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain(in_features), plain(out_features)
+        require_positive("in_features", self.in_features)
+        require_positive("out_features", self.out_features)
+        for name, flag in (
+            ("bias", bias),
+            ("return_bias", return_bias),
+            ("return_layernorm_output", return_layernorm_output),
+            ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+        ):
+            require_bool(name, flag)
+        require_init_method("init_method", init_method)
+        refuse_parallel("LayerNormLinear", parallel)
+        rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
+        factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
+        self.norm = checked_norm(normalization, eps, zero_centered_gamma)
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        register_norm(self, self.norm, self.in_features, **factory)
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **factory)) if bias else None)
+        reset_norm(self, self.norm)
+        initialize(self.weight, init_method, parallel)
+        if rows is not None:
+            self._split_parameters(rows)
+        self.ensure_slots()
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
+
+        Args:
+            inp: bfloat16, float16 or float32.
+            is_first_microbatch: as in :meth:`lightning_fp8.Linear.forward`.
+            fp8_output, fp8_grad: refused if True.
+
+        Returns:
+            y; with ``return_bias`` and ``return_layernorm_output`` a tuple of y, the bias and the norm's output.
+
+        Raises:
+            TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
+            NotImplementedError: ``fp8_output`` or ``fp8_grad`` is asked for.
+        """
+        refuse_what_is_not_here({"fp8_output": fp8_output, "fp8_grad": fp8_grad}, FORWARD_INSTEAD)
+        weight, bias, context = self._begin(inp, is_first_microbatch)
+        added_bias = None if self.return_bias else bias
+        normalized: Tensor | None
+        if context.enabled and self.fp8:
+            y, normalized = self._fused(inp, weight, added_bias, context, is_first_microbatch)
+        else:
+            normalized = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))
+            y = self._multiply(normalized, weight, added_bias, context, is_first_microbatch)
+        more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
+        return (y, *more) if more else y
+
+    def _fused(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """y and, if it is asked for, the norm's output."""
+        norm_parameters = self.layer_norm_weight, self.layer_norm_bias
+        refuse_transforms(self.kind, x, *norm_parameters, weight, bias)
+        slots, dtype, observe = self._enter_fp8(context, x, weight)
+        cached = self._cached_weight(
+            weight, self.weight_names, context.recipe, slots[0], observe, is_first_microbatch, context
+        )
+        product = Product(
+            context.recipe,
+            slots[0],
+            observe,
+            cached,
+            self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
+        )
+        tensors = detached(x.reshape(-1, self.in_features), *norm_parameters, weight, bias)
+        y = LayerNormLinearFunction.apply(*tensors, self.norm, product, dtype, self.return_layernorm_output)
+        y, normalized = y if self.return_layernorm_output else (y, None)
+        return y.view(*x.shape[:-1], self.out_features), None if normalized is None else normalized.view(x.shape)
+
+    def extra_repr(self) -> str:
+        bias = getattr(self, self.bias_names[0]) is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, norm={self.norm}"

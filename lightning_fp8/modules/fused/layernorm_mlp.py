@@ -1,0 +1,211 @@
+"""LayerNormMLP: a norm, a linear layer, an activation and a second linear layer, as one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lightning_fp8 import ops
+from lightning_fp8.arguments import (
+    ParallelArguments,
+    one_dtype,
+    plain,
+    refuse_parallel,
+    refuse_transforms,
+    require_bool,
+    require_init_method,
+    require_positive,
+)
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
+from lightning_fp8.functions.norm import normalize
+from lightning_fp8.functions.product import Product
+from lightning_fp8.modules.fused.activations import activate, activation_named
+from lightning_fp8.modules.fused.arguments import (
+    InitMethod,
+    checked_norm,
+    detached,
+    initialize,
+    register_norm,
+    reset_norm,
+)
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.ops.activation.schema import is_gated
+
+
+class LayerNormMLP(LinearLayer):
+    """``y = activation(norm(x) w1ᵀ + b1) w2ᵀ + b2`` of ``x [..., hidden_size]``, in FP8 inside ``fp8_autocast``.
+
+    In FP8 the float32 values of the norm and of the activation are cast at once; in high precision it is
+    :class:`LayerNorm` or :class:`RMSNorm` followed by ``torch.nn.Linear``, the activation and another. Its parameters
+    are ``layer_norm_weight``, ``layer_norm_bias`` (of LayerNorm), ``fc1_weight``, ``fc1_bias``, ``fc2_weight`` and
+    ``fc2_bias``, as Transformer Engine's. ``fc1_weight`` of a gated activation, whose name ends in ``glu``, has
+    ``2 * ffn_hidden_size`` rows: first what is activated, then what multiplies it.
+
+    Args:
+        hidden_size: columns of x and y.
+        ffn_hidden_size: columns of the activation's output.
+        eps: added to the variance.
+        bias: whether the linear layers have biases.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: ``"gelu"`` (its tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"`` (``"squared_relu"``), ``"silu"``,
+            or gated ``"geglu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``, ``"swiglu"``, ``"glu"``.
+        zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
+        init_method: called on ``fc1_weight``; ``None`` is normal with deviation 0.023. Biases start at 0.
+        output_layer_init_method: the same for ``fc2_weight``.
+        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
+        return_bias: give ``fc2_bias`` beside y, not added.
+        return_layernorm_output: give the norm's output ``[..., hidden_size]``, in x's dtype, beside y.
+        fuse_wgrad_accumulation: add weights' gradients to their ``main_grad`` (float32) instead of ``grad``.
+        checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
+            compute them again there.
+        seq_length, micro_batch_size: taken, and not needed.
+        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+
+    Raises:
+        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
+        NotImplementedError: a parallel argument that is not at its default.
+    """
+
+    gemms = ("fc1", "fc2")
+    kind = "LayerNormMLP"
+    weight_names = ("fc1_weight", "fc2_weight")
+    bias_names = ("fc1_bias", "fc2_bias")
+    layer_norm_weight: Tensor
+    layer_norm_bias: Any
+    fc1_weight: Tensor
+    fc1_bias: Any
+    fc2_weight: Tensor
+    fc2_bias: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        checkpoint: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **parallel: Unpack[ParallelArguments],
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.ffn_hidden_size = plain(hidden_size), plain(ffn_hidden_size)
+        require_positive("hidden_size", self.hidden_size)
+        require_positive("ffn_hidden_size", self.ffn_hidden_size)
+        for name, flag in (
+            ("bias", bias),
+            ("return_bias", return_bias),
+            ("return_layernorm_output", return_layernorm_output),
+            ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+            ("checkpoint", checkpoint),
+        ):
+            require_bool(name, flag)
+        require_init_method("init_method", init_method)
+        require_init_method("output_layer_init_method", output_layer_init_method)
+        refuse_parallel("LayerNormMLP", parallel)
+        factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
+        self.norm = checked_norm(normalization, eps, zero_centered_gamma)
+        self.activation = activation_named(activation)
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.checkpoint = checkpoint
+        self.in_features = self.out_features = self.hidden_size
+        register_norm(self, self.norm, self.hidden_size, **factory)
+        for name, (rows, columns) in self.matrices.items():
+            self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(rows, **factory)) if bias else None)
+        reset_norm(self, self.norm)
+        initialize(self.fc1_weight, init_method, parallel)
+        initialize(self.fc2_weight, output_layer_init_method, parallel)
+        self.ensure_slots()
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.hidden_size, self.ffn_hidden_size, self.hidden_size
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        fc1_features = self.ffn_hidden_size * (2 if is_gated(self.activation) else 1)
+        return {"fc1": (fc1_features, self.hidden_size), "fc2": (self.hidden_size, self.ffn_hidden_size)}
+
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """``[..., hidden_size]`` to the same shape in the input's dtype (or torch.autocast's).
+
+        Args:
+            inp: bfloat16, float16 or float32.
+            is_first_microbatch: as in :meth:`lightning_fp8.Linear.forward`.
+
+        Returns:
+            y; with ``return_bias`` and ``return_layernorm_output`` a tuple of y, ``fc2_bias`` and the norm's output.
+
+        Raises:
+            TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
+        """
+        if is_first_microbatch is not None:
+            require_bool("is_first_microbatch", is_first_microbatch)
+        self._check(inp, self.fc1_weight)
+        context = self._context(inp)
+        if context.enabled and self.fp8:
+            y, normalized = self._fused(inp, context, is_first_microbatch)
+        else:
+            y, normalized = self._unfused(inp, calibrating=context.calibrating and not context.enabled and self.fp8)
+        more = [self.fc2_bias] * self.return_bias + [normalized] * self.return_layernorm_output
+        return (y, *more) if more else y
+
+    def _fused(self, x: Tensor, context: FP8Context, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        """y and, if it is asked for, the norm's output."""
+        added_bias = None if self.return_bias else self.fc2_bias
+        parameters = self.fc1_weight, self.fc1_bias, self.fc2_weight, added_bias
+        tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
+        refuse_transforms(self.kind, *tensors)
+        slots, dtype, observe = self._enter_fp8(context, x, self.fc1_weight, self.fc2_weight)
+        fc1, fc2 = (
+            Product(
+                context.recipe,
+                of_gemm,
+                observe,
+                self._cached_weight(weight, (name,), context.recipe, of_gemm, observe, is_first_microbatch, context),
+                self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
+            )
+            for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
+        )
+        mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
+        y = LayerNormMLPFunction.apply(*detached(*tensors), mlp)
+        y, normalized = y if self.return_layernorm_output else (y, None)
+        return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
+
+    def _unfused(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+        """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""
+        normalized = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.hidden_size,))
+        added_bias = None if self.return_bias else self.fc2_bias
+        if not calibrating:
+            h = F.linear(normalized, self.fc1_weight, self.fc1_bias)
+            return F.linear(activate(h, self.activation), self.fc2_weight, added_bias), normalized
+        h = self._calibrating_forward(normalized, self.fc1_weight, self.fc1_bias)
+        return self._calibrating_forward(activate(h, self.activation), self.fc2_weight, added_bias, gemm=1), normalized
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"bias={self.fc1_bias is not None}, activation={self.activation!r}, norm={self.norm}"
+        )

@@ -1,0 +1,113 @@
+"""What MultiheadAttention and TransformerLayer are told, in Transformer Engine's words, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor, nn
+
+from lightning_fp8.modules.attention.arguments import Sizes, sizes_of
+from lightning_fp8.modules.transformer.inference import InferenceParams
+
+InitMethod = Callable[[Tensor], Any]
+Mask = Tensor | tuple[Tensor, Tensor]
+
+
+class AttentionCall(TypedDict, total=False):
+    """Arguments of a forward that all attention of a layer is called with.
+
+    Attributes:
+        is_first_microbatch: as :class:`lightning_fp8.Linear` has it: True casts weights and keeps the copies, False
+            uses them again.
+        checkpoint_core_attention: keep only q, k and v for the backward pass, and compute attention again there.
+        inference_params: keys and values of earlier rows, under ``torch.no_grad()``.
+        rotary_pos_emb: angles float32 ``[positions, 1, 1, channels]`` of queries and keys, or a pair, one for each.
+        core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
+        core_attention_bias: broadcastable to ``[b, h, sq, skv]``.
+        alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as
+            :class:`lightning_fp8.DotProductAttention` has them. With ``inference_params`` theirs count.
+        max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
+    """
+
+    is_first_microbatch: bool | None
+    checkpoint_core_attention: bool
+    inference_params: InferenceParams | None
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None
+    core_attention_bias_type: str
+    core_attention_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    fast_zero_fill: bool
+    pad_between_seqs: bool | None
+
+
+class MaskCall(NamedTuple):
+    """Which keys a query sees, in the words of ``DotProductAttention.forward``."""
+
+    attn_mask_type: str
+    attention_mask: Mask | None = None
+    window_size: Sequence[int] | None = None
+    bottom_right_diagonal: bool | None = None
+
+    def over_cache(self, padded: bool) -> MaskCall:
+        """The mask of a step's queries over the keys of all steps, of which the newest are the queries' own.
+
+        Args:
+            padded: the step says lengths, by ``cu_seqlens``.
+
+        Raises:
+            ValueError: a mask tensor that does not go with lengths that the step says.
+        """
+        if self.attn_mask_type == "arbitrary" and not padded:
+            return self
+        if self.attention_mask is not None or self.attn_mask_type == "arbitrary":
+            raise ValueError(
+                f"inference_params say how long sequences are: pass no attention_mask with attn_mask_type="
+                f"{self.attn_mask_type!r}; 'arbitrary' takes one where all sequences are of one length"
+            )
+        causal = "causal" in self.attn_mask_type
+        if padded:
+            kind = "padding_causal_bottom_right" if causal else "padding"
+        else:
+            kind = "causal_bottom_right" if causal else "no_mask"
+        return self._replace(attn_mask_type=kind, bottom_right_diagonal=True)
+
+
+def check_call(layer: str, call: Mapping[str, Any]) -> None:
+    """Raises:
+    TypeError: an argument that :class:`AttentionCall` does not have, or of another type.
+    """
+    if unknown := [name for name in call if name not in AttentionCall.__annotations__]:
+        raise TypeError(f"{layer}.forward got an unexpected keyword argument {unknown[0]!r}")
+    params = call.get("inference_params")
+    if not isinstance(params, InferenceParams | None):
+        raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")
+
+
+def head_sizes(
+    hidden_size: int, num_attention_heads: int, kv_channels: int | None, num_gqa_groups: int | None
+) -> Sizes:
+    """Heads, groups and channels; ``hidden_size / num_attention_heads`` channels where ``kv_channels`` is None.
+
+    Raises:
+        ValueError: a number that is not positive, or that another does not divide.
+    """
+    if kv_channels is None and isinstance(num_attention_heads, int) and num_attention_heads > 0:
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads={num_attention_heads} does not divide hidden_size={hidden_size}; pass kv_channels"
+            )
+        kv_channels = hidden_size // num_attention_heads
+    return sizes_of(num_attention_heads, kv_channels, num_gqa_groups, 1)
+
+
+def default_init_method(weight: Tensor) -> None:
+    """Transformer Engine's: normal with a standard deviation of 0.023."""
+    nn.init.normal_(weight, 0.0, 0.023)

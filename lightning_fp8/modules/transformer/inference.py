@@ -1,0 +1,212 @@
+"""InferenceParams: the keys and values of rows that a model has seen, for generation step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import one_of
+from lightning_fp8.ops.attention import FORMATS
+
+
+class Step(NamedTuple):
+    """The rows that each sequence of a batch had before a step, and those that it brings."""
+
+    before: tuple[int, ...]
+    new: tuple[int, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.before, self.new)))
+
+    def is_even(self, rows: int) -> bool:
+        """Whether all sequences are of one length and bring ``rows`` rows."""
+        return {*self.new} <= {rows} and len({*self.before}) < 2
+
+    def cu_seqlens_q(self, device: torch.device) -> Tensor:
+        """The new rows added up, int32 ``[b + 1]``."""
+        return _added_up(self.new, device)
+
+    def start_positions(self) -> Tensor | None:
+        """The position of each sequence's first new row, integers ``[b]``; None where all of them are 0."""
+        return torch.tensor(self.before, device="cpu") if any(self.before) else None
+
+
+class CachedKeys(NamedTuple):
+    """The keys and values of all rows of a step's sequences.
+
+    Attributes:
+        k, v: in the format of the step's own, with as many rows as the longest sequence has.
+        cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``, lengths added up; None where rows are of one number.
+    """
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+
+
+class InferenceParams:
+    """A cache of keys and values for each attention that is called with it, under ``torch.no_grad()``.
+
+    Before each forward of the model :meth:`pre_step` says how many rows each sequence brings::
+
+        params = InferenceParams(max_batch_size=1, max_sequence_length=128)
+        rows = prompt  # [s, 1, h]
+        for _ in range(64):
+            params.pre_step({0: len(rows)})
+            rows = next_row(model(rows, inference_params=params))
+
+    or, as before Transformer Engine 2.2, ``sequence_len_offset`` is raised after it.
+
+    Args:
+        max_batch_size: sequences at a time.
+        max_sequence_length: rows of each.
+        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len, qkv_format: taken, and not needed: the first keys
+            and values say them.
+        is_paged, total_num_pages, page_size, custom_cache_manager: refused where they ask for another kind of cache.
+
+    Attributes:
+        sequence_len_offset: rows that every sequence already has, where :meth:`pre_step` is never called.
+
+    Raises:
+        ValueError: sizes that are not positive.
+        NotImplementedError: a cache in pages, or one of another manager.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+    ) -> None:
+        for name, size in (("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a positive integer")
+        if is_paged or custom_cache_manager is not None:
+            raise NotImplementedError(
+                "a cache in pages, or with a manager of its own, is not here: leave out is_paged and "
+                "custom_cache_manager; the place of a finished sequence is given to a new one all the same"
+            )
+        one_of("qkv_format", qkv_format, FORMATS)
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.sequence_len_offset = 0
+        self._step: dict[Any, tuple[int, int]] | None = None  # before and new rows by sequence
+        self._caches: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory that they lay in is used again."""
+        self._step, self.sequence_len_offset = None, 0
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
+        """Begin a step: the rows that each sequence of the batch brings, by the sequence's name, in the batch's order.
+
+        A sequence that is not named is finished; one that is named first is new.
+
+        Raises:
+            ValueError: more sequences or rows than the cache has.
+        """
+        lengths = {name: sum(rows) for name, rows in (self._step or {}).items()}
+        step = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
+        self._check([*step], [*step.values()])
+        old = {name: place for place, name in enumerate(lengths)}
+        moves = [(old[name], place) for place, name in enumerate(step) if name in old]
+        if any(source != target for source, target in moves):
+            sources, targets = map(list, zip(*moves))
+            for cache in self._caches.values():
+                for x in cache:
+                    x[targets] = x[sources]
+        self._step = step
+
+    def get_seqlens_pre_step(self) -> Tensor:
+        """The rows that each sequence had before this step: int32 ``[b]``."""
+        return torch.tensor([before for before, _ in (self._step or {}).values()], dtype=torch.int32, device="cpu")
+
+    def step_of(self, k: Tensor, qkv_format: str) -> Step:
+        """The step that brings keys ``k``.
+
+        Raises:
+            ValueError: other sequences or rows than :meth:`pre_step` was told.
+        """
+        if self._step is None:
+            if qkv_format == "thd":
+                raise ValueError("qkv_format='thd' needs InferenceParams.pre_step, which says where sequences begin")
+            rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
+            self._check([*range(sequences)], [(self.sequence_len_offset, rows)])
+            return Step((self.sequence_len_offset,) * sequences, (rows,) * sequences)
+        step = Step(*zip(*self._step.values())) if self._step else Step((), ())
+        if qkv_format == "thd":
+            fits = len(k) == sum(step.new)
+        else:
+            rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
+            fits = sequences == len(step.new) and rows >= max(step.new, default=0)
+        if not fits:
+            raise ValueError(
+                f"keys of shape {list(k.shape)} in {qkv_format!r} do not fit the step that pre_step was told: rows of "
+                f"each sequence {list(step.new)}"
+            )
+        return step
+
+    def append(self, module: nn.Module, step: Step, k: Tensor, v: Tensor, qkv_format: str) -> CachedKeys:
+        """Keep the step's keys and values of ``module``, and give them with those of earlier steps.
+
+        Raises:
+            RuntimeError: gradients are asked for, which would not reach the rows of earlier steps.
+        """
+        if k.requires_grad or v.requires_grad:
+            raise RuntimeError("inference_params keep no gradients: call the model under torch.no_grad()")
+        if module not in self._caches:
+            sizes = (self.max_batch_size, self.max_sequence_length)
+            self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
+        k_cache, v_cache = self._caches[module]
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            _write(cache, x, step, qkv_format)
+        lengths = step.lengths
+        if qkv_format == "thd":
+            all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in (k_cache, v_cache))
+            return CachedKeys(all_k, all_v, step.cu_seqlens_q(k.device), _added_up(lengths, k.device))
+        all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in (k_cache, v_cache))
+        rows = k.shape[1]
+        if qkv_format == "sbhd":
+            rows, all_k, all_v = k.shape[0], all_k.transpose(0, 1), all_v.transpose(0, 1)
+        if step.is_even(rows):
+            return CachedKeys(all_k, all_v, None, None)
+        return CachedKeys(all_k, all_v, step.cu_seqlens_q(k.device), _added_up(lengths, k.device))
+
+    def _check(self, names: Sequence[Any], rows: Sequence[tuple[int, int]]) -> None:
+        if len(names) > self.max_batch_size:
+            raise ValueError(f"{len(names)} sequences are more than max_batch_size={self.max_batch_size}")
+        for name, (before, new) in zip(names, rows):
+            if new < 0 or before + new > self.max_sequence_length:
+                raise ValueError(
+                    f"{new} rows for sequence {name!r}, which has {before}, do not fit "
+                    f"max_sequence_length={self.max_sequence_length}"
+                )
+
+
+def _write(cache: Tensor, x: Tensor, step: Step, qkv_format: str) -> None:
+    if qkv_format == "thd":
+        sequences = x.split(step.new)
+    else:
+        batch = x.transpose(0, 1) if qkv_format == "sbhd" else x
+        sequences = tuple(row[:new] for row, new in zip(batch, step.new))
+    for place, (before, new, rows) in enumerate(zip(step.before, step.new, sequences)):
+        cache[place, before : before + new] = rows
+
+
+def _added_up(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -1,0 +1,321 @@
+"""MultiheadAttention: the projections to queries, keys and values, attention, and the projection of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bool
+from lightning_fp8.modules.attention import DotProductAttention
+from lightning_fp8.modules.attention.arguments import Sizes
+from lightning_fp8.modules.fused import LayerNormLinear
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.transformer.arguments import (
+    AttentionCall,
+    InitMethod,
+    Mask,
+    MaskCall,
+    check_call,
+    default_init_method,
+    head_sizes,
+)
+from lightning_fp8.modules.transformer.head_norms import head_norms
+from lightning_fp8.modules.transformer.inference import Step
+from lightning_fp8.modules.transformer.projections import ProjectionRows
+from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
+
+_CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_CALL_OF_CORE = (
+    "checkpoint_core_attention",
+    "core_attention_bias_type",
+    "core_attention_bias",
+    "alibi_slopes",
+    *_CU_SEQLENS,
+)
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
+
+    Of ``attention_type="self"`` it has ``layernorm_qkv`` (``qkv`` without ``input_layernorm``), of ``"cross"``
+    ``layernorm_query`` (``query_layer``) and ``key_value``; then ``core_attention`` and ``proj``.
+
+    Args:
+        hidden_size: columns of input and output.
+        num_attention_heads: of queries.
+        kv_channels: of each head; None is ``hidden_size / num_attention_heads``.
+        attention_dropout: probability; attention runs in FP8 without dropout alone.
+        layernorm_epsilon: of the input's norm.
+        init_method, output_layer_init_method: called on the weights of the projections to q, k and v, and on that of
+            the output's; None is normal with a standard deviation of 0.023.
+        attn_mask_type, window_size, bottom_right_diagonal: see :class:`lightning_fp8.DotProductAttention`.
+        num_gqa_groups: heads of keys and values; None is as many as of queries.
+        return_bias: return the output without the bias of ``proj``, and that bias.
+        input_layernorm: normalize the input first; ``normalization`` is ``"LayerNorm"`` or ``"RMSNorm"``.
+        return_layernorm_output: return the normalized input, too.
+        fuse_qkv_params: one weight for queries, keys and values instead of ``query_weight``, ``key_weight``,
+            ``value_weight``. ``fuse_wgrad_accumulation`` needs it.
+        qkv_weight_interleaved: the order of the fused weight's rows: by groups, each with its query heads, its key and
+            its value, or first all queries. Without ``fuse_qkv_params`` it says so of a checkpoint's fused weight.
+        rotary_pos_interleaved: ``rotary_pos_emb`` turns neighbouring channels, not the halves of a head.
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
+        qk_norm_type: ``"L2Normalization"``, ``"RMSNorm"`` or ``"LayerNorm"`` of the heads of queries and keys, with
+            ``qk_norm_eps``, before or after the rotary embedding (``qk_norm_before_rope``).
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``.
+        get_rng_state_tracker: its state is forked around dropout of attention, and while weights are initialized.
+        layer_number, name, seq_length, micro_batch_size: taken, and without effect.
+        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; the message says what would.
+        NotImplementedError: one that asks for what is not here.
+    """
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        *,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+        **parallel: Unpack[ParallelArguments],
+    ) -> None:
+        super().__init__()
+        refuse_parallel("MultiheadAttention", parallel)
+        flags = {
+            "input_layernorm": input_layernorm,
+            "return_layernorm_output": return_layernorm_output,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qk_norm_before_rope": qk_norm_before_rope,
+        }
+        for name, flag in flags.items():
+            require_bool(name, flag)
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
+        self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
+        self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
+        self.return_bias = return_bias
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        self.fuse_qkv_params = fuse_qkv_params
+        self.layer_number = layer_number
+        sizes = head_sizes(hidden_size, num_attention_heads, kv_channels, num_gqa_groups)
+        self.qkv_weight_interleaved = qkv_weight_interleaved
+        interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.projection_rows = _projection_rows(sizes, attention_type, interleaved, input_layernorm)
+
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
+        }
+        for name, rows in self.projection_rows.items():
+            projection = {"init_method": init_method or default_init_method, **shared}
+            if not fuse_qkv_params and name != "query_layer":
+                projection["parameters_split"] = rows.sizes
+            out_features = sum(rows.sizes.values())
+            if name.startswith("layernorm"):
+                projection |= {"eps": layernorm_epsilon, "zero_centered_gamma": zero_centered_gamma}
+                projection |= {"normalization": normalization, "return_layernorm_output": return_layernorm_output}
+                self.add_module(name, LayerNormLinear(hidden_size, out_features, **projection))
+            else:
+                self.add_module(name, Linear(hidden_size, out_features, **projection))
+        self.q_norm, self.k_norm = head_norms(
+            qk_norm_type, sizes.channels, qk_norm_eps, params_dtype=params_dtype, device=device
+        )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            sizes.channels,
+            num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            get_rng_state_tracker=parallel.get("get_rng_state_tracker"),
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+        )
+        self.proj = Linear(
+            sizes.heads * sizes.channels,
+            hidden_size,
+            init_method=output_layer_init_method or default_init_method,
+            return_bias=return_bias,
+            **shared,
+        )
+        for name, parameter in self.named_parameters():
+            if name.rpartition(".")[2].endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Mask | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        **call: Unpack[AttentionCall],
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
+
+        Args:
+            hidden_states: bfloat16, float16 or float32.
+            attention_mask: True is masked out; see :meth:`lightning_fp8.DotProductAttention.forward`.
+            encoder_output: what keys and values of cross attention are made of, of the queries' format.
+            attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
+            call: :class:`lightning_fp8.modules.transformer.AttentionCall`.
+
+        Returns:
+            The output; with ``return_bias`` and ``return_layernorm_output`` a tuple of it, the bias and the normalized
+            input.
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit; the message says what would.
+        """
+        check_call("MultiheadAttention", call)
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            raise ValueError(
+                f"attention_type={self.attention_type!r} "
+                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output; pass 'cross'")
+            )
+        q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
+        params = call.get("inference_params")
+        step = None if params is None else params.step_of(q, self.qkv_format)
+        q, k = self._in_place(q, k, call, step)
+        core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
+        mask = MaskCall(attn_mask_type or self.core_attention.attn_mask_type, attention_mask, window_size)
+        mask = mask._replace(bottom_right_diagonal=bottom_right_diagonal)
+        if params is not None and step is not None and self.attention_type == "self":
+            k, v, *cu_seqlens = params.append(self, step, k, v, self.qkv_format)
+            mask = mask.over_cache(padded=cu_seqlens[0] is not None)
+            core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None]))
+        context = self.core_attention(q, k, v, **mask._asdict(), **core)
+        projected = self.proj(context, call.get("is_first_microbatch"))
+        outputs = [*projected] if self.return_bias else [projected]
+        outputs += [] if normalized is None else [normalized]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _project(
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The heads of queries, keys and values, and the normalized input where it is returned."""
+        heads: list[Tensor] = []
+        normalized = None
+        for name, rows in self.projection_rows.items():
+            projected = getattr(self, name)(encoder_output if name == "key_value" else x, is_first_microbatch)
+            if self.return_layernorm_output and name.startswith("layernorm"):
+                projected, normalized = projected
+            heads += rows.split_heads(projected)
+        q, k, v = heads
+        return q, k, v, normalized
+
+    def _in_place(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys normalized by head, and turned by their positions."""
+        if self.qk_norm_before_rope:
+            q, k = self._head_norms(q, k)
+        if (rotary := call.get("rotary_pos_emb")) is not None:
+            of_q, of_k = rotary if isinstance(rotary, (tuple, list)) else (rotary, rotary)
+            starts_q, starts_kv = _starts(call, "q"), _starts(call, "kv")
+            position = None if step is None else step.start_positions()
+            own = self.attention_type == "self"
+            if step is not None and self.qkv_format == "thd":
+                starts_q = step.cu_seqlens_q(q.device)
+                starts_kv = starts_q if own else starts_kv
+            layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
+            q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q)
+            k = apply_rotary_pos_emb(k, of_k, layout, position if own else None, interleaved, starts_kv)
+        return (q, k) if self.qk_norm_before_rope else self._head_norms(q, k)
+
+    def _head_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+
+    def renamed(self, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of the child called ``projection`` as it names them, split or joined, their rows in its order.
+
+        Args:
+            values: by name, without prefix; what fits nothing stays as it is.
+        """
+        if (rows := self.projection_rows.get(projection)) is None:
+            return dict(values)
+        split = not self.fuse_qkv_params and projection != "query_layer"
+        return rows._replace(interleaved=self.qkv_weight_interleaved).renamed(values, split)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take projections that were saved with the other ``fuse_qkv_params``, too."""
+        for projection in self.projection_rows:
+            start = f"{prefix}{projection}."
+            values = {key.removeprefix(start): state_dict[key] for key in [*state_dict] if key.startswith(start)}
+            renamed = self.renamed(projection, values)
+            if renamed.keys() != values.keys():
+                for name in values:
+                    del state_dict[start + name]
+                state_dict.update({start + name: value for name, value in renamed.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def qkv_format(self) -> str:
+        return self.core_attention.qkv_format
+
+    def extra_repr(self) -> str:
+        return f"attention_type={self.attention_type!r}, fuse_qkv_params={self.fuse_qkv_params}"
+
+
+def _starts(call: Mapping[str, Any], of: str) -> Tensor | None:
+    """Where sequences of ``"q"`` or ``"kv"`` start."""
+    padded: Tensor | None = call.get(f"cu_seqlens_{of}_padded")
+    return call.get(f"cu_seqlens_{of}") if padded is None else padded
+
+
+def _projection_rows(
+    sizes: Sizes, attention_type: str, interleaved: bool, input_layernorm: bool
+) -> dict[str, ProjectionRows]:
+    """The rows of each projection, by the name of its module."""
+    share = sizes.heads // sizes.groups
+    of = (sizes.groups, sizes.channels, interleaved)
+    if attention_type == "self":
+        name = "layernorm_qkv" if input_layernorm else "qkv"
+        return {name: ProjectionRows(("query", "key", "value"), (share, 1, 1), *of)}
+    name = "layernorm_query" if input_layernorm else "query_layer"
+    return {
+        name: ProjectionRows(("query",), (share,), *of),
+        "key_value": ProjectionRows(("key", "value"), (1, 1), *of),
+    }

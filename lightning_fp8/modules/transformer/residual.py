@@ -1,0 +1,48 @@
+"""How the branches of a TransformerLayer are added up: dropout, and stochastic depth."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_branch(
+    residual: Tensor, branch: Tensor, dropout: float, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None
+) -> Tensor:
+    """``residual + branch`` in training: with elements, and with whole samples, of the branch left out.
+
+    What stays is divided by the probability to stay. Source of ``drop_path``: Huang et al., *Deep Networks with
+    Stochastic Depth*, arXiv:1603.09382.
+
+    Args:
+        residual, branch: ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``, as ``qkv_format`` says.
+        dropout: the probability that an element is left out.
+        drop_path: the probability that a sample is: a sequence of the batch.
+        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start; without them all rows are one.
+    """
+    branch = F.dropout(branch, dropout) if dropout else branch
+    if drop_path:
+        branch = branch * _kept(branch, drop_path, qkv_format, cu_seqlens)
+    return residual + branch
+
+
+def _kept(x: Tensor, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None) -> Tensor:
+    """0, or one over the probability to stay, for each sample; broadcastable to ``x``."""
+    if qkv_format == "thd":
+        samples = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    else:
+        samples = x.shape[1 if qkv_format == "sbhd" else 0]
+    kept = torch.empty(samples, dtype=x.dtype, device=x.device).bernoulli_(1 - drop_path)
+    if drop_path < 1:
+        kept = kept / (1 - drop_path)
+    if qkv_format == "sbhd":
+        return kept[:, None]
+    if qkv_format == "bshd":
+        return kept[:, None, None]
+    if cu_seqlens is None:
+        return kept[:, None]
+    starts = cu_seqlens.to(x.device)
+    rows = torch.arange(len(x), dtype=starts.dtype, device=x.device)
+    sequence = torch.searchsorted(starts, rows, right=True) - 1
+    return kept[sequence.clamp(0, samples - 1)][:, None]

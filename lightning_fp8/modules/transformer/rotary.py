@@ -1,0 +1,134 @@
+"""Rotary position embedding: the angles of a model, and their application to queries and keys.
+
+Source: Su et al., RoFormer, arXiv:2104.09864; arguments and shapes are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import require_bool
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles ``position * rotary_base ** (-2 i / dim)`` of each pair of channels, for ``rotary_pos_emb``.
+
+    Args:
+        dim: channels of a head.
+        rotary_percent: the part of the channels that turns, from the first on.
+        seq_len_interpolation_factor: positions are divided by it (arXiv:2306.15595), where
+            ``pretrained_max_position_embeddings`` is given, too; beyond their product by as much as is needed.
+        pretrained_max_position_embeddings: positions that the model was trained with.
+        rotary_base: of the geometric sequence of frequencies.
+        interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + dim / 2``.
+
+    Raises:
+        ValueError: channels that are no even number of at least 2.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        require_bool("interleaved", interleaved)
+        turning = int(dim * rotary_percent)
+        if turning < 2 or turning % 2:
+            raise ValueError(f"{turning} of dim={dim} channels turn (rotary_percent={rotary_percent}); it must be even")
+        exponent = torch.arange(0, turning, 2, dtype=torch.float32) / turning
+        self.register_buffer("inv_freq", rotary_base**-exponent, persistent=False)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = interleaved
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of ``max_seq_len`` positions from ``offset`` on: float32 ``[max_seq_len, 1, 1, dim]``."""
+        inv_freq = self.inv_freq.float()  # .bfloat16() of the model casts it
+        position = torch.arange(max_seq_len, dtype=torch.float32, device=inv_freq.device) + offset
+        trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if trained is not None and factor is not None:
+            position = position / max(factor, max_seq_len / trained)
+        angle = torch.outer(position, inv_freq)
+        both = angle.repeat_interleave(2, 1) if self.interleaved else torch.cat([angle, angle], 1)
+        return both[:, None, None]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Turn pairs of channels of ``t`` by angles, computed in float32 at least, in t's dtype.
+
+    Args:
+        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says.
+        freqs: angles ``[s2, 1, 1, d2]``, of positions from 0 on; channels from ``d2`` on stay as they are.
+        start_positions: integers ``[b]``, the position of each sequence's first row; None is 0.
+        interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + d2 / 2``.
+        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start.
+
+    Raises:
+        ValueError: fewer positions than rows, more channels than a head has, or ``"thd"`` without ``cu_seqlens``.
+    """
+    turning = freqs.shape[-1]
+    if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or turning > t.shape[-1] or turning % 2:
+        raise ValueError(
+            f"rotary_pos_emb has shape {list(freqs.shape)}; it must be [positions, 1, 1, channels] with an even number "
+            f"of at most {t.shape[-1]} channels, as RotaryPositionEmbedding gives it"
+        )
+    angle = _angles_of_rows(t, freqs, tensor_format, start_positions, cu_seqlens)
+    wide = torch.promote_types(torch.promote_types(t.dtype, freqs.dtype), torch.float32)
+    angle = angle.to(wide)
+    x = t[..., :turning].to(wide)
+    y = (x * angle.cos() + _quarter_turn(x, interleaved) * angle.sin()).to(t.dtype)
+    return y if turning == t.shape[-1] else torch.cat([y, t[..., turning:]], -1)
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """Each pair of channels ``(a, b)`` as ``(-b, a)``."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _angles_of_rows(
+    t: Tensor, freqs: Tensor, tensor_format: str, start_positions: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The angles of each row of t, broadcastable to it."""
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("rotary_pos_emb with sequences of 'thd' needs cu_seqlens_q and cu_seqlens_kv")
+        row = torch.arange(t.shape[0], device=t.device)
+        starts = cu_seqlens.to(t.device)
+        sequence = (torch.searchsorted(starts, row.to(starts.dtype), right=True) - 1).clamp(0, len(starts) - 2)
+        position = row - starts[sequence]
+        if start_positions is not None:
+            position = position + start_positions.to(t.device)[sequence]
+        _check_positions(freqs, int(position.max()) + 1 if len(position) and not t.is_cuda else 0)
+        return freqs[position, 0].clone() if len(position) else freqs[:0, 0]
+    rows = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+    if start_positions is None:
+        _check_positions(freqs, rows)
+        angle = freqs[:rows]  # [s, 1, 1, d]
+    else:
+        first = start_positions.to(freqs.device)
+        _check_positions(freqs, rows + (int(first.max()) if len(first) else 0))
+        angle = freqs[torch.arange(rows, device=freqs.device)[:, None] + first, 0]  # [s, b, 1, d]
+    return angle if tensor_format == "sbhd" else angle.transpose(0, 1)
+
+
+def _check_positions(freqs: Tensor, positions: int) -> None:
+    if positions > len(freqs):
+        raise ValueError(f"rotary_pos_emb has {len(freqs)} positions, fewer than the {positions} of the sequence")

@@ -1,0 +1,273 @@
+"""TransformerLayer: attention, cross attention of a decoder, and an MLP, each with its norm and its residual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bool, require_number
+from lightning_fp8.modules.fused import LayerNormMLP
+from lightning_fp8.modules.norm import LayerNorm, RMSNorm
+from lightning_fp8.modules.transformer.arguments import (
+    AttentionCall,
+    InitMethod,
+    Mask,
+    check_call,
+    default_init_method,
+)
+from lightning_fp8.modules.transformer.multihead_attention import MultiheadAttention
+from lightning_fp8.modules.transformer.residual import add_branch
+
+
+class TransformerLayer(nn.Module):
+    """A layer of a transformer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
+
+    ``x + attention(norm(x))``, of a decoder ``x + cross_attention(norm(x), encoder_output)``, then
+    ``x + mlp(norm(x))``. Its children are ``self_attention``, ``inter_attention`` (of a decoder), ``layernorm_mlp`` and
+    ``layernorm`` (with ``output_layernorm``).
+
+    Args:
+        hidden_size: columns of input and output.
+        ffn_hidden_size: columns inside the MLP.
+        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, softmax_type, fuse_qkv_params,
+            fuse_wgrad_accumulation, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
+            qk_norm_before_rope, get_rng_state_tracker: see :class:`lightning_fp8.MultiheadAttention`.
+        layernorm_epsilon, normalization, zero_centered_gamma: of all norms.
+        hidden_dropout: probability, of what is added to the residual.
+        drop_path_rate: probability that self attention or the MLP is left out for a sequence.
+        init_method, output_layer_init_method: called on the weights that begin a branch, and on those that end it; None
+            is normal with a standard deviation of 0.023.
+        self_attn_mask_type, window_size, bottom_right_diagonal: of self attention; see
+            :class:`lightning_fp8.DotProductAttention`.
+        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of cross attention.
+        apply_residual_connection_post_layernorm: add branches to what their norm gives, not to what it takes.
+        output_layernorm: normalize the output; self attention then has no norm.
+        parallel_attention_mlp: attention and MLP read the same input, and are added to it at once.
+        layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
+        bias: whether linear layers have biases.
+        activation: of the MLP, see :class:`lightning_fp8.LayerNormMLP`.
+        activation_params: refused; no activation here has any.
+        attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
+        layer_number, name, seq_length, micro_batch_size: taken, and without effect.
+        ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
+        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; the message says what would.
+        NotImplementedError: one that asks for what is not here.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: Sequence[int] | None = None,
+        *,
+        params_dtype: torch.dtype | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        **parallel: Unpack[ParallelArguments],
+    ) -> None:
+        super().__init__()
+        if ub_tp_comm_overlap or activation_params:
+            raise NotImplementedError(
+                f"ub_tp_comm_overlap={ub_tp_comm_overlap!r} is not here: layers are not tensor-parallel"
+                if ub_tp_comm_overlap
+                else f"activation_params={activation_params!r} are not here: no activation takes any"
+            )
+        refuse_parallel(
+            "TransformerLayer",
+            {name: value for name, value in parallel.items() if not name.startswith("ub_")},  # type: ignore[arg-type]
+        )
+        for name, flag in (
+            ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
+            ("output_layernorm", output_layernorm),
+            ("parallel_attention_mlp", parallel_attention_mlp),
+        ):
+            require_bool(name, flag)
+        require_number("hidden_dropout", hidden_dropout, largest=1.0)
+        require_number("drop_path_rate", drop_path_rate, largest=1.0)
+        self.layer_type = one_of("layer_type", layer_type, ("encoder", "decoder"))
+        if parallel_attention_mlp and (
+            layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
+        ):
+            raise ValueError(
+                "parallel_attention_mlp=True goes with layer_type='encoder', and neither with "
+                "apply_residual_connection_post_layernorm nor with output_layernorm"
+            )
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
+        self.layer_number = layer_number
+
+        tracker = parallel.get("get_rng_state_tracker")
+        everywhere: dict[str, Any] = {
+            "init_method": init_method or default_init_method,
+            "output_layer_init_method": output_layer_init_method or default_init_method,
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "get_rng_state_tracker": tracker,
+        }
+        attention: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "num_gqa_groups": num_gqa_groups,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
+            **everywhere,
+        }
+        self.self_attention = MultiheadAttention(
+            **attention,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            input_layernorm=not output_layernorm,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                **attention,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                attention_type="cross",
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, **everywhere
+        )
+        self.layernorm = None
+        if output_layernorm:
+            norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            self.layernorm = norm(
+                hidden_size,
+                layernorm_epsilon,
+                zero_centered_gamma=zero_centered_gamma,
+                params_dtype=params_dtype,
+                device=device,
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Mask | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Mask | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Sequence[int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        **call: Unpack[AttentionCall],
+    ) -> Tensor:
+        """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
+
+        Args:
+            hidden_states: bfloat16, float16 or float32.
+            attention_mask: of self attention; True is masked out.
+            encoder_output: of the same format; what a decoder's cross attention looks at.
+            enc_dec_attn_mask: of cross attention.
+            self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
+                enc_dec_bottom_right_diagonal: the constructor's where None.
+            call: :class:`lightning_fp8.modules.transformer.AttentionCall`; both attentions are called with it, as in
+                Transformer Engine. Lengths of self attention's keys are those of its queries.
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit; the message says what would.
+        """
+        check_call("TransformerLayer", call)
+        if (self.layer_type == "decoder") != (encoder_output is not None):
+            raise ValueError(
+                f"layer_type={self.layer_type!r} "
+                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output; pass 'decoder'")
+            )
+        first = call.get("is_first_microbatch")
+        cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
+        starts = cu_seqlens if padded is None else padded
+        own: AttentionCall = {**call, "cu_seqlens_kv": cu_seqlens, "cu_seqlens_kv_padded": padded}
+        attended = self.self_attention(
+            hidden_states, attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal, **own
+        )
+        drop_path = self.drop_path_rate
+        if self.parallel_attention_mlp:
+            both = attended + self.layernorm_mlp(hidden_states, first)
+            return self._add(hidden_states, both, drop_path, starts)
+        x = self._add(hidden_states, attended, drop_path, starts)
+        if self.layer_type == "decoder":
+            crossed = self.inter_attention(
+                x,
+                enc_dec_attn_mask,
+                encoder_output,
+                enc_dec_attn_mask_type,
+                enc_dec_window_size,
+                enc_dec_bottom_right_diagonal,
+                **call,
+            )
+            x = self._add(x, crossed, 0.0, starts)
+        x = self._add(x, self.layernorm_mlp(x, first), drop_path, starts)
+        return x if self.layernorm is None else self.layernorm(x)
+
+    def _add(
+        self, x: Tensor, branch: Tensor | tuple[Tensor, Tensor], drop_path: float, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """The branch added to ``x``, or to the output of the branch's norm where it comes with it."""
+        if isinstance(branch, tuple):
+            branch, x = branch
+        if not self.training:
+            return x + branch
+        return add_branch(x, branch, self.hidden_dropout, drop_path, self.self_attention.qkv_format, cu_seqlens)
+
+    def extra_repr(self) -> str:
+        return f"layer_type={self.layer_type!r}, hidden_dropout={self.hidden_dropout}"

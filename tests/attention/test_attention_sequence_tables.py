@@ -1,0 +1,148 @@
+"""Tables of packed sequences: one for all layers of a step, and another one whenever lengths may be other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from cuda_kernels.host.launchers.attention_batch import BatchTables
+from cuda_kernels.host.launchers.attention_tiles import RowSpace, packed_rows
+from lightning_fp8 import DotProductAttention, fp8_autocast
+from lightning_fp8.functions import attention, sequence_tables
+from lightning_fp8.functions.attention import fp8_attention
+from lightning_fp8.ops.attention import Band, attention_config, attention_tables, rows_of_mean
+from lightning_fp8.ops.attention.launches import visible
+from tests.attention.attention_modules import cu_seqlens
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of tables that are made, by attention that takes the CPU for a card."""
+    calls: list[tuple[Any, ...]] = []
+
+    def noted(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return attention_tables(*arguments)
+
+    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    monkeypatch.setattr(sequence_tables, "attention_tables", noted)
+    return calls
+
+
+def attend(starts: Tensor, keys: Tensor | None = None, requires_grad: bool = True, **options: Any) -> Tensor:
+    q = torch.randn(40, 2, 32, requires_grad=requires_grad)
+    keys = starts if keys is None else keys
+    return fp8_attention(q, q, q, qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=keys, **options)
+
+
+def test_layers_of_a_step_share_their_tables_and_the_next_step_makes_others(made: list[Any]) -> None:
+    starts = cu_seqlens([30, 10])
+    for step in (1, 2):
+        layers = [attend(starts, band=Band(right=0)) for _ in range(3)]
+        assert len(made) == step
+        sum(o.sum() for o in layers).backward()  # type: ignore[union-attr]
+        del layers
+        gc.collect()
+    assert all(found is None for refs in sequence_tables._kept.values() for found in [refs[2]()])
+
+
+def test_what_may_be_other_lengths_has_tables_of_its_own(made: list[Any]) -> None:
+    starts = cu_seqlens([30, 10])
+    graph = [attend(starts)]
+    starts[1] = 20
+    graph.append(attend(starts))
+    assert len(made) == 2, "written to"
+    graph.append(attend(starts.clone()))
+    assert len(made) == 3, "another tensor"
+    graph.append(attend(starts, starts.clone()))
+    assert len(made) == 4, "other keys"
+    graph.append(attend(starts, band=Band(left=3, right=0)))
+    assert len(made) == 5, "another mask"
+    graph.append(attend(starts))
+    assert len(made) == 5
+
+
+def test_lengths_whose_changes_nobody_counts_meet_torchs_own_error(made: list[Any]) -> None:
+    with torch.inference_mode():
+        starts = cu_seqlens([30, 10])
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        attend(starts)
+
+
+def test_without_gradients_each_op_makes_what_it_needs(made: list[Any]) -> None:
+    starts = cu_seqlens([30, 10])
+    attend(starts, requires_grad=False)
+    with torch.no_grad():
+        attend(starts)
+    assert not made
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+@pytest.mark.parametrize("band", [Band(right=0, bottom_right=True), Band(left=70)])
+def test_joined_tables_are_those_of_each_pass(qkv_format: str, band: Band) -> None:
+    queries, keys, config = cu_seqlens([1, 130, 0, 9]), cu_seqlens([200, 3, 5, 0]), attention_config(qkv_format, band)
+    rows = (150, 300) if qkv_format == "thd" else (130, 200)
+    arguments = queries, keys, config, *rows, HOST
+    torch.library.opcheck(torch.ops.lightning_fp8.attention_tables.default, arguments)
+    spaces = [RowSpace(4, each, qkv_format == "thd") for each in rows]
+    expected = BatchTables.of(
+        *(packed_rows(space, starts, HOST) for space, starts in zip(spaces, (queries, keys))),
+        visible(band),
+        rows_of_mean(band),
+    )
+    found = BatchTables.split(attention_tables(*arguments), *spaces, rows_of_mean(band))
+    for ours, right in zip(
+        (*found.tiles, *found.queries, *found.keys), (*expected.tiles, *expected.queries, *expected.keys)
+    ):
+        assert (ours is None) == (right is None)
+        if ours is not None and right is not None:
+            assert torch.equal(ours, right)
+            assert ours.stride(0) == 2 or ours.data_ptr() % 16 == 0, "entries that are loaded at once are aligned"
+
+
+@pytest.fixture
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_compiled_model_makes_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([DotProductAttention(2, 32, qkv_format="thd") for _ in range(2)])
+
+        def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, x, x, cu_seqlens_q=starts, cu_seqlens_kv=starts).view_as(x)
+            return x
+
+    model, starts = Twice(), cu_seqlens([30, 10])
+    x = torch.randn(40, 2, 32, requires_grad=True)
+    inductors = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(model, fullgraph=True, backend=inductors)
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        ours, right = compiled(x, starts), model(x, starts)
+        (gradient,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y in (ours, right))
+    assert torch.equal(ours, right)
+    assert torch.equal(gradient, expected)
+    op = torch.ops.lightning_fp8.attention_tables.default
+    assert [sum(node.target is op for node in graph.graph.nodes) for graph in graphs] == [1, 0]

@@ -1,0 +1,92 @@
+"""``torch.export`` of FP8 modules, and what cannot be exported."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+
+from lightning_fp8 import DotProductAttention, LayerNorm, Linear, fp8_autocast, onnx_export
+from lightning_fp8.export import translation_table
+from tests.export import in_onnx
+from tests.small import assert_raises
+
+NOT_OF_INFERENCE = {
+    "activation_backward_quantize",
+    "activation_backward_quantize_unobserved",
+    "activation_quantize",  # it, norm_quantize and quantize may write to an amax
+    "attention_backward",
+    "norm_backward",
+    "norm_quantize",
+    "observe",
+    "quantize",
+    "scaled_mm_accumulate",
+    "scaled_mm_observed",
+    "update_scales",
+}
+
+
+def _linear(recipe: str) -> torch.nn.Module:
+    model = torch.nn.Sequential(LayerNorm(64), Linear(64, 48))
+    if recipe == "delayed":
+        with fp8_autocast(enabled=False, calibrating=True):
+            model(torch.randn(8, 64))
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_an_exported_program_computes_as_the_module(recipe: str) -> None:
+    """Of a model that trains, with another batch, after a round trip through a file."""
+    model = _linear(recipe).train()
+    with onnx_export(), fp8_autocast(fp8_recipe=recipe):
+        program = torch.export.export(model, (torch.randn(4, 64),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    targets = [str(node.target) for node in program.graph.nodes if "lightning_fp8" in str(node.target)]
+    assert targets == ["lightning_fp8.quantize_unobserved.default"] * 2 + ["lightning_fp8.scaled_mm.default"]
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    x = torch.randn(7, 64)
+    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+        expected = model.eval()(x)
+    assert torch.equal(torch.export.load(file).module()(x), expected)
+
+
+def test_every_op_of_an_inference_has_a_translation() -> None:
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "lightning_fp8::" in name}
+    translated = {op.name().partition("::")[2].partition(".")[0] for op in translation_table()}
+    assert names == translated | NOT_OF_INFERENCE
+
+
+def test_fp8_attention_is_refused() -> None:
+    attention = DotProductAttention(2, 16, qkv_format="bshd")
+    x = torch.randn(1, 8, 2, 16)
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}), pytest.raises(Exception) as error:
+        in_onnx.to_onnx(attention, x, x.clone(), x.clone(), dynamic=False)
+    assert "fp8_dpa=False" in str(error.value)
+
+
+def test_blocks_need_a_newer_opset() -> None:
+    with fp8_autocast(fp8_recipe="rowwise"), pytest.raises(Exception) as error:
+        in_onnx.to_onnx(_linear("rowwise"), torch.randn(4, 64), opset=20)
+    assert "opset_version=21" in str(error.value)
+
+
+def test_no_export_while_calibrating() -> None:
+    with fp8_autocast(enabled=False, calibrating=True):
+        assert_raises(onnx_export().__enter__, RuntimeError, "leave it")
+    assert_raises(onnx_export("yes").__enter__, TypeError, "enabled='yes'")  # type: ignore[arg-type]
+
+
+def test_disabled_changes_nothing() -> None:
+    with onnx_export(enabled=False):
+        assert torch.is_grad_enabled()
+
+
+def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("lightning_fp8.export.")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(f"lightning_fp8.export.{name.rpartition('.')[2]}")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert_raises(translation_table, ImportError, r"pip install 'lightning-fp8\[onnx\]'")

@@ -1,0 +1,422 @@
+"""LayerNormLinear and LayerNormMLP where they run: histories, micro-batches, recomputation, compilers, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_fp8.modules.weight_cache
+from lightning_fp8 import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, fp8_autocast, fp8_state_dict
+from lightning_fp8.delayed.reduce_and_update import update_without_plugin
+from lightning_fp8.functions.linear import quantize_role
+from lightning_fp8.recipes import make_recipe
+from tests.modules.fused.cases import (
+    Fused,
+    distances,
+    randomized,
+    reference,
+    rounding_of,
+    sample,
+    unrounded,
+)
+from tests.small import assert_raises
+
+MODULES = pytest.mark.parametrize("make", [LayerNormLinear, LayerNormMLP])
+Make = Callable[..., Any]
+
+
+def run(module: Fused, x: Tensor, first: bool | None = None, recipe: Any = "delayed", **context: Any) -> list[Tensor]:
+    """Outputs and gradients, from gradients that are the same every time."""
+    leaf = x.detach().clone().requires_grad_(x.requires_grad)
+    module.zero_grad()
+    with fp8_autocast(fp8_recipe=recipe, **context):
+        outputs = module(leaf, is_first_microbatch=first)
+    outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+    generator = torch.Generator().manual_seed(3)
+    along = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, along)
+    grads = [leaf.grad, *(p.grad for p in module.parameters())]
+    return [*(y.detach() for y in outputs), *(grad.clone() for grad in grads if grad is not None)]
+
+
+def all_equal(found: list[Tensor], right: list[Tensor]) -> bool:
+    return len(found) == len(right) and all(torch.equal(a, b) for a, b in zip(found, right))
+
+
+def input_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return sample(*shape, dtype=dtype).requires_grad_()
+
+
+# --- Delayed scaling --------------------------------------------------------------------------------------------------
+
+
+def amaxes(module: nn.Module) -> dict[str, float]:
+    state = fp8_state_dict(module)
+    return dict(zip(state["names"], state["seen"].tolist()))
+
+
+@MODULES
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_rows_hold_what_is_cast(make: Make, calibrating: bool) -> None:
+    module, x = randomized(make(32, 48)), input_of(20, 32)
+    rounded = unrounded if calibrating else rounding_of("delayed")
+    right, _ = reference(module, x, "gelu", rounded)
+    gradient = torch.randn(20, 48 if make is LayerNormLinear else 32)
+    with fp8_autocast(enabled=not calibrating, calibrating=calibrating):
+        y = module(x)
+        y.backward(gradient)
+        seen = amaxes(module)
+    last = "fc2." if make is LayerNormMLP else ""
+    first = "fc1." if make is LayerNormMLP else ""
+    assert list(seen) == [
+        f"{of}{role}" for of in dict.fromkeys([first, last]) for role in ("input", "weight", "grad_output")
+    ]
+    assert seen[f"{first}input"] == pytest.approx(float(right["norm"].detach().abs().max()), rel=1e-5)
+    assert seen[f"{last}grad_output"] == float(gradient.abs().max())
+    for name, parameter in module.named_parameters():
+        if name.endswith("weight") and "norm" not in name:
+            assert seen[name.replace("_", ".")] == float(parameter.detach().abs().max())
+    if make is LayerNormMLP:
+        h = right["norm"] @ module.fc1_weight.detach().double().t() + module.fc1_bias.detach()
+        hidden = nn.functional.gelu(h, approximate="tanh").detach()
+        assert seen["fc2.input"] == pytest.approx(float(hidden.abs().max()), rel=1e-5 if calibrating else 0.1)
+        assert seen["fc1.grad_output"] > 0
+    if calibrating:
+        scales = fp8_state_dict(module)["scale"]
+        assert bool((scales > 0).all())
+
+
+@MODULES
+def test_the_next_step_casts_by_the_scales_of_the_last(make: Make) -> None:
+    """Scales of a larger input keep a smaller one within rounding, and are not those of its own amax."""
+    recipe = make_recipe("delayed")
+    module, x = randomized(make(32, 48)), input_of(20, 32)
+    own = run(module, x, recipe=recipe)
+    with torch.no_grad():
+        module.layer_norm_weight.mul_(3.3)
+    run(module, x, recipe=recipe)
+    update_without_plugin(recipe)
+    with torch.no_grad():
+        module.layer_norm_weight.div_(3.3)
+    delayed = run(module, x, recipe=recipe)
+    assert not torch.equal(delayed[0], own[0])
+    torch.testing.assert_close(delayed[0], own[0], rtol=0.1, atol=0.1 * float(own[0].abs().max()))
+    state = fp8_state_dict(module)
+    assert bool((state["scale"] > 0).all())
+
+
+@MODULES
+def test_evaluation_observes_nothing(make: Make) -> None:
+    module, x = make(32, 48), sample(4, 32)
+    with fp8_autocast(), torch.no_grad():
+        first = module(x)
+    module.eval()
+    run(module, x.requires_grad_())
+    assert not any(amaxes(module).values())
+    assert torch.equal(first, run(module, x)[0])
+
+
+# --- Precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_high_precision_is_the_norm_and_linear(norm: Any) -> None:
+    parts = nn.Sequential(norm(32, eps=1e-3), Linear(32, 48)).bfloat16()
+    module = LayerNormLinear(32, 48, eps=1e-3, normalization=norm.__name__, params_dtype=torch.bfloat16)
+    names = dict(zip(module.state_dict(), parts.state_dict().values()))
+    module.load_state_dict(names)
+    x = input_of(5, 32, dtype=torch.bfloat16)
+    right = run(module, x, enabled=False)
+    leaf = x.detach().clone().requires_grad_()
+    y = parts(leaf)
+    assert torch.equal(y, right[0])
+    module.fp8 = False
+    assert all_equal(run(module, x), right)
+    assert module.record.high_precision == 2
+
+
+@MODULES
+def test_torch_autocast_with_float32_weights(make: Make) -> None:
+    module, x = randomized(make(64, 48, return_layernorm_output=True)), sample(20, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = distances(module, x, "gelu", rounding_of("rowwise"), fp8_recipe="rowwise")
+        with fp8_autocast(fp8_recipe="rowwise"):
+            y, normalized = module(x)
+    assert (y.dtype, normalized.dtype) == (torch.bfloat16, torch.float32)
+    assert max(found.values()) < 0.05, found
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(make: Make, dtype: torch.dtype) -> None:
+    module, x = randomized(make(32, 48, params_dtype=torch.float32)), input_of(4, 32)
+    right = run(module, x, recipe="tensorwise")
+    torch.set_default_dtype(dtype)
+    try:
+        twin = make(32, 48, params_dtype=torch.float32)
+        twin.load_state_dict(module.state_dict())
+        assert all_equal(run(twin, x, recipe="tensorwise"), right)
+        assert make(32, 48).layer_norm_weight.dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@MODULES
+def test_frozen_parameters_change_no_other_gradient(make: Make) -> None:
+    """Each needs another part of the backward pass."""
+    module, x = randomized(make(32, 48)), input_of(20, 32)
+    names = ["x", *(name for name, _ in module.named_parameters())]
+    right = dict(zip(names, run(module, x)[1:]))
+    for trained in [*([name] for name in names), names[:1] + names[3:4], names[1:3]]:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trained)
+        found = run(module, x.detach().requires_grad_("x" in trained))[1:]
+        assert all_equal(found, [right[name] for name in names if name in trained]), trained
+
+
+# --- Micro-batches ----------------------------------------------------------------------------------------------------
+
+
+@MODULES
+def test_micro_batches_share_the_cast_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return quantize_role(*args, **kwargs)
+
+    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "quantize_role", counted)
+    module, x = randomized(make(32, 48)), input_of(4, 32)
+    right = run(module, x, recipe="tensorwise")
+    weights = len(module.gemms)
+    for first, casts in ((True, weights), (False, 0), (False, 0), (True, weights)):
+        assert all_equal(run(module, x, first, recipe="tensorwise"), right)
+        assert len(made) == casts
+        made.clear()
+    with torch.no_grad():
+        getattr(module, module.weight_names[-1]).mul_(2.0)
+    run(module, x, False, recipe="tensorwise")
+    assert len(made) == 1
+
+
+@MODULES
+def test_wgrad_is_added_to_main_grad(make: Make) -> None:
+    module = randomized(make(32, 48, fuse_wgrad_accumulation=True))
+    twin, x = make(32, 48), input_of(20, 32)
+    twin.load_state_dict(module.state_dict())
+    with pytest.raises(ValueError, match="main_grad"):
+        run(module, x)
+    names = module.weight_names
+    for name in names:
+        getattr(module, name).main_grad = torch.full_like(getattr(module, name), 5.0)
+    run(twin, x, True)
+    for first in (True, False):
+        run(module, x, first)
+    for name in names:
+        weight = getattr(module, name)
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad, 2 * getattr(twin, name).grad)
+
+
+# --- What is kept, and recomputed -------------------------------------------------------------------------------------
+
+
+def kept_bytes(module: Fused, x: Tensor) -> int:
+    """Memory that the backward pass holds beside parameters."""
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            storages[storage._cdata] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8_autocast(fp8_recipe="tensorwise"):
+        module(x)
+    return sum(storages.values())
+
+
+def test_only_the_least_is_kept() -> None:
+    """The input, two statistics of a row, FP8 copies with a scale each, and the first layer's output."""
+    x = input_of(64, 32, dtype=torch.bfloat16)
+    norm = 64 * 32 * 2 + 64 * 2 * 4
+    assert kept_bytes(LayerNormLinear(32, 48, params_dtype=torch.bfloat16), x) == norm + 64 * 32 + 4
+    operands = 64 * 32 + 4 + 64 * 48 + 4
+    mlp = LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16)
+    assert kept_bytes(mlp, x) == norm + operands + 64 * 96 * 2
+    mlp.checkpoint = True
+    assert kept_bytes(mlp, x) == 64 * 32 * 2
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_checkpoint_argument_changes_no_bit(activation: str) -> None:
+    module, x = randomized(LayerNormMLP(32, 48, activation=activation)), input_of(20, 32)
+    twin = copy.deepcopy(module)
+    twin.checkpoint = True
+    for _ in range(2):
+        found, seen = run(twin, x), amaxes(twin)
+        assert all_equal(found, run(module, x))
+        assert seen == amaxes(module)
+
+
+@MODULES
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(make: Make, use_reentrant: bool) -> None:
+    module, x = randomized(make(32, 48)), input_of(20, 32)
+    right, seen = run(module, x), amaxes(module)
+    twin = make(32, 48)
+    twin.load_state_dict(module.state_dict())
+    forward = twin.forward
+    twin.forward = lambda x, **_: checkpoint(forward, x, use_reentrant=use_reentrant)  # type: ignore[method-assign]
+    assert all_equal(run(twin, x), right)
+    assert amaxes(twin) == seen
+
+
+# --- Compilers, copies, derivatives -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = LayerNormLinear(32, 32, normalization="RMSNorm", return_layernorm_output=True)
+        self.mlp = LayerNormMLP(32, 48, activation="swiglu")
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        y, normalized = self.qkv(x)
+        return normalized + self.mlp(x + y)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_block_compiles_as_it_runs(recipe: str) -> None:
+    torch._dynamo.reset()
+    block, x = randomized(Block()), input_of(20, 32)
+    compiled = copy.deepcopy(block)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        found, seen = run(compiled, x, recipe=recipe), amaxes(compiled)
+        assert all_equal(found, run(block, x, recipe=recipe))
+        assert seen == amaxes(block)
+    torch._dynamo.reset()
+
+
+@MODULES
+def test_copies_have_rows_of_their_own(make: Make) -> None:
+    module, x = randomized(make(32, 48)), input_of(4, 32)
+    right = run(module, x)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.history is not module.history
+        assert all_equal(run(twin, x), right)
+        assert twin in twin.history.owners
+
+
+@MODULES
+def test_second_derivatives_are_refused(make: Make) -> None:
+    module, x = make(32, 48), input_of(4, 32)
+    with fp8_autocast():
+        y = module(x)
+    with pytest.raises(RuntimeError, match="create_graph=True cannot derive"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    with fp8_autocast(enabled=False):
+        (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    dx.sum().backward()
+    assert x.grad is not None
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+DEFAULTS: dict[str, Any] = {
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "parallel_mode": None,
+    "set_parallel_mode": False,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "return_layernorm_output_gathered": False,
+    "ub_bulk_wgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "symmetric_ar_type": None,
+    "save_original_input": False,
+    "name": None,
+}
+
+
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+def test_parallel_arguments_are_taken_at_their_defaults(make: Make) -> None:
+    assert isinstance(make(32, 48, **DEFAULTS), make)
+    asked = {"tp_size": 2, "tp_group": object(), "parallel_mode": "column", "symmetric_ar_type": "two_shot"}
+    flags = {name: True for name, default in DEFAULTS.items() if default is False}
+    for name, value in {**asked, **flags}.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}=.* is not here: .*leave it out"):
+            make(32, 48, **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tpsize'"):
+        make(32, 48, tpsize=2)
+
+
+@MODULES
+def test_initialization(make: Make) -> None:
+    torch.manual_seed(0)
+    module = make(256, 256)
+    weights = [getattr(module, name) for name in module.weight_names]
+    for weight in weights:
+        assert float(weight.detach().std()) == pytest.approx(0.023, rel=0.02)
+    assert not any(getattr(module, name).any() for name in module.bias_names)
+    assert torch.equal(module.layer_norm_weight, torch.ones(256))
+    assert not module.layer_norm_bias.any()
+    assert not make(32, 48, zero_centered_gamma=True).layer_norm_weight.any()
+    forks: list[str] = []
+
+    class Tracker:
+        def fork(self, name: str = "model-parallel-rng") -> Any:
+            forks.append(name)
+            return torch.random.fork_rng()
+
+    init: dict[str, Any] = {"init_method": lambda w: nn.init.constant_(w, 2.0)}
+    if make is LayerNormMLP:
+        init["output_layer_init_method"] = lambda w: nn.init.constant_(w, 3.0)
+    module = make(8, 8, **init, get_rng_state_tracker=Tracker)
+    assert [float(getattr(module, name).detach().mean()) for name in module.weight_names] == [2.0, 3.0][
+        : len(module.gemms)
+    ]
+    assert forks == ["model-parallel-rng"] * len(module.gemms)
+
+
+@MODULES
+def test_wrong_arguments(make: Make) -> None:
+    module = make(32, 48)
+    wrong: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+        "must be a positive integer": (ValueError, lambda: make(0, 48)),
+        "normalization='BatchNorm' is unknown; use one of 'LayerNorm', 'RMSNorm'": (
+            ValueError,
+            lambda: make(32, 48, normalization="BatchNorm"),
+        ),
+        "eps=-1.0 must be": (ValueError, lambda: make(32, 48, eps=-1.0)),
+        "bias='yes' must be True or False": (TypeError, lambda: make(32, 48, bias="yes")),
+        "init_method=3 must be a function": (TypeError, lambda: make(32, 48, init_method=3)),
+        "params_dtype=torch.int8 is not supported": (TypeError, lambda: make(32, 48, params_dtype=torch.int8)),
+        f"{make.__name__} takes a tensor, not list": (TypeError, lambda: module([1.0])),
+        "but the input has shape": (ValueError, lambda: module(torch.randn(3, 31))),
+        "cast one of them": (TypeError, lambda: module(torch.randn(3, 32).bfloat16())),
+        "is_first_microbatch='no'": (TypeError, lambda: module(torch.randn(3, 32), is_first_microbatch="no")),
+    }
+    for message, (error, action) in wrong.items():
+        assert_raises(action, error, message)
+    if make is LayerNormMLP:
+        assert_raises(
+            lambda: make(32, 48, activation="elu"), ValueError, "activation='elu' is unknown; use one of 'gelu'"
+        )
+    else:
+        assert_raises(lambda: module(torch.randn(3, 32), fp8_output=True), NotImplementedError, "fp8_output=True")

@@ -1,0 +1,299 @@
+"""Layers that read one tensor share its cast; the reference is the same block whose layers each read a copy of it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import lightning_fp8.delayed.history
+from lightning_fp8 import (
+    FP8FabricPrecision,
+    Linear,
+    convert_module,
+    fp8_autocast,
+    fp8_state_dict,
+    load_fp8_state_dict,
+)
+from lightning_fp8.recipes import RECIPES
+
+Between = Callable[[Tensor, int], Any]
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts by the elements' format and the shape of what is cast, and notes their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.results: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.name().startswith("lightning_fp8::quantize"):
+            self.counts[args[1].partition(" ")[0], tuple(args[0].shape)] += 1
+            self.results.append(weakref.ref(result[0]))
+        return result
+
+
+class Block(nn.Module):
+    """q, k and v read one tensor, or each a copy of it."""
+
+    def __init__(self, copies: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.q, self.k, self.v = (nn.Linear(32, features) for features in (48, 24, 24))
+        self.o = nn.Linear(48, 20)
+        self.copies = copies
+        self.between: Between = lambda h, reader: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        read = []
+        for index, layer in enumerate((self.q, self.k, self.v)):
+            self.between(h, index)
+            read.append(layer(h.clone() if self.copies else h))
+        q, k, v = read
+        return self.o(q * torch.cat([k, v], -1).sigmoid())
+
+
+def twins(dtype: torch.dtype = torch.bfloat16) -> tuple[Block, Block]:
+    """A converted block, and the same with copies."""
+    block = Block().to(dtype)
+    other = copy.deepcopy(block)
+    other.copies = True
+    for each in (block, other):
+        convert_module(each, first_last_layers_bf16=False)
+    return block, other
+
+
+def trained(block: Block, steps: int, recipe: Any = "delayed", run: Any = None, **options: Any) -> list[Tensor]:
+    """Everything that steps of two micro-batches give, from outputs and gradients to the FP8 state."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    given: list[Tensor] = []
+    for step in range(steps):
+        for _ in range(2):
+            x = (step + torch.randn(3, 9, 32, generator=generator)).to(block.norm.weight.dtype).requires_grad_()
+            with fp8_autocast(fp8_recipe=recipe), torch.autocast("cpu", **options):
+                y = run(block, x) if run else block(x)
+            y.float().square().sum().backward()
+            given += [y, x.grad]
+        given += [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    state = fp8_state_dict(block)
+    return [each.detach().clone() for each in (*given, state["scale"], state["amax_history"], state["seen"])]
+
+
+def assert_alike(block: Block, other: Block, steps: int = 3, **options: Any) -> None:
+    for one, two in zip(trained(block, steps, **options), trained(other, steps, **options), strict=True):
+        assert torch.equal(one, two)
+
+
+def checkpointed(use_reentrant: bool) -> Any:
+    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shared_casts_change_no_bit(recipe: str) -> None:
+    block, other = twins()
+    assert_alike(block, other, recipe=recipe, enabled=False)
+    with Casts() as shared:
+        trained(block, 1, recipe, enabled=False)
+    with Casts() as apart:
+        trained(other, 1, recipe, enabled=False)
+    x = ("e4m3", (27, 32))
+    assert (shared.counts.pop(x), apart.counts.pop(x)) == (2 * 1, 2 * 3)  # in two micro-batches
+    assert shared.counts == apart.counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run": checkpointed(True), "enabled": False},
+        {"run": checkpointed(False), "enabled": False, "recipe": "rowwise"},
+        {"enabled": True, "dtype": torch.bfloat16},
+    ],
+    ids=["reentrant", "checkpoint", "autocast"],
+)
+def test_surroundings_change_no_bit(options: dict[str, Any]) -> None:
+    block, other = twins(torch.float32)
+    assert_alike(block, other, **options)
+    with Casts() as casts:
+        trained(block, 1, **options)
+    forwards = 4 if "run" in options else 2
+    assert casts.counts["e4m3", (27, 32)] == forwards
+
+
+def changed(h: Tensor, reader: int) -> None:
+    """Between two readers, in place."""
+    with torch.no_grad():
+        h += reader
+
+
+def stored_elsewhere(block: Block) -> None:
+    block.between = changed
+
+
+def one_in_eval_mode(block: Block) -> None:
+    block.k.eval()
+
+
+def first_in_eval_mode(block: Block) -> None:
+    block.q.eval()
+
+
+def first_frozen(block: Block) -> None:
+    block.q.requires_grad_(False)
+
+
+def last_frozen(block: Block) -> None:
+    block.v.requires_grad_(False)
+
+
+def one_read_more(block: Block) -> None:
+    """Its row has seen louder values; theirs alone have to tell the others' scale."""
+    loud = torch.full((2, 32), 300.0, dtype=block.norm.weight.dtype)
+    block.between = lambda h, reader: block.q(loud) if reader == 0 else None
+
+
+def other_rows(block: Block) -> None:
+    """A file whose rows for readers of one tensor differ."""
+    state = fp8_state_dict(block)
+    generator = torch.Generator().manual_seed(2)
+    for key in ("scale", "seen"):
+        state[key] = torch.rand(state[key].shape, generator=generator)
+    load_fp8_state_dict(block, state)
+
+
+def scales_updated_within(block: Block) -> None:
+    """Between k and v, as by an optimizer that steps inside the forward pass."""
+    block.between = lambda h, reader: block.k.history.advance(block.k.history.recipe) if reader == 2 else None
+
+
+def another_recipe_inside(block: Block) -> None:
+    forward = block.k.forward
+    block.k.forward = fp8_autocast(fp8_recipe="mxfp8")(forward)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        stored_elsewhere,
+        one_in_eval_mode,
+        first_in_eval_mode,
+        first_frozen,
+        last_frozen,
+        one_read_more,
+        other_rows,
+        scales_updated_within,
+        another_recipe_inside,
+    ],
+    ids=lambda hostile: hostile.__name__,
+)
+def test_what_differs_is_not_shared(hostile: Callable[[Block], None]) -> None:
+    block, other = twins()
+    for each in (block, other):
+        trained(each, 1, enabled=False)
+        hostile(each)
+    assert_alike(block, other, steps=2, enabled=False)
+
+
+def test_rows_that_became_equal_share_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_fp8.delayed.history, "COMPARED_AFTER", 4)
+    block, _ = twins()
+    recipe = {"name": "delayed", "amax_history_len": 2}
+    other_rows(block)
+    with Casts() as casts:
+        trained(block, 1, recipe, enabled=False)
+    assert casts.counts["e4m3", (27, 32)] == 2 * 3
+    trained(block, 5, recipe, enabled=False)
+    with Casts() as casts:
+        trained(block, 1, recipe, enabled=False)
+    assert casts.counts["e4m3", (27, 32)] == 2 * 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_evaluation_shares_and_holds_nothing(recipe: str) -> None:
+    block, other = twins()
+    for each in (block, other):
+        trained(each, 1, recipe, enabled=False)
+    with fp8_autocast(fp8_recipe=recipe):
+        pass  # the last step's scales
+    x = torch.randn(8, 32).bfloat16()
+    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe), Casts() as casts:
+        h = block.norm(x)
+        block.q(h), block.k(h)
+        assert casts.counts["e4m3", (8, 32)] == 1
+        last = block.v(h)
+        assert casts.counts["e4m3", (8, 32)] == 1
+        assert all(result() is None for result in casts.results)  # h is there, and its copy is not: nobody reads it
+        assert torch.equal(last, other.v(h))
+    with torch.inference_mode(), fp8_autocast(fp8_recipe=recipe):
+        assert torch.equal(block(x), other(x))
+
+
+def test_no_copy_outlives_its_input_or_its_region() -> None:
+    layers = [Linear(32, 32) for _ in range(3)]
+    with torch.no_grad(), fp8_autocast(fp8_recipe="tensorwise"), Casts() as casts:
+        x = torch.randn(8, 32)
+        layers[0](x)
+        kept = casts.results[0]
+        assert kept() is not None  # another may read it
+        del x
+        assert kept() is None
+        x = torch.randn(8, 32)
+        layers[1](x)
+        kept = casts.results[2]
+        assert kept() is not None
+    assert kept() is None
+
+
+def test_a_converted_llama_keeps_and_casts_what_it_needs() -> None:
+    """In BF16 backward keeps an input for q, k and v, one for gate and up, and those of o and down."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plugin = FP8FabricPrecision(first_last_layers_bf16=False, cache_fp8_weights=True)
+    plugin.convert_module(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    tokens = torch.randint(0, 128, (2, 64))
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.float8_e4m3fn:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with Casts() as casts:
+        for micro_batch in range(2):
+            kept.clear()
+            with saved_tensors_hooks(note, lambda tensor: tensor), plugin.forward_context():
+                loss = model(input_ids=tokens, labels=tokens).loss
+            inputs_in_bf16 = 4 * 128 * (3 * 128 + 352) * 2
+            assert sum(kept.values()) <= 0.62 * inputs_in_bf16, micro_batch
+            loss.backward()
+    optimizer.step()
+    inputs = casts.counts["e4m3", (128, 128)] - 2 * 4, casts.counts["e4m3", (128, 352)] - 4  # without weights of o, q
+    assert inputs == (2 * 4 * 3, 2 * 4 * 1)
+    weights = sum(casts.counts["e4m3", shape] for shape in ((64, 128), (352, 128))) + 2 * 4 + 4
+    assert weights == 4 * 7
+    assert sum(count for (float8, _), count in casts.counts.items() if float8 == "e5m2") == 2 * 4 * 7

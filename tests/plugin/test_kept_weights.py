@@ -1,0 +1,162 @@
+"""Weights that are cast once per optimizer step: while the Trainer accumulates gradients, or where somebody asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import lightning_fp8.functions.linear
+import lightning_fp8.modules.weight_cache
+from lightning_fp8 import FP8Precision
+from lightning_fp8.functions.linear import quantize_role
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.plugin.kept_weights import KeptWeights
+from lightning_fp8.scaled import Role
+from tests.small import Regression, equal_weights, fp8_trainer, regression_data
+
+LAYERS = 2  # of Regression's four run in FP8
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ``id`` of each weight that was cast."""
+    made: list[int] = []
+
+    def counted(x: Tensor, role: Role, *args: Any, **kwargs: Any) -> Any:
+        if role is Role.WEIGHT:
+            made.append(x.data_ptr())
+        return quantize_role(x, role, *args, **kwargs)
+
+    for module in (lightning_fp8.modules.weight_cache, lightning_fp8.functions.linear):
+        monkeypatch.setattr(module, "quantize_role", counted)
+    return made
+
+
+def fitted(
+    kind: type[Regression] = Regression, recipe: str = "delayed", keep: bool | None = None, **options: Any
+) -> tuple[Regression, dict[str, Any]]:
+    """A module that has trained for 2 epochs of 4 batches, and its plugin's state."""
+    torch.manual_seed(0)
+    module = kind()
+    trainer = fp8_trainer(recipe, fp8={"cache_fp8_weights": keep}, max_epochs=2, **options)
+    trainer.fit(module, regression_data(), regression_data(rows=32, seed=1))
+    assert isinstance(trainer.precision_plugin, FP8Precision)
+    return module, trainer.precision_plugin.state_dict()["model"]
+
+
+def assert_same(one: tuple[Regression, dict[str, Any]], other: tuple[Regression, dict[str, Any]]) -> None:
+    assert one[0].losses == other[0].losses
+    assert equal_weights(one[0], other[0])
+    for key in ("scale", "amax_history", "seen", "counts"):
+        assert torch.equal(one[1][key], other[1][key])
+
+
+class Recomputed(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True) if self.training else self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("delayed", Regression), ("blockwise", Regression), ("delayed", Recomputed)]
+)
+def test_accumulation_casts_weights_once_a_step(recipe: str, kind: type[Regression], casts: list[int]) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    kept = fitted(kind, recipe, **options)
+    assert len(casts) == LAYERS * 2  # steps
+    casts.clear()
+    anew = fitted(kind, recipe, keep=False, **options)
+    assert len(casts) == LAYERS * 8 * (3 if kind is Recomputed else 2)  # forwards and backwards of every micro-batch
+    assert_same(kept, anew)
+
+
+def test_validation_casts_weights_once_too(casts: list[int]) -> None:
+    """It comes in the middle of a step here: what that has cast is cast again, and observed once."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "val_check_interval": 2}
+    kept = fitted(**options)
+    assert len(casts) == LAYERS * (4 + 2 * 2)  # validations of 2 batches each; each of two steps goes on after one
+    assert_same(kept, fitted(keep=False, **options))
+
+
+@pytest.mark.parametrize("keep", [None, True])
+def test_a_model_that_does_not_accumulate_keeps_nothing_unasked(keep: bool | None, casts: list[int]) -> None:
+    kept = fitted(keep=keep, limit_val_batches=0)
+    assert len(casts) == LAYERS * 8 * (1 if keep else 2)
+    assert_same(kept, fitted(keep=False, limit_val_batches=0))
+    assert all(module._weight_cache is None for _, module in fp8_modules(kept[0]))  # type: ignore[attr-defined]
+
+
+def test_a_schedule_of_accumulation(casts: list[int]) -> None:
+    """The second epoch does not accumulate."""
+    kept = fitted(callbacks=[GradientAccumulationScheduler({0: 4, 1: 1})], limit_val_batches=0)
+    assert len(casts) == LAYERS * (1 + 4 * 2)
+    schedule = GradientAccumulationScheduler({0: 4, 1: 1})
+    assert_same(kept, fitted(keep=False, callbacks=[schedule], limit_val_batches=0))
+
+
+def test_compiled_code_keeps_none_and_is_not_compiled_anew() -> None:
+    """A validation begins another period, which changes no guard."""
+    torch._dynamo.reset()
+    module = Regression()
+    compiled_in_epoch: list[int] = []
+    trainer = fp8_trainer(accumulate_grad_batches=4, val_check_interval=2, max_epochs=2, num_sanity_val_steps=0)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_in_epoch.append(trainer.current_epoch)
+        return graph
+
+    module.net.compile(backend=backend)
+    trainer.fit(module, regression_data(), regression_data(rows=32, seed=1))
+    assert set(compiled_in_epoch) == {0}
+    assert all(layer._weight_cache is None for _, layer in fp8_modules(module))  # type: ignore[attr-defined]
+
+
+class Averaged(L.Callback):
+    """Evaluates other weights, which it puts in place by ``data``: no version tells."""
+
+    def swap(self, trainer: L.Trainer, module: L.LightningModule, factor: float) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(factor)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap(trainer, pl_module, 2.0)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.swap(trainer, pl_module, 0.5)
+
+
+def test_averages_put_in_place_for_validation_are_seen() -> None:
+    losses = []
+    for keep in (None, False):
+        torch.manual_seed(0)
+        trainer = fp8_trainer(
+            fp8={"cache_fp8_weights": keep}, callbacks=[Averaged()], accumulate_grad_batches=4, val_check_interval=2
+        )
+        trainer.fit(Regression(), regression_data(), regression_data(rows=32, seed=1))
+        losses.append(trainer.callback_metrics["val_loss"])
+    assert torch.equal(*losses)
+
+
+def test_sharded_weights_are_kept_on_demand_only() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
+        for chosen, period in ((None, None), (True, 0), (False, None)):
+            kept = KeptWeights(chosen)
+            kept.accumulate(model, 4)
+            assert kept.period == period
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wrong_choice_is_refused() -> None:
+    with pytest.raises(TypeError, match="cache_fp8_weights='auto' must be True or False"):
+        FP8Precision(cache_fp8_weights="auto")  # type: ignore[arg-type]

@@ -1,0 +1,202 @@
+"""Transformer Engine's documented arguments, 1.x and the newest, and what becomes of each here.
+
+A value is accepted; where a reason stands beside it, it is refused with that reason. Names that are positional, which
+every call of the tests has, are not among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import InferenceParams, RotaryPositionEmbedding
+
+GROUP = object()
+NO_TENSOR_PARALLELISM = "layers are not tensor-parallel"
+NOTHING_TO_OVERLAP = "no communication to overlap with"
+
+
+def constant(weight: Tensor) -> None:
+    weight.fill_(0.5)
+
+
+class Refused:
+    """A value that is refused, with what the message says."""
+
+    def __init__(self, value: Any, reason: str, error: type[Exception] = NotImplementedError) -> None:
+        self.value, self.reason, self.error = value, reason, error
+
+
+ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "squared_relu", "srelu", "sreglu", "silu")
+
+PARALLEL = {
+    "sequence_parallel": [False, Refused(True, NO_TENSOR_PARALLELISM)],
+    "tp_group": [None, Refused(GROUP, NO_TENSOR_PARALLELISM)],
+    "tp_size": [1, Refused(2, NO_TENSOR_PARALLELISM)],
+    "get_rng_state_tracker": [None],
+    "name": ["layers.0"],
+}
+COLUMN_OR_ROW = {
+    "parallel_mode": [None, Refused("column", NO_TENSOR_PARALLELISM)],
+    "symmetric_ar_type": [None, Refused("one_shot", NO_TENSOR_PARALLELISM)],
+    "ub_name": ["qkv"],
+    "delay_wgrad_compute": [False, Refused(True, "computes the weight's gradient at once")],
+    "rng_tracker_name": ["model-parallel-rng"],
+    "skip_weight_param_allocation": [Refused(False, "was removed from Transformer Engine", TypeError)],
+}
+OVERLAP = {
+    name: [False, Refused(True, NOTHING_TO_OVERLAP)]
+    for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+}
+OPTIMIZATION = {
+    "params_dtype": [torch.bfloat16],
+    "device": ["cpu"],
+    "init_method": [None, constant],
+}
+WITH_BIAS = {"bias": [True, False], "return_bias": [True], "fuse_wgrad_accumulation": [True]}
+NORM = {
+    "normalization": ["LayerNorm", "RMSNorm"],
+    "zero_centered_gamma": [True],
+    "return_layernorm_output": [True],
+}
+SPLIT = {"parameters_split": [("query", "key"), ("query_", "key_"), {"query": 16, "key": 16}]}
+ATTENTION = {
+    "num_gqa_groups": [None, 2, 1],
+    "kv_channels": [None, 24],
+    "attention_dropout": [0.0, 0.5],
+    "layer_number": [None, 3],
+    "window_size": [None, (4, 0)],
+    "bottom_right_diagonal": [None, False, True],
+    "softmax_type": ["vanilla", "off-by-one", "learnable"],
+}
+MULTIHEAD = {
+    **ATTENTION,
+    "layernorm_epsilon": [1e-3],
+    "output_layer_init_method": [None, constant],
+    "fuse_qkv_params": [False, True],
+    "qkv_weight_interleaved": [True, False],
+    "rotary_pos_interleaved": [True],
+    "qk_norm_type": [None, "L2Normalization", "RMSNorm", "LayerNorm"],
+    "qk_norm_eps": [1e-3],
+    "qk_norm_before_rope": [True],
+    "seq_length": [128],
+    "micro_batch_size": [2],
+    "set_parallel_mode": [False, Refused(True, NO_TENSOR_PARALLELISM)],
+    "fuse_wgrad_accumulation": [False, Refused(True, "needs fuse_qkv_params=True", ValueError)],
+    **{name: NORM[name] for name in ("normalization", "zero_centered_gamma")},
+    **OPTIMIZATION,
+    **PARALLEL,
+}
+
+CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
+    "Linear": {**WITH_BIAS, **SPLIT, **OPTIMIZATION, **PARALLEL, **COLUMN_OR_ROW, **OVERLAP},
+    "LayerNorm": {"eps": [1e-3], "zero_centered_gamma": [True], "params_dtype": [torch.bfloat16]}
+    | {"sequence_parallel": PARALLEL["sequence_parallel"], "device": ["cpu"]},
+    "LayerNormLinear": {"eps": [1e-3], **WITH_BIAS, **SPLIT, **NORM, **OPTIMIZATION, **PARALLEL, **COLUMN_OR_ROW}
+    | {**OVERLAP, "return_layernorm_output_gathered": [False, Refused(True, NO_TENSOR_PARALLELISM)]},
+    "LayerNormMLP": {"eps": [1e-3], **WITH_BIAS, **NORM, **OPTIMIZATION, **PARALLEL, **OVERLAP}
+    | {
+        "activation": [
+            *ACTIVATIONS,
+            "swiglu",
+            Refused("clamped_swiglu", "activation='clamped_swiglu' is unknown", ValueError),
+        ],
+        "output_layer_init_method": [None, constant],
+        "set_parallel_mode": MULTIHEAD["set_parallel_mode"],
+        "seq_length": [128],
+        "micro_batch_size": [2],
+    },
+    "MultiheadAttention": {
+        **MULTIHEAD,
+        **OVERLAP,
+        "attn_mask_type": ["causal", "no_mask", "causal_bottom_right"],
+        "return_bias": [True],
+        "return_layernorm_output": [True],
+        "input_layernorm": [True],
+        "attention_type": ["self", Refused("both", "use one of 'self', 'cross'", ValueError)],
+        "bias": [False],
+        "qkv_format": ["sbhd", "bshd"],
+    },
+    "TransformerLayer": {
+        **MULTIHEAD,
+        "hidden_dropout": [0.0, 0.5],
+        "self_attn_mask_type": ["causal", "no_mask", "causal_bottom_right"],
+        "enc_dec_attn_mask_type": ["no_mask", "causal", "padding", "arbitrary"],
+        "enc_dec_window_size": [None, (4, 4)],
+        "enc_dec_bottom_right_diagonal": [None, True],
+        "apply_residual_connection_post_layernorm": [True],
+        "output_layernorm": [True],
+        "parallel_attention_mlp": [True],
+        "layer_type": ["encoder", Refused("both", "use one of 'encoder', 'decoder'", ValueError)],
+        "drop_path_rate": [0.0, 0.5],
+        "ub_tp_comm_overlap": [False, Refused(True, "layers are not tensor-parallel")],
+        **{name: [True, False] for name in OVERLAP},
+        "bias": [False],
+        "activation": ["gelu", "relu", "reglu", "geglu", "swiglu"],
+        "activation_params": [None, Refused({"limit": 7.0}, "no activation takes any")],
+        "attn_input_format": ["sbhd", "bshd"],
+        "attention_softmax_in_fp32": [Refused(True, "softmax is computed in float32", TypeError)],
+        "apply_query_key_layer_scaling": [Refused(True, "scores are scaled once", TypeError)],
+    },
+}
+CONSTRUCTORS["RMSNorm"] = CONSTRUCTORS["LayerNorm"]
+
+_BIAS = torch.zeros(1, 4, 6, 6)
+CALL: dict[str, list[Any]] = {
+    "is_first_microbatch": [None, True, False],
+    "checkpoint_core_attention": [False, True],
+    "inference_params": [
+        None,
+        InferenceParams(2, 6),
+        Refused({}, "make it of lightning_fp8.InferenceParams", TypeError),
+    ],
+    "rotary_pos_emb": [
+        None,
+        RotaryPositionEmbedding(8)(6),
+        (RotaryPositionEmbedding(8)(6), RotaryPositionEmbedding(4)(9)),
+    ],
+    "core_attention_bias_type": [
+        "no_bias",
+        "alibi",
+        Refused("post_scale_bias", "with no core_attention_bias", ValueError),
+        Refused("bias", "use one of 'no_bias', 'pre_scale_bias', 'post_scale_bias', 'alibi'", ValueError),
+    ],
+    "core_attention_bias": [None, Refused(_BIAS, "pass 'post_scale_bias'", ValueError)],
+    "alibi_slopes": [None, Refused(torch.ones(4), "pass 'alibi'", ValueError)],
+    "cu_seqlens_q": [None],
+    "cu_seqlens_kv": [None],
+    "cu_seqlens_q_padded": [None],
+    "cu_seqlens_kv_padded": [None],
+    "max_seqlen_q": [None, 6],
+    "max_seqlen_kv": [None, 6],
+    "fast_zero_fill": [True, False],
+    "pad_between_seqs": [None, False],
+    "window_size": [None, (2, 0)],
+    "bottom_right_diagonal": [None, True],
+    "attention_mask": [None],
+    "encoder_output": [None, Refused(torch.zeros(6, 2, 32), "takes no encoder_output; pass", ValueError)],
+    "score": [Refused(1, "unexpected keyword argument 'score'", TypeError)],
+}
+FORWARDS: dict[str, dict[str, list[Any]]] = {
+    "MultiheadAttention": {
+        **CALL,
+        "attn_mask_type": ["no_mask", Refused("both", "is unknown; use one of", ValueError)],
+    },
+    "TransformerLayer": {
+        **CALL,
+        "self_attn_mask_type": ["no_mask", Refused("both", "is unknown; use one of", ValueError)],
+        "enc_dec_attn_mask": [None],
+        "enc_dec_attn_mask_type": [None, "padding"],
+        "enc_dec_window_size": [None, (2, 2)],
+        "enc_dec_bottom_right_diagonal": [None, True],
+    },
+    "LayerNormLinear": {
+        "is_first_microbatch": [None, True],
+        "fp8_output": [False, Refused(True, "the output is in high precision")],
+        "fp8_grad": [False, Refused(True, "the gradient of the input is in high precision")],
+    },
+    "LayerNormMLP": {"is_first_microbatch": [None, True]},
+    "Linear": {"is_first_microbatch": [None, True]},
+}

@@ -1,0 +1,91 @@
+"""Every argument that Transformer Engine documents is accepted, or refused with the reason that the table states."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_fp8
+from tests.small import assert_raises
+from tests.transformer.te_arguments import CONSTRUCTORS, FORWARDS, Refused
+
+POSITIONAL: dict[str, tuple[int, ...]] = {
+    "LayerNorm": (32,),
+    "RMSNorm": (32,),
+    "LayerNormMLP": (32, 48),
+    "MultiheadAttention": (32, 4),
+    "TransformerLayer": (32, 48, 4),
+}
+
+
+def made(cls: str, /, **options: Any) -> torch.nn.Module:
+    return getattr(lightning_fp8, cls)(*POSITIONAL.get(cls, (32, 32)), **options)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_arguments_of_constructors(name: str) -> None:
+    for argument, values in CONSTRUCTORS[name].items():
+        for value in values:
+            if isinstance(value, Refused):
+                assert_raises(lambda: made(name, **{argument: value.value}), value.error, value.reason)  # noqa: B023
+            else:
+                made(name, **{argument: value})
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@torch.no_grad()
+def test_arguments_of_forwards(name: str) -> None:
+    module, x = made(name).eval(), torch.randn(6, 2, 32)
+    for argument, values in FORWARDS[name].items():
+        for value in values:
+            if isinstance(value, Refused):
+                assert_raises(lambda: module(x, **{argument: value.value}), value.error, value.reason)  # noqa: B023
+            else:
+                module(x, **{argument: value})
+
+
+ORDER = {
+    "MultiheadAttention": "hidden_size num_attention_heads kv_channels attention_dropout layernorm_epsilon init_method "
+    "output_layer_init_method layer_number attn_mask_type window_size bottom_right_diagonal",
+    "TransformerLayer": "hidden_size ffn_hidden_size num_attention_heads num_gqa_groups layernorm_epsilon "
+    "hidden_dropout attention_dropout init_method output_layer_init_method layer_number kv_channels "
+    "self_attn_mask_type window_size bottom_right_diagonal enc_dec_attn_mask_type enc_dec_bottom_right_diagonal "
+    "enc_dec_window_size",
+    "MultiheadAttention.forward": "hidden_states attention_mask encoder_output attn_mask_type window_size "
+    "bottom_right_diagonal",
+    "TransformerLayer.forward": "hidden_states attention_mask self_attn_mask_type window_size bottom_right_diagonal "
+    "encoder_output enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_window_size enc_dec_bottom_right_diagonal",
+}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_positional_arguments_are_in_transformer_engines_order(name: str) -> None:
+    cls, _, method = name.partition(".")
+    parameters = inspect.signature(getattr(getattr(lightning_fp8, cls), method or "__init__")).parameters.values()
+    positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert " ".join(positional[1:]) == ORDER[name]
+
+
+def test_what_does_not_go_together() -> None:
+    for options, message in (
+        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "goes with layer_type='encoder'"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "nor with output_layernorm"),
+        ({"num_gqa_groups": 3}, "num_gqa_groups=3 does not divide num_attention_heads=4"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout=1.5 must be a finite number"),
+        ({"qk_norm_type": "BatchNorm"}, "qk_norm_type='BatchNorm' is unknown"),
+        ({"normalization": "BatchNorm"}, "normalization='BatchNorm' is unknown"),
+    ):
+        assert_raises(lambda: made("TransformerLayer", **options), ValueError, message)  # noqa: B023
+    message = "num_attention_heads=5 does not divide hidden_size=32; pass kv_channels"
+    assert_raises(lambda: lightning_fp8.MultiheadAttention(32, 5), ValueError, message)
+    message = "layer_type='decoder' needs encoder_output"
+    assert_raises(lambda: made("TransformerLayer", layer_type="decoder")(torch.randn(6, 2, 32)), ValueError, message)
+    message = "rotary_pos_emb has 4 positions, fewer than the 6 of the sequence"
+    few = lightning_fp8.RotaryPositionEmbedding(8)(4)
+    assert_raises(lambda: made("TransformerLayer")(torch.randn(6, 2, 32), rotary_pos_emb=few), ValueError, message)
+    message = r"rotary_pos_emb has shape \[6, 8\]; it must be"
+    flat = torch.zeros(6, 8)
+    assert_raises(lambda: made("TransformerLayer")(torch.randn(6, 2, 32), rotary_pos_emb=flat), ValueError, message)

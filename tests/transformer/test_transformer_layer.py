@@ -1,0 +1,138 @@
+"""TransformerLayer against its definition in float64: outputs and every gradient, all options in pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fp8 import TransformerLayer, fp8_autocast
+from tests.transformer.layer_cases import CASES, batch_of, exact, layer_of, options_of, ran
+from tests.transformer.layer_reference import Options
+
+
+def assert_near(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float, floor: float = 0.02) -> None:
+    assert found.keys() == truth.keys()
+    for name, right in truth.items():
+        # the gradient of a key's bias is 0 in theory: softmax takes no notice of what all scores share
+        assert found[name] is not None, name
+        size = max(right.norm().item(), floor * right.numel() ** 0.5)
+        assert (found[name].double() - right).norm() <= tolerance * size, name
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_all_options_in_pairs(index: int) -> None:
+    case, (qkv_format, _) = CASES[index], CASES[index]["layout"]
+    o = options_of(case)
+    layer, batch = layer_of(o, qkv_format, case["bias"]), batch_of(o, qkv_format)
+    dys = [torch.randn_like(each.x) for each in batch.inputs]
+    call = {"checkpoint_core_attention": case["checkpoint_core_attention"]}
+    assert_near(ran(layer, batch, dys, qkv_format, **call), exact(layer, o, batch, dys), 2e-5)
+
+
+IN_FP8: list[tuple[str, Options]] = [
+    ("sbhd", Options(channels=16, rotary="halves")),
+    ("bshd", Options(channels=16, groups=2, rows="interleaved", layer_type="decoder", normalization="RMSNorm")),
+    ("thd", Options(channels=16, attention="padding_causal", activation="swiglu", residual="parallel")),
+    ("sbhd", Options(channels=16, residual="after the norm, output norm", rows="in three", zero_centered_gamma=True)),
+]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("index", range(len(IN_FP8)))
+def test_in_fp8_within_the_formats_rounding(index: int, recipe: str) -> None:
+    qkv_format, o = IN_FP8[index]
+    layer, batch = layer_of(o, qkv_format, hidden=64, ffn=96), batch_of(o, qkv_format, hidden=64)
+    dys = [torch.randn_like(each.x) for each in batch.inputs]
+    with fp8_autocast(fp8_recipe={"name": recipe, "fp8_dpa": True}):
+        found = ran(layer, batch, dys, qkv_format)
+    assert layer.self_attention.core_attention.record.fp8 == 1
+    assert_near(found, exact(layer, o, batch, dys), 0.15, floor=0.2)
+    layer.zero_grad()
+    plain = ran(layer, batch, dys, qkv_format)
+    assert not torch.equal(plain["output"], found["output"])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13])
+def test_rows_of_any_number(rows: int) -> None:
+    layer = layer_of(Options(), "sbhd")
+    x = torch.randn(rows, 2, 32, requires_grad=True)
+    with fp8_autocast(fp8_recipe="rowwise"):
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad.shape == x.shape
+
+
+def test_the_defaults_of_transformer_engine() -> None:
+    layer = TransformerLayer(64, 128, 4)
+    assert (layer.hidden_dropout, layer.self_attention.core_attention.attention_dropout) == (0.1, 0.1)
+    assert layer.self_attention.core_attention.attn_mask_type == "causal"
+    assert abs(layer.self_attention.proj.weight.std().item() - 0.023) < 0.002
+    assert not any(p.any() for name, p in layer.named_parameters() if name.endswith("bias"))
+    assert all((p == 1).all() for name, p in layer.named_parameters() if name.endswith("layer_norm_weight"))
+
+
+def test_a_bias_of_the_scores_reaches_both_attentions() -> None:
+    """As in Transformer Engine, whose layers pass it to self and cross attention alike."""
+    o = Options(layer_type="decoder")
+    layer, x = layer_of(o, "sbhd"), torch.randn(5, 1, 32)
+    bias = torch.full((1, 1, 5, 5), -1e9)
+    bias[..., 0] = 0  # all look at the first
+    y = layer(x, encoder_output=x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    moved = x.clone()
+    moved[1:] += 1.0
+    z = layer(x, encoder_output=moved, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    torch.testing.assert_close(y, z)
+
+
+# Dropout and stochastic depth.
+
+
+def branch_of_mlp(**options: Any) -> TransformerLayer:
+    """A layer of which attention adds nothing."""
+    layer = TransformerLayer(32, 48, 4, attention_dropout=0.0, **options)
+    with torch.no_grad():
+        layer.self_attention.proj.weight.zero_()
+        layer.layernorm_mlp.fc2_weight.normal_()
+    return layer
+
+
+def test_dropout_leaves_out_elements_and_raises_the_others() -> None:
+    layer, x = branch_of_mlp(hidden_dropout=0.25), torch.randn(40, 8, 32)
+    branch = layer.eval()(x) - x
+    torch.manual_seed(3)
+    kept = (layer.train()(x) - x) / branch
+    torch.manual_seed(3)
+    assert torch.equal(((layer(x) - x) / branch), kept)
+    is_kept = (kept - 4 / 3).abs() < 1e-2
+    assert (is_kept | (kept.abs() < 1e-2)).float().mean() > 0.999  # but where the branch is about 0
+    assert abs(is_kept.float().mean().item() - 0.75) < 0.02
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
+def test_drop_path_leaves_out_whole_sequences(qkv_format: str) -> None:
+    options = {"hidden_dropout": 0.0, "drop_path_rate": 0.5, "attn_input_format": qkv_format}
+    layer = branch_of_mlp(**options, self_attn_mask_type="padding" if qkv_format == "thd" else "causal")
+    sequences = [torch.randn(6, 32) for _ in range(64)]
+    if qkv_format == "thd":
+        x, call = torch.cat(sequences), {"cu_seqlens_q": torch.arange(65, dtype=torch.int32) * 6}
+    else:
+        x, call = torch.stack(sequences, 1 if qkv_format == "sbhd" else 0), {}
+    branch = layer.eval()(x, **call) - x
+    added = layer.train()(x, **call) - x
+    if qkv_format == "thd":
+        branch, added = branch.unflatten(0, (64, 6)), added.unflatten(0, (64, 6))
+    elif qkv_format == "sbhd":
+        branch, added = branch.transpose(0, 1), added.transpose(0, 1)
+    kept = added.flatten(1).norm(dim=1) > 0
+    assert 15 < kept.sum() < 49
+    torch.testing.assert_close(added[kept], 2 * branch[kept], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "drop_path_rate"])
+def test_a_probability_of_1_leaves_the_residual(name: str) -> None:
+    layer, x = branch_of_mlp(**{"hidden_dropout": 0.0, name: 1.0}), torch.randn(5, 2, 32)
+    assert torch.equal(layer(x), x)
