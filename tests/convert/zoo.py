@@ -189,6 +189,8 @@ def pixels(size: int = 32) -> Callable[[], dict[str, Any]]:
     return lambda: {"": batch["pixel_values"]}
 
 
+TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
+
 ZOO: dict[str, Animal] = {
     "llama": Animal(hf("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens("input_ids", "labels"), LLAMA_BLOCK),
     "mistral": Animal(hf("MistralForCausalLM", "MistralConfig", **DECODER), tokens("input_ids", "labels"), LLAMA_BLOCK),
@@ -291,8 +293,7 @@ ZOO: dict[str, Animal] = {
         "backbone.layers.1.mixer.{in,x,out}_proj",
     ),
     "timm_vit": Animal(
-        timm("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=WIDTH, depth=LAYERS, num_heads=HEADS),
-        pixels(),
+        timm("vit_tiny_patch16_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         other="patch_embed.proj",
         needs="timm",
@@ -309,8 +310,7 @@ ZOO: dict[str, Animal] = {
         needs="timm",
     ),
     "timm_eva02": Animal(
-        timm("eva02_tiny_patch14_224", img_size=32, patch_size=8, embed_dim=WIDTH, depth=LAYERS, num_heads=HEADS),
-        pixels(),
+        timm("eva02_tiny_patch14_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         idle="blocks.1.attn.qkv",
         other="patch_embed.proj",

@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8.delayed.history
-from lightning_fp8 import (
-    FP8FabricPrecision,
-    Linear,
-    convert_module,
-    fp8_autocast,
-    fp8_state_dict,
-    load_fp8_state_dict,
-)
+from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
 
 Between = Callable[[Tensor, int], Any]
@@ -263,14 +256,9 @@ def test_a_converted_llama_keeps_and_casts_what_it_needs() -> None:
     """In BF16 backward keeps an input for q, k and v, one for gate and up, and those of o and down."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+        vocab_size=128, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     plugin = FP8FabricPrecision(first_last_layers_bf16=False, cache_fp8_weights=True)
     plugin.convert_module(model)
