@@ -148,15 +148,8 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
     needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
     if needs_dgrad or needs_wgrad:
-        dy8 = quantize_role(
-            dy,
-            Role.GRAD_OUTPUT,
-            ctx.recipe,
-            ctx.slots,
-            observe=ctx.observe,
-            rowwise=needs_dgrad,
-            columnwise=needs_wgrad,
-        )
+        usage = {"rowwise": needs_dgrad, "columnwise": needs_wgrad}
+        dy8 = quantize_role(dy, Role.GRAD_OUTPUT, ctx.recipe, ctx.slots, observe=ctx.observe, **usage)
     if weight is not None:
         w8 = ctx.cached_weight or quantize_role(
             weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True
