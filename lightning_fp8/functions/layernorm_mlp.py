@@ -59,16 +59,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mlp: MLP,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, mlp: MLP, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
+        w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         needs = ctx.needs_input_grad[1:]
         keeps = not mlp.recompute
         normed, h = mlp.first_half(x, norm_weight, norm_bias, w1, b1, columnwise=needs[3] and keeps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,9 @@ def made(cls: str, /, **options: Any) -> torch.nn.Module:
     return getattr(lightning_fp8, cls)(*POSITIONAL.get(cls, (32, 32)), **options)
 
 
-def check(table: Mapping[str, Sequence[Any]], call: Callable[..., Any]) -> None:
-    for argument, values in table.items():
+def check(call: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+    """Each value of each argument is taken, or refused with its reason."""
+    for argument, values in arguments.items():
         for value in values:
             if isinstance(value, Refused):
                 assert_raises(partial(call, **{argument: value.value}), value.error, value.reason)
@@ -38,13 +39,13 @@ def check(table: Mapping[str, Sequence[Any]], call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_arguments_of_constructors(name: str) -> None:
-    check(CONSTRUCTORS[name], partial(made, name))
+    check(partial(made, name), CONSTRUCTORS[name])
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 @torch.no_grad()
 def test_arguments_of_forwards(name: str) -> None:
-    check(FORWARDS[name], partial(made(name).eval(), torch.randn(6, 2, 32)))
+    check(partial(made(name).eval(), torch.randn(6, 2, 32)), FORWARDS[name])
 
 
 ORDER = {

@@ -83,6 +83,17 @@ def check_call(layer: str, call: Mapping[str, Any]) -> None:
         raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")
 
 
+def check_encoder_output(argument: str, value: str, crossing: str, encoder_output: object) -> None:
+    """Check that ``encoder_output`` comes where ``argument`` is ``crossing``, and only there.
+
+    Raises:
+        ValueError: it is missing, or there is nothing that looks at it.
+    """
+    if (value == crossing) != (encoder_output is not None):
+        wrong = "needs encoder_output" if encoder_output is None else f"takes no encoder_output; pass {crossing!r}"
+        raise ValueError(f"{argument}={value!r} {wrong}")
+
+
 def head_sizes(
     hidden_size: int, num_attention_heads: int, kv_channels: int | None, num_gqa_groups: int | None
 ) -> Sizes:

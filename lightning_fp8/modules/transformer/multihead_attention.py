@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bool
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import Sizes
 from lightning_fp8.modules.fused import LayerNormLinear
@@ -20,6 +20,7 @@ from lightning_fp8.modules.transformer.arguments import (
     InitMethod,
     Mask,
     check_call,
+    check_encoder_output,
     default_init_method,
     head_sizes,
     mask_type_over_cache,
@@ -118,16 +119,9 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         refuse_parallel("MultiheadAttention", parallel)
-        flags = {
-            "input_layernorm": input_layernorm,
-            "return_layernorm_output": return_layernorm_output,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qk_norm_before_rope": qk_norm_before_rope,
-        }
-        for name, flag in flags.items():
-            require_bool(name, flag)
+        require_bools(input_layernorm=input_layernorm, return_layernorm_output=return_layernorm_output)
+        require_bools(fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved)
+        require_bools(rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_before_rope=qk_norm_before_rope)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
         self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
@@ -213,11 +207,7 @@ class MultiheadAttention(nn.Module):
             ValueError, TypeError: arguments that do not fit; the message says what would.
         """
         check_call("MultiheadAttention", call)
-        if (self.attention_type == "cross") != (encoder_output is not None):
-            raise ValueError(
-                f"attention_type={self.attention_type!r} "
-                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output; pass 'cross'")
-            )
+        check_encoder_output("attention_type", self.attention_type, "cross", encoder_output)
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
         step = None if params is None else params.step_of(q, self.qkv_format)
