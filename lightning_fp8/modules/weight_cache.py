@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
 from lightning_fp8.autocast import FP8Context
@@ -27,12 +29,19 @@ class _KeptWeight:
         key: the weight and all else that they were made from.
         automatic: no ``is_first_microbatch`` asked for them.
         observed: the weight's row of the amax history has its amax.
+        sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
+            meanwhile; none in compiled code.
     """
 
     key: tuple[Any, ...]
     copies: Quantized
     automatic: bool
     observed: bool
+    sources: tuple[tuple[weakref.ref[Tensor], StorageWeakRef], ...]
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters that it was made from, and not others in the place of such as are gone."""
+        return all(source() is parameter for (source, _), parameter in zip(self.sources, parameters))
 
 
 class WeightCachingModule(FP8Module):
@@ -95,14 +104,20 @@ class WeightCachingModule(FP8Module):
         if automatic:
             updates = slots[Role.WEIGHT].history.updates
             key = (*key, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
-        if is_first_microbatch or kept is None or kept.key != key:
+        if is_first_microbatch or kept is None or kept.key != key or not kept.is_of(parameters):
             others = {each: copies for each, copies in cache.items() if each != names}
             self._weight_cache = kept = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
-            kept = _KeptWeight(key, w8, automatic, observe)
+            kept = _KeptWeight(key, w8, automatic, observe, _sources(parameters))
             self._weight_cache = {**others, names: kept}
         elif observe and not kept.observed:
             if isinstance(recipe, DelayedScaling):
                 ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
             kept.observed = True
         return kept.copies
+
+
+def _sources(parameters: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], StorageWeakRef], ...]:
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple((weakref.ref(parameter), StorageWeakRef(parameter.untyped_storage())) for parameter in parameters)

@@ -90,6 +90,18 @@ def test_a_changed_weight_is_cast_anew(change: Callable[[Linear, Tensor], None],
     assert len(casts) == 2
 
 
+def test_data_where_data_was_that_is_gone() -> None:
+    """Averages that are swapped in and out: a new storage may get the address of the one that was cast."""
+    linear, x = Linear(16, 8, bias=False), torch.randn(4, 16)
+    run(linear, x, True)
+    address = linear.weight.untyped_storage()._cdata
+    for _ in range(200):
+        linear.weight.data = torch.randn(8, 16)
+        if linear.weight.untyped_storage()._cdata == address:
+            break
+    assert torch.equal(run(linear, x, False), run(linear, x, None))
+
+
 class Root(nn.Module):
     """``fully_shard`` gathers what a module's own call needs."""
 
