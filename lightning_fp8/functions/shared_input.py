@@ -117,7 +117,12 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
         if torch._C._cuda_isCurrentStreamCapturing():
             return None  # the graph of one layer may be replayed without that of another
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    return x._version, dtype, slot.history.updates, stream
+    return _version(x), dtype, slot.history.updates, stream
+
+
+def _version(x: Tensor) -> tuple[int, int]:
+    """What tells other values of ``x``: other ``data`` leaves its number as it was."""
+    return x._version, x.untyped_storage()._cdata
 
 
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
@@ -153,9 +158,10 @@ def cast_before_reading(x: Tensor, recipe: Recipe, slot: Slot, *, observe: bool)
         slot: of the layer that reads the result first.
     """
     conditions = _conditions(x, x.dtype, slot)
-    return None if conditions is None else InputCast(slot, recipe, (0, *conditions[1:]), observe)
+    return None if conditions is None else InputCast(slot, recipe, conditions, observe)
 
 
 def offer(x: Tensor, cast: InputCast) -> None:
     """Let layers that read ``x``, which nobody has read yet, take ``cast``."""
+    cast.conditions = (_version(x), *cast.conditions[1:])
     _remember(x, cast)

@@ -141,6 +141,15 @@ def stored_elsewhere(block: Block) -> None:
     block.between = changed
 
 
+def other_data(block: Block) -> None:
+    """Between two readers, which moves no version."""
+
+    def exchange(h: Tensor, reader: int) -> None:
+        h.data = h.detach() + reader
+
+    block.between = exchange
+
+
 def one_in_eval_mode(block: Block) -> None:
     block.k.eval()
 
@@ -186,6 +195,7 @@ def another_recipe_inside(block: Block) -> None:
     "hostile",
     [
         stored_elsewhere,
+        other_data,
         one_in_eval_mode,
         first_in_eval_mode,
         first_frozen,
