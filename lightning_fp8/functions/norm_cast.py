@@ -25,6 +25,7 @@ class NormOutput(torch.Tensor):
     """
 
     _source: tuple[Tensor, Tensor, float]
+    _versions: list[int]
     _computed: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -35,6 +36,7 @@ class NormOutput(torch.Tensor):
             cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
         )
         output._source = x, weight, eps
+        output._versions = _versions(x, weight)
         output._computed = None
         return output
 
@@ -42,17 +44,39 @@ class NormOutput(torch.Tensor):
         return f"NormOutput(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def computed(self) -> Tensor:
-        """The norm's result, rounded as Hugging Face's norms do: before it is multiplied by the weight."""
+        """The norm's result, rounded as Hugging Face's norms do: before it is multiplied by the weight.
+
+        Raises:
+            RuntimeError: the norm's input or weight was changed since.
+        """
         if self._computed is None:
             x, weight, eps = self._source
-            wide = x.float()
-            normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-            self._computed = weight * normalized.to(x.dtype)
+            if _versions(x, weight) != self._versions:
+                raise RuntimeError(
+                    "the output of a norm that casts for FP8 layers is read for the first time after the norm's input "
+                    "or weight was changed in place, as an optimizer does; read it before (clone() keeps the values), "
+                    "or convert with fuse=False"
+                )
+            with torch.no_grad():
+                wide = x.float()
+                normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+                self._computed = weight * normalized.to(x.dtype)
         return self._computed
 
     def data_ptr(self) -> int:
         """The address that kernels of others read."""
         return self.computed().data_ptr()
+
+    def tolist(self) -> Any:
+        return self.computed().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # says why it does not
+        return self.computed().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickles hold the values
+        return self.computed().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -60,11 +84,16 @@ class NormOutput(torch.Tensor):
             (output,) = args
             detached = NormOutput(*output._source)
             detached._computed = output._computed
+            detached._versions = output._versions
             return detached
         if function in _READ_NO_VALUES:
             return function(args[0]._source[0], *args[1:], **(kwargs or {}))
         args, kwargs = tree_map_only(NormOutput, NormOutput.computed, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class NormCastFunction(torch.autograd.Function):

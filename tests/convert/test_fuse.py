@@ -156,6 +156,30 @@ def test_whoever_else_reads_it_gets_the_norm(hook: Any) -> None:
     assert error(fused, exact) < 1.15 * error(unfused, exact)
 
 
+def test_outputs_that_a_hook_kept() -> None:
+    model, plain = converted(True), converted(False)
+    kept: list[Tensor] = []
+    for each in (model, plain):
+        each.model.layers[0].input_layernorm.register_forward_hook(lambda *args: kept.append(args[-1].detach()))
+        step(each)
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    assert torch.equal(*torch.load(file))
+    assert torch.equal(*copy.deepcopy(kept))
+    assert kept[0].tolist() == kept[1].tolist()
+
+
+def test_an_output_is_not_computed_from_other_values() -> None:
+    model, kept = converted(True), []
+    norm = model.model.layers[0].input_layernorm
+    norm.register_forward_hook(lambda *args: kept.append(args[-1].detach()))
+    step(model)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="fuse=False"):
+        kept[0].sum()
+
+
 def test_under_autocast_and_in_inference_mode_it_is_the_norm() -> None:
     model, plain = converted(True).float(), converted(False).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
