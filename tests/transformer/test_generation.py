@@ -134,3 +134,14 @@ def test_a_mask_of_any_form_over_the_cache() -> None:
     params.sequence_len_offset = 3
     last = layer(x[3:], hidden[..., 3:, :], "arbitrary", inference_params=params)
     torch.testing.assert_close(torch.cat([first, last]), whole)
+
+
+def test_a_cache_begun_in_inference_mode_goes_on_outside_it() -> None:
+    model, x, params = layers("sbhd"), torch.randn(4, 2, 32), InferenceParams(2, 8)
+    with torch.inference_mode():
+        params.pre_step({"a": 3, "b": 3})
+        forward(model, x[:3], inference_params=params)
+        whole = forward(model, x[:, 1:])
+    params.pre_step({"b": 1})
+    with torch.no_grad():
+        torch.testing.assert_close(forward(model, x[3:, 1:], inference_params=params), whole[3:])

@@ -171,7 +171,8 @@ class InferenceParams:
             raise RuntimeError("inference_params keep no gradients: call the model under torch.no_grad()")
         if module not in self._caches:
             sizes = (self.max_batch_size, self.max_sequence_length)
-            self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
+            with torch.inference_mode(False):  # else nothing could write to them outside it
+                self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
         k_cache, v_cache = self._caches[module]
         for cache, x in ((k_cache, k), (v_cache, v)):
             _write(cache, x, step, qkv_format)
