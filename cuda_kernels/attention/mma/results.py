@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, AttentionSpec
 from cuda_kernels.device.fragments import scale_seen_rows, store_fragment_global
 from cuda_kernels.device.language import cuda, device, i32, i64
 
@@ -30,7 +30,7 @@ def make_store(spec: AttentionSpec) -> Any:
 
     @device
     def store(acc, s, t, i, j, out, tile, head, strides):
-        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         stride_b, stride_l, stride_h = strides
         row, column = own_place()
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
