@@ -34,7 +34,7 @@ def to_onnx(model: nn.Module, *inputs: Tensor, opset: int = OPSET, dynamic: bool
 def run(program: Any, *inputs: Tensor) -> list[np.ndarray]:
     """What onnxruntime computes of ``inputs``."""
     options = onnxruntime.SessionOptions()
-    if Version(onnxruntime.__version__) < Version("1.29"):  # which takes each product of DequantizeLinear for integers
+    if Version(onnxruntime.__version__) < Version("1.29"):  # they make integer products of FP8's
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(
         program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -17,6 +17,8 @@ from lightning_fp8 import (
     LayerNorm,
     Linear,
     RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
     convert_module,
     fp8_autocast,
     fp8_state_dict,
@@ -108,3 +110,24 @@ def test_onnxruntime_gives_the_modules_results(weights: str, calibrated: tuple) 
 def _high_precision(model: nn.Module, x: Tensor) -> np.ndarray:
     with fp8_autocast(enabled=False):
         return model(x).numpy()
+
+
+def test_a_transformer_layer_with_rotary_embeddings() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"normalization": "RMSNorm", "activation": "swiglu", "fuse_qkv_params": True}
+            self.layer = TransformerLayer(WIDTH, 96, HEADS, 2, attn_input_format="bshd", **options)
+            self.rotary = RotaryPositionEmbedding(WIDTH // HEADS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, rotary_pos_emb=self.rotary(x.shape[1]))
+
+    model, x = Rotated().eval(), torch.randn(3, 12, WIDTH)
+    with torch.no_grad(), fp8_autocast(fp8_recipe="tensorwise"):
+        expected = model(x)
+        program = in_onnx.to_onnx(model, x)
+    (found,) = in_onnx.run(program, x)
+    assert in_onnx.count(program)["QuantizeLinear"] == 8, "inputs and weights of four products"
+    branch = (expected - x).norm()
+    assert (torch.from_numpy(found) - expected).norm() < 0.01 * branch

@@ -16,14 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8.delayed.history
-from lightning_fp8 import (
-    FP8FabricPrecision,
-    Linear,
-    convert_module,
-    fp8_autocast,
-    fp8_state_dict,
-    load_fp8_state_dict,
-)
+from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
+from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
 
 Between = Callable[[Tensor, int], Any]

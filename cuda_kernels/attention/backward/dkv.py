@@ -47,9 +47,9 @@ from cuda_kernels.attention.backward.statistics import (
 )
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import (
     MULTIPLYING,
     PRODUCER,
@@ -168,7 +168,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def produce(smem, maps, tile, kv_head, shape):
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
-        row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
+        row, queries, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
@@ -186,7 +186,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         """Both sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
@@ -252,7 +252,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         smem = dynamic_shared()
         tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
-            block = (i64(head) * (rows_k >> 7) + (tile[0] >> 7)) * 4
+            block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
             mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
             dv, dk = consume(
                 smem, tile, wg_idx, load_f32(scale_k + block) * c, load_f32(scale_v + block), group, left, right, mine

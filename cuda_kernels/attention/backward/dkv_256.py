@@ -29,9 +29,9 @@ from cuda_kernels.attention.backward.running_scale import START, make_running_ro
 from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import (
     MULTIPLYING,
     PRODUCER,
@@ -108,7 +108,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         map_t = map_qt if is_dk else map_dot
-        row, queries, first, last = tile[0], tile[1], tile[2], tile[3]
+        row, queries, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_kv, own_bytes)
         load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + row)
         if is_dk:
@@ -136,7 +136,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         """The sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = i32(smem + k_offset + wg_idx * HALF_TILE)
@@ -205,7 +205,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         smem = dynamic_shared()
         tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
-            block = (i64(head) * (rows_k >> 7) + (tile[0] >> 7)) * 4
+            block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
             key_factor, value_scale = load_f32(scale_k + block) * c, load_f32(scale_v + block)
             sums = consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch)
             # Found again: kept, they would take registers from the loop.

@@ -84,6 +84,20 @@ def checked_dropout(attention_dropout: Any) -> float:
     return float(attention_dropout)
 
 
+def checked_length(name: str, length: Any) -> int | None:
+    """Raises:
+    TypeError: neither None nor an integer.
+    ValueError: less than 0.
+    """
+    if length is None:
+        return None
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
+    if length < 0:
+        raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
+    return length
+
+
 @torch.compiler.assume_constant_result
 def tell(text: str) -> None:
     """Warn, also while torch.compile traces."""

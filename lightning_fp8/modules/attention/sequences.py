@@ -24,6 +24,7 @@ class Sequences(NamedTuple):
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
         rows_of_sequences_q, rows_of_sequences_kv: the rows of ``thd`` that belong to one; None is all.
         rows: of queries in ``thd``, with what lies between sequences.
+        max_seqlen_q: no sequence of queries in ``thd`` has more rows; None is not known.
     """
 
     qkv_format: str
@@ -32,6 +33,7 @@ class Sequences(NamedTuple):
     rows_of_sequences_q: Tensor | None = None
     rows_of_sequences_kv: Tensor | None = None
     rows: int = 0
+    max_seqlen_q: int | None = None
 
     @classmethod
     def of(
