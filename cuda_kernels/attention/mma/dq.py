@@ -26,10 +26,10 @@ from cuda_kernels.attention.backward.statistics import (
 )
 from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
-from cuda_kernels.attention.mma.results import make_store, own_place
+from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
-from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, TILE_VALID, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
@@ -69,7 +69,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
     amax_of, sum_of = rows_amax(count), rows_sum(count)
     codes_of = make_row_codes(count)
-    zero_sums, store = zeros(head_dim // 2), make_store(spec)
+    zero_sums, store = zeros(head_dim // 2), make_gradient_store(spec)
 
     @device
     def copy_keys(smem, k, v, j):
@@ -151,17 +151,16 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             known, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
         tile, head = tile_again(table, heads)
-        valid = tile[TILE_VALID]
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0:
             store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
-        inside, inside_below, strides = line < valid, line + 8 < valid, (stride_b, stride_l, stride_h)
-        store(dq, softmax_scale, softmax_scale, inside, inside_below, out, tile, head, strides)
+        store(dq, softmax_scale, out, tile, head, (stride_b, stride_l, stride_h))
 
     parameters = *[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3
-    return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, kt_offset + head_dim * LINE)
+    name, shared_bytes = f"mma_attention_dq({spec})", kt_offset + head_dim * LINE
+    return attention_by_mma(name, mma_attention_dq, parameters, shared_bytes)
 
 
 @cache

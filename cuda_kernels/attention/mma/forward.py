@@ -16,11 +16,18 @@ from functools import cache
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
-from cuda_kernels.attention.mma.results import make_store, own_place
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
-from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
+from cuda_kernels.attention.spec import (
+    ROWS,
+    TILE_OTHERS,
+    TILE_OUT_ROW,
+    TILE_OUT_ROWS,
+    TILE_ROW,
+    TILE_SEQUENCE,
+    AttentionSpec,
+)
 from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
-from cuda_kernels.device.fragments import scale_rows, zeros
+from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
 from cuda_kernels.kernel import Kernel
@@ -40,12 +47,14 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
     prefetch, pending = stages - 1, stages - 2
     stage_bytes = TILE + head_dim * LINE
+    item = 4 if spec.out == "float32" else 2
     scores_count, out_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     scores_of = make_product(ROWS, spec.k_steps)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
-    zero_out, store = zeros(out_count), make_store(spec)
+    zero_out, finish = zeros(out_count), scale_seen_rows(out_count)
+    store = store_fragment_global(out_count, spec.out, True, False)
 
     @device
     def copy_keys(stage, keys, j):
@@ -65,8 +74,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         """
         first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
@@ -117,11 +125,15 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             i64(rows_k), load_f32(scale_q + query_block) * c, (scale_k, scale_v), key_block, left, right,
         )  # fmt: skip
         tile, head = tile_again(table, heads)
-        line, _ = own_place()
-        factor, factor_below, seen, seen_below = store_statistics(
-            state, m, l, tile, head, rows_q, line, cuda.threadIdx.x & 31
-        )
-        store(acc, factor, factor_below, seen, seen_below, out, tile, head, (stride_b, stride_l, stride_h))
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
+        lane = cuda.threadIdx.x & 31
+        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        store(
+            finish(acc, inverse, inverse_below, seen, seen_below),
+            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
+        )  # fmt: skip
 
     parameters = *[i64] * 10, *[i32] * 6, f32, *[i64] * 3
     name, shared_bytes = f"mma_attention_forward({spec}, {stages=})", TILE + stages * stage_bytes
