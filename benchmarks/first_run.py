@@ -101,6 +101,8 @@ KERNELS = {
     "attention's D": "attention_delta-64-padded",
     "attention's dQ": "attention_dq-64-many keys",
     "attention's dK and dV": "attention_dkv-64-many queries",
+    "attention's dQ, mma.sync": "mma_attention_dq-96-many keys",
+    "attention's dK and dV, mma.sync": "mma_attention_dkv-96-many queries",
     "attention's dV, then dK, of 256 channels": "attention_dkv-256-many queries",
     "attention, both passes": "attention_ops-bshd grouped bottom right",
 }

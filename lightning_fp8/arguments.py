@@ -40,6 +40,12 @@ def require_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False, without quotes")
 
 
+def require_bools(**flags: Any) -> None:
+    """As :func:`require_bool`, of each flag by its name."""
+    for name, value in flags.items():
+        require_bool(name, value)
+
+
 def require_number(name: str, value: Any, largest: float) -> None:
     """A number from 0 to ``largest``; NaN is none.
 

@@ -22,9 +22,9 @@ from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load, per_stage, placed
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import PRODUCER, accumulator_origin, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.fragments import rescale_add_rows, scale_all, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
@@ -46,7 +46,6 @@ from cuda_kernels.device.sm90 import (
     mbarrier_wait,
     named_barrier,
     named_barrier_arrive,
-    shfl_sync_0,
     tma_load,
     wgmma_fence,
     wgmma_wait,
@@ -108,7 +107,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
         kv_head = quotient(head, group)
-        row, keys, first, last = tile[0], tile[1], tile[2], tile[3]
+        row, keys, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
         load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
         stage_idx, phase = i32(0), i32(0)
@@ -132,7 +131,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     @device
     def consume(smem, tile, wg_idx, scale_q, scale_k, scale_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
@@ -194,14 +193,13 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
             kv_head = quotient(head, group)
-            query_block = i64(head) * (rows_q >> 7) + (tile[0] >> 7)
-            key_block = i64(kv_head) * (rows_k >> 7) + (tile[1] >> 7)
+            query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
+            key_block = i64(kv_head) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
             acc, acc_high, unit, state = consume(
                 smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
-            # Found again: kept, they would take registers from the loop.
-            tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+            tile, head = tile_again(table, heads)
             lane = cuda.threadIdx.x & 31
             line = warp * 16 + (lane >> 2)
             inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cuda_kernels.attention.spec import TILE_ROW, TILE_VALID
 from cuda_kernels.device.fragments import exp2_rows, pack_a_words, rows_max, rows_sum
 from cuda_kernels.device.language import device, i64
 from cuda_kernels.device.ptx import bits, exp2_approx, float_max, from_bits, reciprocal_approx, shuffle_xor, store_f32
@@ -97,14 +98,14 @@ def store_statistics(state, m, l, tile, head, rows_q, row, lane):  # noqa: E741
     It returns ``inverse, inverse_below, seen, seen_below``: what the sums of P V are multiplied by, and whether the
     rows saw a key.
     """
-    valid = tile[8]
+    valid = tile[TILE_VALID]
     largest, largest_below, unit, unit_below, total, total_below = state
     total, total_below = quad_sum(total), quad_sum(total_below)
     inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
     seen, largest, total = _row_statistics(largest, unit, total, row < valid)
     seen_below, largest_below, total_below = _row_statistics(largest_below, unit_below, total_below, row + 8 < valid)
     if lane & 3 == 0:
-        place = (i64(head) * rows_q + tile[0] + row) * 4
+        place = (i64(head) * rows_q + tile[TILE_ROW] + row) * 4
         store_f32(m + place, largest)
         store_f32(m + place + 32, largest_below)
         store_f32(l + place, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE
+from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID
 from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
@@ -50,7 +50,7 @@ def make_gradient_store(channels: int, dtype: str, first_channel: int = 0, again
 
     @device
     def store(acc, factor, shared, out, tile, head, warp, strides):
-        row, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[8]
+        row, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[TILE_VALID]
         store_result(acc, factor, factor, row < valid, row + 8 < valid, shared, out, tile, head, warp, strides)
 
     return store

@@ -128,16 +128,17 @@ class Activation:
     gated: bool
 
 
+_FUNCTIONS = {
+    ("gelu", "geglu"): (_gelu, _gelu_grad_and_value),
+    ("qgelu", "qgeglu"): (_qgelu, _qgelu_grad_and_value),
+    ("relu", "reglu"): (_relu, _relu_grad_and_value),
+    ("srelu", "sreglu"): (_srelu, _srelu_grad_and_value),
+    ("silu", "swiglu"): (_silu, _silu_grad_and_value),
+    ("glu",): (_sigmoid, _sigmoid_grad_and_value),
+}
 ACTIVATIONS = {
-    name: Activation(value, grad_and_value, name.endswith("glu"))
-    for names, value, grad_and_value in (
-        (("gelu", "geglu"), _gelu, _gelu_grad_and_value),
-        (("qgelu", "qgeglu"), _qgelu, _qgelu_grad_and_value),
-        (("relu", "reglu"), _relu, _relu_grad_and_value),
-        (("srelu", "sreglu"), _srelu, _srelu_grad_and_value),
-        (("silu", "swiglu"), _silu, _silu_grad_and_value),
-        (("glu",), _sigmoid, _sigmoid_grad_and_value),
-    )
+    name: Activation(*functions, gated=name.endswith("glu"))
+    for names, functions in _FUNCTIONS.items()
     for name in names
 }
 """By Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""

@@ -19,14 +19,6 @@ class Type:
     name: str
 
 
-@dataclass(frozen=True)
-class UniTuple:
-    """``count`` values of one type."""
-
-    dtype: Any
-    count: int
-
-
 # Any, since kernels call them.
 i16, i32, i64 = (Type(f"int{bits}") for bits in (16, 32, 64))  # type: Any, Any, Any
 u32: Any = Type("uint32")
@@ -34,6 +26,14 @@ f32: Any = Type("float32")
 void: Any = Type("void")
 tensor_map: Any = Type("tensor_map")
 """A ``CUtensorMap`` that is passed to a kernel by value."""
+
+
+@dataclass(frozen=True)
+class UniTuple:
+    """``count`` values of one type."""
+
+    dtype: Any
+    count: int
 
 
 def u32x(count: int) -> UniTuple:

@@ -20,6 +20,7 @@ from lightning_fp8.convert.attention import PlannedAttention, place_in, plan_att
 from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
+from lightning_fp8.convert.norms.fuse import fuse_norms, plan_norms
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.convert.towers import Place, find_blocks, find_heads, find_places, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
@@ -39,11 +40,12 @@ class Policy:
     num_layers_at_end_in_bf16: int = 1
     replace_layers: bool = True
     skip: Sequence[str] = ()
+    fuse: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, plain(getattr(self, each.name)))
-        for field in ("first_last_layers_bf16", "replace_layers"):
+        for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, field)
@@ -100,7 +102,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                     LayerDecision(gemm_name(name, gemm), shape, not reason, reason or "eligible", parameters=size)
                 )
         decisions += other_matrices(module, name)
-    return ConversionSummary(tuple(decisions))
+    norms = plan_norms(model, {layer.name: layer for layer in decisions}) if policy.fuse else ()
+    return ConversionSummary(tuple(decisions), norms)
 
 
 def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
@@ -162,6 +165,7 @@ def convert_module(
     num_layers_at_end_in_bf16: int = 1,
     replace_layers: bool = True,
     skip: Sequence[str] = (),
+    fuse: bool = False,
 ) -> nn.Module:
     """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
 
@@ -177,6 +181,7 @@ def convert_module(
         num_layers_at_end_in_bf16: how many last layers.
         replace_layers: False only runs ``lightning_fp8.Linear`` modules in FP8.
         skip: globs of module names that stay in BF16.
+        fuse: let the RMSNorms of Hugging Face's Llama and its like cast for the layers that read them, in one pass.
 
     Returns:
         ``model`` itself.
@@ -186,7 +191,7 @@ def convert_module(
     """
     require_module("convert_module", model)
     policy = Policy(
-        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip
+        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip, fuse
     )
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
@@ -239,6 +244,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
                 swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
+    fuse_norms(model, summary.norms)
     history = _share_history(model)
     history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
     return history

@@ -165,7 +165,7 @@ class FirstStep:
         known = all(layer.ran is not None or not self._called(self._owner(layer)) for layer in with_matrix if layer.fp8)
         if known and self._counting:
             layers = tuple(replace(each, flops=self._flops(each)) if each in with_matrix else each for each in layers)
-        return ConversionSummary(layers)
+        return replace(self.summary, layers=layers)
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step so far has called are said to be such, once."""
@@ -173,7 +173,7 @@ class FirstStep:
             return None
         self.settled = True
         first = self._found or self.finish()
-        return ConversionSummary(tuple(self._seen_since(layer) for layer in first.layers))
+        return replace(first, layers=tuple(self._seen_since(layer) for layer in first.layers))
 
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:
@@ -187,12 +187,11 @@ class FirstStep:
 
     def later(self, summary: ConversionSummary) -> ConversionSummary:
         """``summary``, in which layers that were idle in the first step and have run in FP8 since are idle no more."""
-        return ConversionSummary(
-            tuple(
-                self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
-                for layer in summary.layers
-            )
+        layers = (
+            self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
+            for layer in summary.layers
         )
+        return replace(summary, layers=tuple(layers))
 
     def _late(self, layer: LayerDecision) -> LayerDecision:
         return replace(layer, ran=True, reason="first ran after the first training step")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 LINEAR = "linear"
 ATTENTION = "dot product attention"
+NORM = "norm"
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,13 @@ class ConversionSummary:
     """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table.
 
     Where attention shall run in FP8, the modules that compute it are among them.
+
+    Attributes:
+        norms: with ``fuse=True``, for each norm whether it casts for the layers that read it; of ``kind`` "norm".
     """
 
     layers: tuple[LayerDecision, ...]
+    norms: tuple[LayerDecision, ...] = ()
 
     @property
     def num_fp8(self) -> int:
@@ -77,9 +82,10 @@ class ConversionSummary:
 
     def is_of(self, plan: ConversionSummary) -> bool:
         """Whether these are the decisions of ``plan``, whatever is known of what ran."""
-        return [(layer.name, layer.shape, layer.fp8) for layer in self.layers] == [
-            (layer.name, layer.shape, layer.fp8) for layer in plan.layers
-        ]
+        decisions, planned = (
+            [(layer.name, layer.shape, layer.fp8) for layer in (*each.layers, *each.norms)] for each in (self, plan)
+        )
+        return decisions == planned
 
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
@@ -89,7 +95,8 @@ class ConversionSummary:
     def __str__(self) -> str:
         rows = [("layer", "out × in", "runs in", "because")]
         rows += [
-            (layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.layers
+            (layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason)
+            for layer in (*self.layers, *self.norms)
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import refuse_transforms
+from lightning_fp8.functions import sequence_tables
 from lightning_fp8.functions.linear import Slots
-from lightning_fp8.functions.sequence_tables import on_card, shared_tables
 from lightning_fp8.ops.attention import (
+    BLOCK,
     FORMATS,
     AttentionCall,
     Band,
@@ -54,6 +55,7 @@ def fp8_attention(
     softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     center_keys: bool = True,
     slots: Slots | None = None,
     observe: bool = False,
@@ -73,7 +75,9 @@ def fp8_attention(
         softmax_scale: None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: of ``thd`` where each sequence starts; else their differences
             are the sequences' lengths. Rows after them are padding, which gives 0 and takes no gradient.
-        center_keys: cast keys without their mean over the sequence, which changes nothing but digits.
+        max_seqlen_q: of ``thd``, rows that no sequence of queries has more of; memory is saved by it on a card, where a
+            longer one is a device assertion. None is T.
+        center_keys: cast keys without a mean over their sequence, which changes nothing but digits.
         slots: rows of an amax history, of q, k and v together, the output, and their gradients.
         observe: whether to collect amaxes there.
 
@@ -83,7 +87,8 @@ def fp8_attention(
     Raises:
         TypeError: dtypes that differ.
         ValueError: a dtype that is none of the three; another format, or shapes, heads, devices or ``cu_seqlens`` that
-            do not fit; a GPU without kernels for D; a ``softmax_scale`` that is not finite and above 0.
+            do not fit; a ``max_seqlen_q`` that is too small; a GPU without kernels for D; a ``softmax_scale`` that is
+            not finite and above 0.
         RuntimeError: a transform of torch.func is active.
     """
     _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
@@ -92,16 +97,19 @@ def fp8_attention(
     refuse_transforms("Attention", q, k, v)
     if reason := why_not_fp8(q, k, v):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
-    config = attention_config(qkv_format, band, center_keys)
+    longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
+    config = attention_config(qkv_format, band, center_keys, longest)
     if k is q:  # torch.compile takes no tensor twice
         k = k.view_as(k)
     if v is q or v is k:
         v = v.view_as(v)
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
     tables = None
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None and on_card(q.device) and _keeps(q, k, v):
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
         rows = 1 if qkv_format == "bshd" else 0
-        tables = shared_tables(cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device)
+        tables = sequence_tables.shared_tables(
+            cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device
+        )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
 
@@ -149,6 +157,23 @@ class AttentionFunction(torch.autograd.Function):
         needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
         _observe(ctx.slots, Role.DQKV, *needed)
         return *needed, *[None] * 6
+
+
+def _longest(max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> int | None:
+    """The next power of two, of which there are few to plan and compile for."""
+    if max_seqlen_q is None or cu_seqlens_q is None:
+        return None
+    if not torch.compiler.is_compiling() and type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type == "cpu":
+        longest = int(cu_seqlens_q.diff().max()) if len(cu_seqlens_q) > 1 else 0
+        if longest > max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q={max_seqlen_q}, and cu_seqlens_q has a sequence of {longest} rows; "
+                f"pass {longest}, or None"
+            )
+    bound = BLOCK
+    while bound < max_seqlen_q:
+        bound *= 2
+    return bound
 
 
 def _keeps(*tensors: Tensor) -> bool:

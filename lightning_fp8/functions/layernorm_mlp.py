@@ -59,17 +59,10 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-        mlp: MLP,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad
+        ctx: Any, mlp: MLP, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
+        w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        needs = ctx.needs_input_grad[1:]
         keeps = not mlp.recompute
         normed, h = mlp.first_half(x, norm_weight, norm_bias, w1, b1, columnwise=needs[3] and keeps)
         a8 = mlp.activated(h, rowwise=True, columnwise=needs[5] and keeps)
@@ -93,8 +86,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
         refuse_second_derivatives("LayerNormMLP", "LayerNorm (RMSNorm), Linear and an activation")
         x, norm_weight, w1, w2, *kept = ctx.saved_tensors
         mlp: MLP = ctx.mlp
-        needs_norm = any(ctx.needs_input_grad[:3])
-        needs_w1, needs_b1, needs_w2, needs_b2 = ctx.needs_input_grad[3:7]
+        needs = ctx.needs_input_grad[1:]
+        needs_norm = any(needs[:3])
+        needs_w1, needs_b1, needs_w2, needs_b2 = needs[3:]
         needs_first = needs_norm or needs_w1 or needs_b1
         if mlp.recompute:
             norm_bias, b1 = kept
@@ -129,6 +123,5 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 dw1 = mlp.fc1.weight_gradient(dh8, n_t, w1)
         of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)
         if needs_norm:
-            has_bias = ctx.needs_input_grad[2]
-            of_norm_and_x = norm_gradients(dnormed, of_norm, x, norm_weight, statistics, mlp.norm, has_bias)
-        return *of_norm_and_x, dw1, db1, dw2, db2, None
+            of_norm_and_x = norm_gradients(dnormed, of_norm, x, norm_weight, statistics, mlp.norm, needs[2])
+        return None, *of_norm_and_x, dw1, db1, dw2, db2

@@ -61,17 +61,22 @@ def cast_args(role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwis
     }
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _quantize_input(
     x: Tensor, recipe: Recipe, slots: Slots, shared: InputCast | None, *, observe: bool, columnwise: bool
 ) -> Quantized:
-    """Cast ``x [R, K]``, as far as another layer's ``shared`` cast has not what this one multiplies."""
+    """Cast the rows of ``x [..., K]``, as far as a ``shared`` cast has not what this layer multiplies."""
     if shared is None:
+        x = _rows(x)
         return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
     lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
     made = None
     if lacks_rowwise or lacks_columnwise:
         made = quantize_role(
-            x,
+            _rows(x),
             Role.INPUT,
             recipe,
             slots,
@@ -108,8 +113,6 @@ class LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.x_shape = x.shape
         ctx.place_of_x = place_of_x
-        if x.dim() != 2:
-            x = x.reshape(-1, x.shape[-1])
         x8 = _quantize_input(x, recipe, slots, shared, observe=observe, columnwise=needs_wgrad)
         w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
         y = ops.scaled_mm(present(x8.rowwise), present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
@@ -145,15 +148,8 @@ def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Te
     needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
     if needs_dgrad or needs_wgrad:
-        dy8 = quantize_role(
-            dy,
-            Role.GRAD_OUTPUT,
-            ctx.recipe,
-            ctx.slots,
-            observe=ctx.observe,
-            rowwise=needs_dgrad,
-            columnwise=needs_wgrad,
-        )
+        usage = {"rowwise": needs_dgrad, "columnwise": needs_wgrad}
+        dy8 = quantize_role(dy, Role.GRAD_OUTPUT, ctx.recipe, ctx.slots, observe=ctx.observe, **usage)
     if weight is not None:
         w8 = ctx.cached_weight or quantize_role(
             weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True

@@ -52,15 +52,8 @@ class Product(NamedTuple):
 
     def quantized_gradient(self, dy: Tensor, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The operands of ``dy [R, N]``."""
-        return quantize_role(
-            dy,
-            Role.GRAD_OUTPUT,
-            self.recipe,
-            self.slots,
-            observe=self.observe,
-            rowwise=rowwise,
-            columnwise=columnwise,
-        )
+        usage = {"rowwise": rowwise, "columnwise": columnwise}
+        return quantize_role(dy, Role.GRAD_OUTPUT, self.recipe, self.slots, observe=self.observe, **usage)
 
     def input_gradient(self, dy8: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """``dy w`` in ``dtype``."""

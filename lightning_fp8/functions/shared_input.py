@@ -40,11 +40,11 @@ class InputCast:
         self.slot: Slot | None = slot
         self.recipe = recipe
         self.conditions = conditions
-        self.reads = 1
+        self.reads = 0
         self.rowwise: ScaledTensor | None = None
         self.columnwise: ScaledTensor | None = None
         slot.readers = max(slot.readers, slot.readers_of_last)
-        slot.readers_of_last = 1
+        slot.readers_of_last = 0
         if isinstance(recipe, DelayedScaling):
             marks = slot.history.marks()
             self.mark_before = self.mark_after = marks[slot.row]
@@ -58,9 +58,9 @@ class InputCast:
     def serve(self, slot: Slot, observe: bool) -> bool:
         """Whether the layer of ``slot`` takes these copies; its row then has got what its own cast would write."""
         first = self.slot
-        if first is None or first is slot:  # whoever reads it twice may read what something has filled anew
+        if first is None or (first is slot and self.reads):  # who reads twice may read what something has filled anew
             return False
-        if isinstance(self.recipe, DelayedScaling) and not self._feed(first, slot, observe):
+        if first is not slot and isinstance(self.recipe, DelayedScaling) and not self._feed(first, slot, observe):
             return False
         self.reads += 1
         first.readers_of_last = self.reads
@@ -108,6 +108,18 @@ def forget_inputs() -> None:
     _thread.casts = ()
 
 
+def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
+    """What the values of ``x`` and of its cast depend on beside a recipe; None where a cast of it is nobody else's."""
+    if x.is_inference():  # these have no version
+        return None
+    stream = None
+    if x.is_cuda:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None  # the graph of one layer may be replayed without that of another
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    return x._version, dtype, slot.history.updates, stream
+
+
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
     """The cast of ``x`` for one layer: another layer's, or a new one; None where none can be shared.
 
@@ -118,17 +130,32 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
         slot: the layer's row for it; fed here where the cast is another layer's.
         observe: whether a cast feeds it.
     """
-    if x.is_inference():  # these have no version
+    conditions = _conditions(x, dtype, slot)
+    if conditions is None:
         return None
-    stream = None
-    if x.is_cuda:
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return None  # the graph of one layer may be replayed without that of another
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    conditions = (x._version, dtype, slot.history.updates, stream)
     for input, cast in _thread.casts:
         if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
             return cast
     cast = InputCast(slot, recipe, conditions, observe)
-    _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
+    cast.serve(slot, observe)
+    _remember(x, cast)
     return cast
+
+
+def _remember(x: Tensor, cast: InputCast) -> None:
+    _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
+
+
+def cast_before_reading(x: Tensor, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
+    """A cast like ``x`` in dtype and place, for what is computed from x; None where none can be shared.
+
+    Args:
+        slot: of the layer that reads the result first.
+    """
+    conditions = _conditions(x, x.dtype, slot)
+    return None if conditions is None else InputCast(slot, recipe, (0, *conditions[1:]), observe)
+
+
+def offer(x: Tensor, cast: InputCast) -> None:
+    """Let layers that read ``x``, which nobody has read yet, take ``cast``."""
+    _remember(x, cast)

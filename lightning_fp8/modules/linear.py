@@ -16,7 +16,7 @@ from lightning_fp8.arguments import (
     one_dtype,
     plain,
     refuse_parallel,
-    require_bool,
+    require_bools,
     require_init_method,
     require_positive,
     rows_by_name,
@@ -65,9 +65,7 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         in_features, out_features = plain(in_features), plain(out_features)
         require_positive("in_features", in_features)
         require_positive("out_features", out_features)
-        flags = {"bias": bias, "return_bias": return_bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        for name, flag in flags.items():
-            require_bool(name, flag)
+        require_bools(bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         require_init_method("init_method", init_method)
         refuse_parallel("Linear", parallel)
         rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)

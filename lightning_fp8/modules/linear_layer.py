@@ -95,19 +95,25 @@ class LinearLayer(WeightCachingModule):
 
     def _context(self, input: Tensor) -> FP8Context:
         """The context that this forward runs under; counted in the record."""
-        context = autocast.current_context()
         if torch.compiler.is_compiling():
+            context = autocast.current_context()
             if context.enabled and self.fp8:
                 note_traced(*self.features)
             return context
         # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
+        context = self.running_context()
         if autocast.in_backward():
-            return self._last_context or context
+            return context
         if self._last_context is not context:
             self._last_context = context  # slow in a module, so only where it changes
         rows = input.numel() // self.in_features
         (self._record or self.record).note(context.enabled and self.fp8, rows, self.training)
         return context
+
+    def running_context(self) -> FP8Context:
+        """The context that a forward of this layer would run under now, outside compiled code."""
+        context = autocast.current_context()
+        return (self._last_context or context) if autocast.in_backward() else context
 
     def _split_parameters(self, rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bool, require_number
+from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bools, require_number
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
 from lightning_fp8.te.te_state import EXTRA_STATE
@@ -39,8 +39,7 @@ def _sizes(shape: Any) -> list[int]:
 
 def _check_options(eps: Any, zero_centered_gamma: Any, **flags: Any) -> None:
     require_number("eps", eps, largest=FLOAT32_MAX)
-    for name, value in {"zero_centered_gamma": zero_centered_gamma, **flags}.items():
-        require_bool(name, value)
+    require_bools(zero_centered_gamma=zero_centered_gamma, **flags)
     if zero_centered_gamma and not flags["elementwise_affine"]:
         raise ValueError("zero_centered_gamma=True needs elementwise_affine=True: without it there is no gamma")
 

@@ -59,6 +59,7 @@ class FP8FabricPrecision(FabricPrecision):
         attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
         cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter;
             ``None`` does so where the Trainer accumulates gradients and no weight is sharded.
+        fuse: let norms of known model families cast for the layers that read them; see :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
@@ -78,6 +79,7 @@ class FP8FabricPrecision(FabricPrecision):
         compute_dtype: torch.dtype | str | None = None,
         attention: bool = False,
         cache_fp8_weights: bool | None = None,
+        fuse: bool = False,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         attention = plain(attention)
@@ -91,6 +93,7 @@ class FP8FabricPrecision(FabricPrecision):
             num_layers_at_end_in_bf16,
             replace_layers,
             skip,
+            fuse,
         )
         self.kept_weights = KeptWeights(cache_fp8_weights)
         self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]

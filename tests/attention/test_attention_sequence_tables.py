@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,24 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
 from cuda_kernels.host.launchers.attention_batch import BatchTables
 from cuda_kernels.host.launchers.attention_tiles import RowSpace, packed_rows
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.functions import attention, sequence_tables
-from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import Band, attention_config, attention_tables, rows_of_mean
+from lightning_fp8.functions import sequence_tables
+from lightning_fp8.functions.attention import _longest, fp8_attention
+from lightning_fp8.ops.attention import (
+    Band,
+    attention_config,
+    attention_tables,
+    parse_attention_config,
+    rows_of_mean,
+)
 from lightning_fp8.ops.attention.launches import visible
 from tests.attention.attention_modules import cu_seqlens
+from tests.cuda_kernels.emulated import executing
 
 HOST = torch.device("cpu")
 
@@ -33,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return attention_tables(*arguments)
 
-    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
     monkeypatch.setattr(sequence_tables, "attention_tables", noted)
     return calls
 
@@ -52,7 +61,22 @@ def test_layers_of_a_step_share_their_tables_and_the_next_step_makes_others(made
         sum(o.sum() for o in layers).backward()  # type: ignore[union-attr]
         del layers
         gc.collect()
-    assert all(found is None for refs in sequence_tables._kept.values() for found in [refs[2]()])
+    assert not [ref for _, made_of in sequence_tables._kept.values() for ref in made_of if ref() is not None]
+
+
+def test_layers_that_get_one_padding_mask_share_them_too(made: list[Any]) -> None:
+    mask = torch.arange(20) >= torch.tensor([20, 13])[:, None]
+    layers = [DotProductAttention(2, 32, qkv_format="bshd", attn_mask_type="padding_causal") for _ in range(3)]
+    x = torch.randn(2, 20, 2, 32, requires_grad=True)
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        graph = [layer(x, x, x, attention_mask=mask) for layer in layers]
+        assert len(made) == 1
+        mask[1, 12] = True
+        graph.append(layers[0](x, x, x, attention_mask=mask))
+    assert len(made) == 2
+    assert torch.equal(graph[0], graph[1])
+    assert graph[0][1, 12].any()
+    assert not graph[-1][1, 12].any()
 
 
 def test_what_may_be_other_lengths_has_tables_of_its_own(made: list[Any]) -> None:
@@ -109,16 +133,46 @@ def test_joined_tables_are_those_of_each_pass(qkv_format: str, band: Band) -> No
             assert ours.stride(0) == 2 or ours.data_ptr() % 16 == 0, "entries that are loaded at once are aligned"
 
 
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+# ------------------------------------------------------------------------------------------------- the longest sequence
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize(
+    ("longest", "band", "needs"),
+    [(None, Visible(), True), (512, Visible(), False), (1024, Visible(), True), (None, Visible(200, 0), False)],
+)
+def test_short_sequences_need_no_memory_for_sums_on_the_way(longest: int | None, band: Visible, needs: bool) -> None:
+    space = RowSpace(9, 4096, True)
+    problem = AttentionProblem(AttentionSpec(64, "bfloat16"), (2, 1), space, space, band, 0.1, longest)
+    with executing(lambda *launched: None):
+        launch = BackwardLaunch(problem, (0, 128, 64), (0, 64, 64), HOST)
+    assert bool(launch._scratch_floats) == needs
+
+
+@pytest.mark.parametrize(("said", "known"), [(0, 128), (128, 128), (129, 256), (1000, 1024)])
+def test_the_longest_sequence_is_said_in_powers_of_two(said: int, known: int) -> None:
+    found = _longest(said, torch.empty(3, device="meta"))
+    assert parse_attention_config(attention_config("thd", longest_query=found)).longest_query == known
+
+
+def test_a_longer_sequence_than_was_said_is_an_error() -> None:
+    module, x = DotProductAttention(2, 32, qkv_format="thd"), torch.randn(300, 2, 32)
+    starts = cu_seqlens([270, 30])
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        right = module(x, x, x, cu_seqlens_q=starts)
+        assert torch.equal(module(x, x, x, cu_seqlens_q=starts, max_seqlen_q=270), right)
+        with pytest.raises(ValueError, match="max_seqlen_q=269, and cu_seqlens_q has a sequence of 270 rows; pass 270"):
+            module(x, x, x, cu_seqlens_q=starts, max_seqlen_q=269)
+    for wrong, error in ((-1, ValueError), ("270", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"max_seqlen_q={wrong!r} must be"):
+            module(x, x, x, cu_seqlens_q=starts, max_seqlen_q=wrong)
+    config = attention_config("thd", longest_query=256)
+    with pytest.raises(RuntimeError, match="more than 256 rows; pass its max_seqlen_q"):
+        attention_tables(starts, starts, config, 300, 300, HOST)
+
+
+@pytest.mark.usefixtures("nothing_traced")
 def test_a_compiled_model_makes_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
     graphs: list[torch.fx.GraphModule] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -189,6 +189,8 @@ def pixels(size: int = 32) -> Callable[[], dict[str, Any]]:
     return lambda: {"": batch["pixel_values"]}
 
 
+TIMM_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
+
 ZOO: dict[str, Animal] = {
     "llama": Animal(hf("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens("input_ids", "labels"), LLAMA_BLOCK),
     "mistral": Animal(hf("MistralForCausalLM", "MistralConfig", **DECODER), tokens("input_ids", "labels"), LLAMA_BLOCK),
@@ -200,18 +202,8 @@ ZOO: dict[str, Animal] = {
     ),
     "gpt2": Animal(
         hf(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
+            "GPT2LMHeadModel", "GPT2Config", n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=VOCABULARY,
+            n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
         ),
         tokens("input_ids", "labels"),
         "transformer.h.1.{attn.{c_attn,c_proj},mlp.{c_fc,c_proj}}",
@@ -224,19 +216,9 @@ ZOO: dict[str, Animal] = {
     ),
     "deepseek_v3": Animal(
         hf(
-            "DeepseekV3ForCausalLM",
-            "DeepseekV3Config",
-            **DECODER | {"num_key_value_heads": HEADS},
-            moe_intermediate_size=16,
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            kv_lora_rank=16,
-            q_lora_rank=16,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
+            "DeepseekV3ForCausalLM", "DeepseekV3Config", **DECODER | {"num_key_value_heads": HEADS},
+            moe_intermediate_size=16, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+            first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
             qk_nope_head_dim=8,
         ),
         tokens("input_ids", "labels"),
@@ -246,10 +228,8 @@ ZOO: dict[str, Animal] = {
     ),
     "bert": Animal(
         hf(
-            "BertForMaskedLM",
-            "BertConfig",
-            **{key: value for key, value in DECODER.items() if key != "num_key_value_heads"},
-            hidden_dropout_prob=0.0,
+            "BertForMaskedLM", "BertConfig",
+            **{key: value for key, value in DECODER.items() if key != "num_key_value_heads"}, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ),
         tokens("input_ids", "labels"),
@@ -258,16 +238,8 @@ ZOO: dict[str, Animal] = {
     ),
     "t5": Animal(
         hf(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=HIDDEN,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            vocab_size=VOCABULARY,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
+            "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=8, d_ff=HIDDEN, num_layers=LAYERS,
+            num_heads=HEADS, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0,
         ),
         tokens("input_ids", "labels"),
         "encoder.block.1.layer.{0.SelfAttention.{q,k,v,o},1.DenseReluDense.{wi,wo}} "
@@ -285,12 +257,8 @@ ZOO: dict[str, Animal] = {
     ),
     "whisper": Animal(
         hf(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            **ENCODER_DECODER,
-            num_mel_bins=8,
-            max_source_positions=16,
-            max_target_positions=16,
+            "WhisperForConditionalGeneration", "WhisperConfig", **ENCODER_DECODER, num_mel_bins=8,
+            max_source_positions=16, max_target_positions=16,
         ),
         lambda: {"input_features": torch.linspace(-1, 1, 2 * 8 * 32).view(2, 8, 32), **tokens("labels")()},
         BART,
@@ -298,11 +266,7 @@ ZOO: dict[str, Animal] = {
     ),
     "vit": Animal(
         hf(
-            "ViTForImageClassification",
-            "ViTConfig",
-            **VISION,
-            num_labels=8,
-            hidden_dropout_prob=0.0,
+            "ViTForImageClassification", "ViTConfig", **VISION, num_labels=8, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ),
         image(labels=torch.tensor([1, 2])),
@@ -311,12 +275,9 @@ ZOO: dict[str, Animal] = {
     ),
     "clip": Animal(
         hf(
-            "CLIPModel",
-            "CLIPConfig",
+            "CLIPModel", "CLIPConfig",
             text_config={key: value for key, value in DECODER.items() if key != "num_key_value_heads"},
-            vision_config=VISION,
-            projection_dim=16,
-            logit_scale_init_value=0.0,
+            vision_config=VISION, projection_dim=16, logit_scale_init_value=0.0,
         ),
         lambda: image(return_loss=True)() | tokens("input_ids")(),
         "{text,vision}_model.encoder.layers.1.{self_attn.{k,v,q,out}_proj,mlp.{fc1,fc2}}",
@@ -325,36 +286,22 @@ ZOO: dict[str, Animal] = {
     ),
     "mamba": Animal(
         hf(
-            "MambaForCausalLM",
-            "MambaConfig",
-            hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
-            vocab_size=VOCABULARY,
-            state_size=8,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
+            "MambaForCausalLM", "MambaConfig", hidden_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=VOCABULARY,
+            state_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         ),
         tokens("input_ids", "labels"),
         "backbone.layers.1.mixer.{in,x,out}_proj",
     ),
     "timm_vit": Animal(
-        timm("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=WIDTH, depth=LAYERS, num_heads=HEADS),
-        pixels(),
+        timm("vit_tiny_patch16_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         other="patch_embed.proj",
         needs="timm",
     ),
     "timm_swin_v2": Animal(
         timm(
-            "swinv2_tiny_window8_256",
-            img_size=32,
-            patch_size=4,
-            embed_dim=16,
-            depths=(1, 2, 1),
-            num_heads=(2, 2, 2),
-            window_size=4,
-            drop_path_rate=0.0,
+            "swinv2_tiny_window8_256", img_size=32, patch_size=4, embed_dim=16, depths=(1, 2, 1), num_heads=(2, 2, 2),
+            window_size=4, drop_path_rate=0.0,
         ),
         pixels(),
         "layers.{1,2}.downsample.reduction layers.1.blocks.{0,1}.{attn.{cpb_mlp.{0,2},qkv,proj},mlp.{fc1,fc2}}",
@@ -363,8 +310,7 @@ ZOO: dict[str, Animal] = {
         needs="timm",
     ),
     "timm_eva02": Animal(
-        timm("eva02_tiny_patch14_224", img_size=32, patch_size=8, embed_dim=WIDTH, depth=LAYERS, num_heads=HEADS),
-        pixels(),
+        timm("eva02_tiny_patch14_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         idle="blocks.1.attn.qkv",
         other="patch_embed.proj",
@@ -392,4 +338,4 @@ ZOO: dict[str, Animal] = {
         "mlp.{gate,up,down}_proj}",
         needs="peft",
     ),
-}
+}  # fmt: skip

@@ -89,16 +89,9 @@ def check_cast(
     fp8: torch.dtype = E4M3,
     layout: Layout = Layout.TENSOR,
     *,
-    scale: float | None = None,
-    amax: float | None = None,
-    power_2: bool = False,
-    epsilon: float = 0.0,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    count: bool = False,
-    nonzero: bool = False,
-    exact: bool = False,
-) -> None:
+    scale: float | None = None, amax: float | None = None, power_2: bool = False, epsilon: float = 0.0,
+    rowwise: bool = True, columnwise: bool = True, count: bool = False, nonzero: bool = False, exact: bool = False,
+) -> None:  # fmt: skip
     """A fused op gives what the reference of the same name does: operands, what is beside them, amax and counts."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon)
     config = f"{computed}, {quantize_config(cast, rowwise, columnwise, nonzero)}"
@@ -148,29 +141,17 @@ def norm_inputs(
 
 
 def check_norm(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: str,
-    *,
-    rms: bool = False,
-    zero_centered: bool = False,
-    **config: Any,
-) -> None:
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, device: str, *,
+    rms: bool = False, zero_centered: bool = False, **config: Any,
+) -> None:  # fmt: skip
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
     check_cast("norm_quantize", inputs, norm_config(rms, 1e-5, zero_centered), device, **config)
 
 
 def check_norm_backward(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    dy_dtype: torch.dtype,
-    device: str,
-    *,
-    rms: bool = False,
-    zero_centered: bool = False,
-) -> None:
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, dy_dtype: torch.dtype, device: str, *,
+    rms: bool = False, zero_centered: bool = False,
+) -> None:  # fmt: skip
     x, weight, _ = norm_inputs(shape, dtype, weight_dtype, rms)
     dy = values(*shape, dy_dtype, seed=3)
     mean = torch.zeros(shape[0]) if rms else x.float().mean(1)

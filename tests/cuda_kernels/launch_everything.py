@@ -124,14 +124,7 @@ def in_a_fresh_thread(work: Any) -> None:
 
 def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     """Launches of the test cases: of each kernel's function the first, and of products one for each way to scale."""
-    from tests.cuda_kernels import (
-        attention_backward_cases,
-        attention_kernel_cases,
-        attention_mma_cases,
-        fused_cases,
-        gemm_cases,
-        kernel_cases,
-    )
+    from tests.cuda_kernels.all_cases import CASES
 
     found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
 
@@ -141,9 +134,7 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
         found.setdefault(kind, (kernel, blocks, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
-        modules = attention_kernel_cases, attention_backward_cases, attention_mma_cases
-        attention = [case for module in modules for case in module.CASES]
-        for case in (*gemm_cases.CASES, *kernel_cases.CASES, *fused_cases.CASES, *attention):
+        for case in CASES:
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")
     return found

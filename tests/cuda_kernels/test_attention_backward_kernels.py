@@ -116,8 +116,7 @@ def packed_codes(names: Counter[str]) -> int:
 @pytest.mark.parametrize("channels", WIDTHS)
 def test_a_tile_of_keys_in_machine_code(channels: int) -> None:
     code = code_of(attention_dq_kernel(AttentionSpec(channels, "bfloat16")))
-    (step,) = sass.steps(code)
-    found, names = (Counter(getattr(code[at], field) for at in step) for field in ("opcode", "name"))
+    found, names = sass.counts_in_a_step(code)
     assert [*sass.faults_of_steps(code, {channels // 32, 4}, ahead=4)] == []
     assert not sass.gpu_wide_barriers(code)
     assert found["QGMMA"] == 2 * channels // 32 + 4
@@ -131,8 +130,7 @@ def test_a_tile_of_keys_in_machine_code(channels: int) -> None:
 @pytest.mark.parametrize("channels", WIDTHS)
 def test_a_tile_of_queries_in_machine_code(channels: int) -> None:
     code = code_of(attention_dkv_kernel(AttentionSpec(channels, "bfloat16")))
-    (step,) = sass.steps(code)
-    found, names = (Counter(getattr(code[at], field) for at in step) for field in ("opcode", "name"))
+    found, names = sass.counts_in_a_step(code)
     assert [*sass.faults_of_steps(code, {channels // 32, 2})] == []
     assert not sass.gpu_wide_barriers(code)
     assert found["QGMMA"] == 2 * channels // 32 + 4
@@ -160,8 +158,7 @@ def test_a_tile_of_256_channels_in_machine_code() -> None:
         (dv, {8, 2}, 8 + 2, 4, 32, 8 + 2),
         (dk, {8, 2}, 16 + 2, 4, 32, 16 + 2),
     ):
-        (step,) = sass.steps(code)
-        found, names = (Counter(getattr(code[at], field) for at in step) for field in ("opcode", "name"))
+        found, names = sass.counts_in_a_step(code)
         assert [*sass.faults_of_steps(code, groups, ahead=0)] == []
         assert not sass.gpu_wide_barriers(code)
         assert found["QGMMA"] == products

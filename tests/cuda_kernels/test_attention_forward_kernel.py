@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -83,9 +82,7 @@ PRODUCTS = {64: [2, 4], 96: [3, 4], 128: [4, 4], 256: [8, 4, 4]}
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
     code = code_of(attention_forward_kernel(spec))
-    (step,) = sass.steps(code)
-    found = Counter(code[index].opcode for index in step)
-    names = Counter(code[index].name for index in step)
+    found, names = sass.counts_in_a_step(code)
     assert [*sass.faults_of_steps(code, {4, PRODUCTS[spec.head_dim][0]}, ahead=6)] == []
     assert not sass.gpu_wide_barriers(code)
     assert not found["CALL"]

@@ -60,6 +60,11 @@ def machine(
     )
 
 
+def failing(probe: str, stderr: str) -> Machine:
+    """A healthy H200 on which a process of the doctor's fails."""
+    return machine(answers={probe: Answer(1, "", stderr)})
+
+
 PROBES = ("torch", "cast", "product", "compile")
 
 NO_CARD = Driver(problem="no libcuda.so.1")
@@ -156,19 +161,19 @@ BROKEN: dict[str, tuple[Machine, str, Verdict, str, str]] = {
         "3 in /cache, 99 bytes; nothing can be written there (Read-only file system)", "LIGHTNING_FP8_CACHE",
     ),
     "torch does not import": (
-        machine(answers={"torch": Answer(1, "", "ImportError: a.so: undefined symbol: __nvJitLinkComplete_12_4\n")}),
+        failing("torch", "ImportError: a.so: undefined symbol: __nvJitLinkComplete_12_4\n"),
         "torch", FAIL, "undefined symbol", "unset LD_LIBRARY_PATH",
     ),
     "a nvJitLink that torch brought along": (
-        machine(answers={"cast": Answer(1, "", "Error: ERROR_OUTDATED_LIBRARY (loaded: /c/libnvvm.so.4)\n")}),
+        failing("cast", "Error: ERROR_OUTDATED_LIBRARY (loaded: /c/libnvvm.so.4)\n"),
         "cast", FAIL, "(loaded: /c/libnvvm.so.4)", "install libnvvm in the version of the nvJitLink",
     ),
     "numba-cuda on PYTHONPATH": (
-        machine(answers={"cast": Answer(1, "", "RuntimeWarning: ... No module named 'numba.cuda.cgutils'\n")}),
+        failing("cast", "RuntimeWarning: ... No module named 'numba.cuda.cgutils'\n"),
         "cast", FAIL, "numba.cuda.cgutils", "its .pth is not read",
     ),
     "a cast that is wrong": (
-        machine(answers={"cast": Answer(1, "", "Traceback\nArithmeticError: 3 of 9 values are not the nearest\n")}),
+        failing("cast", "Traceback\nArithmeticError: 3 of 9 values are not the nearest\n"),
         "cast", FAIL, "ArithmeticError: 3 of 9", "--json",
     ),
     "a cast that crashes": (
@@ -253,7 +258,7 @@ def test_a_torch_that_sees_no_card_proves_nothing_of_the_card() -> None:
 
 
 def test_without_torch_nothing_else_is_started() -> None:
-    found = list(command.started(machine(answers={"torch": Answer(1, "", "ImportError: no")}), 60, compiling=True))
+    found = list(command.started(failing("torch", "ImportError: no"), 60, compiling=True))
     assert [finding.what for finding in found] == ["torch"]
 
 

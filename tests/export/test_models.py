@@ -17,6 +17,7 @@ from lightning_fp8 import (
     LayerNorm,
     Linear,
     RMSNorm,
+    RotaryPositionEmbedding,
     TransformerLayer,
     convert_module,
     fp8_autocast,
@@ -40,8 +41,12 @@ class Model(nn.Module):
             num_gqa_groups=2,
             activation="swiglu",
             normalization="RMSNorm",
+            fuse_qkv_params=True,
             attn_input_format="bshd",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
         )
+        self.rotary = RotaryPositionEmbedding(WIDTH // HEADS)
         self.norm1, self.norm2 = LayerNorm(WIDTH, zero_centered_gamma=True), RMSNorm(WIDTH)
         self.qkv = Linear(WIDTH, 3 * WIDTH, parameters_split=("query", "key", "value"))
         self.attention = DotProductAttention(HEADS, WIDTH // HEADS, qkv_format="bshd")
@@ -50,7 +55,7 @@ class Model(nn.Module):
         nn.init.normal_(self.fc1.weight, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fused(x)
+        x = self.fused(x, rotary_pos_emb=self.rotary(x.shape[1]))
         q, k, v = (each.unflatten(-1, (HEADS, -1)) for each in self.qkv(self.norm1(x)).chunk(3, -1))
         x = x + self.proj(self.attention(q, k, v))
         return x + self.fc2(nn.functional.silu(self.fc1(self.norm2(x))))

@@ -11,7 +11,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import files, version
@@ -197,6 +197,16 @@ def steps(code: Code) -> list[Loop]:
     """The innermost loops that use tensor cores."""
     using = [loop for loop in loops(code) if any(code[index].opcode in TENSOR_CORES for index in loop)]
     return [loop for loop in using if not any(other < loop for other in using)]
+
+
+def counts_in_a_step(code: Code) -> tuple[Counter[str], Counter[str]]:
+    """How often the only loop that uses tensor cores holds each opcode, and each name, which has the opcode's options.
+
+    Raises:
+        ValueError: there are more such loops, or none.
+    """
+    (step,) = steps(code)
+    return Counter(code[index].opcode for index in step), Counter(code[index].name for index in step)
 
 
 # --- Faults -----------------------------------------------------------------------------------------------------------

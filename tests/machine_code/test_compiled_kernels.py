@@ -14,14 +14,7 @@ from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels import (
-    attention_backward_cases,
-    attention_kernel_cases,
-    attention_mma_cases,
-    fused_cases,
-    gemm_cases,
-    kernel_cases,
-)
+from tests.cuda_kernels.all_cases import CASES
 from tests.cuda_kernels.emulated import builders, compiled, kernels_of
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
@@ -32,8 +25,6 @@ REGISTERS = 65536
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
-ATTENTION = [*attention_kernel_cases.CASES, *attention_backward_cases.CASES, *attention_mma_cases.CASES]
-CASES = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *ATTENTION]
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 

@@ -185,15 +185,9 @@ def test_mlp_of_plain_linears(recipe: str, gemms: Gemms) -> None:
 def test_llama_of_hugging_face(tied: bool, gemms: Gemms) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
 
     class Llama(Regression):
         def loss(self, batch: Any) -> Tensor:

@@ -89,6 +89,7 @@ def test_activation_checkpointing_repeats_the_layer(use_reentrant: bool, dropout
     assert all(torch.equal(*pair) for pair in zip(*found))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="Dynamo of 2.8 cannot trace a NamedTuple made anew")
 def test_a_compiled_layer_is_the_layer() -> None:
     one = layer(layer_type="decoder")
     compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
@@ -102,6 +103,37 @@ def test_a_compiled_layer_is_the_layer() -> None:
         found.append([y, *(p.grad for p in one.parameters())])
     for eager, other in zip(*found):
         torch.testing.assert_close(other, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_weights_go_to_main_grad() -> None:
+    fused, x = layer(fuse_qkv_params=True, fuse_wgrad_accumulation=True), torch.randn(9, 2, 32)
+    plain = layer(fuse_qkv_params=True)
+    plain.load_state_dict(fused.state_dict())
+    matrices = [name for name, p in fused.named_parameters() if p.dim() == 2]
+    for name in matrices:
+        parameter = fused.get_parameter(name)
+        parameter.main_grad = torch.zeros_like(parameter)
+    for one in (fused, plain):
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            one(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        own = fused.get_parameter(name)
+        assert torch.equal(own.main_grad if name in matrices else own.grad, parameter.grad), name
+
+
+def test_micro_batches_share_the_cast_weights() -> None:
+    one, x = layer(layer_type="decoder"), torch.randn(2, 9, 2, 32)
+    with fp8_autocast(fp8_recipe="tensorwise"), torch.no_grad():
+        plain = [one(each, encoder_output=each) for each in x]
+        first = one(x[0], encoder_output=x[0], is_first_microbatch=True)
+        for parameter in one.parameters():
+            parameter.detach().data.mul_(2)  # leaves no trace: what is cast stays
+        norms = [p for name, p in one.named_parameters() if p.dim() < 2]
+        for parameter in norms:
+            parameter.data.div_(2)
+        second = one(x[1], encoder_output=x[1], is_first_microbatch=False)
+    assert torch.equal(first, plain[0])
+    assert torch.equal(second, plain[1])
 
 
 def test_under_torch_autocast() -> None:

@@ -130,6 +130,17 @@ def test_positions_are_interpolated(rows: int, divided_by: float) -> None:
     torch.testing.assert_close(RotaryPositionEmbedding(8, **options)(rows), plain / divided_by)
 
 
+def test_angles_are_exact_in_a_model_of_another_dtype() -> None:
+    embedding = RotaryPositionEmbedding(8)
+    model = nn.Sequential(embedding, nn.Linear(2, 2)).bfloat16()
+    angles = model[0](5000)
+    expected = 4999 * 10_000.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
+    torch.testing.assert_close(angles[-1, 0, 0, :4].double(), expected, rtol=1e-6, atol=0)
+    assert not any("0." in name for name in model.state_dict())
+    model.load_state_dict({**model.state_dict(), "0.inv_freq": torch.ones(4)})  # as Transformer Engine saves
+    assert torch.equal(model[0](5000), angles)
+
+
 def test_rotary_angles_of_a_part_of_the_channels_and_from_a_position_on() -> None:
     frequencies = torch.tensor([1.0, 10.0**-2.0, 10.0**-4.0, 10.0**-6.0])
     embedding = RotaryPositionEmbedding(16, rotary_percent=0.5, rotary_base=1e8)

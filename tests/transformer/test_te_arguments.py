@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,26 +27,25 @@ def made(cls: str, /, **options: Any) -> torch.nn.Module:
     return getattr(lightning_fp8, cls)(*POSITIONAL.get(cls, (32, 32)), **options)
 
 
-@pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_arguments_of_constructors(name: str) -> None:
-    for argument, values in CONSTRUCTORS[name].items():
+def check(call: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+    """Each value of each argument is taken, or refused with its reason."""
+    for argument, values in arguments.items():
         for value in values:
             if isinstance(value, Refused):
-                assert_raises(lambda: made(name, **{argument: value.value}), value.error, value.reason)  # noqa: B023
+                assert_raises(partial(call, **{argument: value.value}), value.error, value.reason)
             else:
-                made(name, **{argument: value})
+                call(**{argument: value})
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_arguments_of_constructors(name: str) -> None:
+    check(partial(made, name), CONSTRUCTORS[name])
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 @torch.no_grad()
 def test_arguments_of_forwards(name: str) -> None:
-    module, x = made(name).eval(), torch.randn(6, 2, 32)
-    for argument, values in FORWARDS[name].items():
-        for value in values:
-            if isinstance(value, Refused):
-                assert_raises(lambda: module(x, **{argument: value.value}), value.error, value.reason)  # noqa: B023
-            else:
-                module(x, **{argument: value})
+    check(partial(made(name).eval(), torch.randn(6, 2, 32)), FORWARDS[name])
 
 
 ORDER = {

@@ -28,12 +28,12 @@ from cuda_kernels.attention.backward.statistics import (
 )
 from cuda_kernels.attention.block import make_own_load
 from cuda_kernels.attention.softmax import quad_sum
-from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.attention.tiles import tile_of
+from cuda_kernels.attention.spec import TILE_OTHERS, TILE_ROW, AttentionSpec
+from cuda_kernels.attention.tiles import tile_again
 from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
-from cuda_kernels.device.sm90 import address_of, mbarrier_init, shfl_sync_0
+from cuda_kernels.device.sm90 import address_of, mbarrier_init
 from cuda_kernels.kernel import Kernel
 
 _ZERO = np.float32(0)
@@ -63,7 +63,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     @device
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
-        load_own(smem + q_offset, maps[0], smem + do_offset, maps[1], smem + full_q, head * rows_q + tile[0])
+        load_own(smem + q_offset, maps[0], smem + do_offset, maps[1], smem + full_q, head * rows_q + tile[TILE_ROW])
         load_keys(smem, maps[2], maps[3], maps[4], tile, quotient(head, group), rows_k)
 
     begin = make_warp_specialized(init_barriers, produce)
@@ -78,18 +78,18 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         if wg_idx != PRODUCER:
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
-            mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
+            mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             line = i64(rows_q) * 4
             delta, delta_below = load_f32(mine + DELTA * line), load_f32(mine + DELTA * line + 32)
             known = (
                 load_f32(mine + QUERY_SCALE * line) * c, load_f32(mine + GRADIENT_SCALE * line),
                 load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
             )  # fmt: skip
-            key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[1] >> 7)
+            key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
             dq, rest, rest_below = consume(smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right)
-            if wide:  # found again: kept, they would take registers from the loop
-                tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-                mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + row_in_tile) * 4
+            if wide:
+                tile, head = tile_again(table, heads)
+                mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:
                 store_f32(mine + CORRECTED * line, delta + rest)

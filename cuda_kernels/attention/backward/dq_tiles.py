@@ -14,9 +14,9 @@ from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import accumulator_origin
 from cuda_kernels.device.fragments import add_rows, exp2_rows, rows_amax, rows_sum, score_gradients_rows, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
@@ -74,7 +74,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
-        keys, first, last = tile[1], tile[2], tile[3]
+        keys, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
             barrier, key = smem + full + 8 * stage_idx, keys + j * ROWS
@@ -87,7 +87,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     @device
     def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
         scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)

@@ -44,19 +44,17 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
+from cuda_kernels.attention.mma.results import make_store, own_place
+from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
 from cuda_kernels.device.fragments import (
     exp2_columns,
-    pack_a_words,
     rows_amax,
     rows_max,
-    scale_rows,
-    scale_seen_rows,
     score_gradients_columns,
     slice_fragment,
-    store_fragment_global,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
@@ -105,7 +103,6 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     v_offset, q_offset, do_offset, qt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
     dot_offset = qt_offset + head_dim * LINE
     statistics_offset = dot_offset + head_dim * LINE
-    item = 4 if spec.out == "float32" else 2
     count, sums_count = _QUERIES // 2, head_dim // 2
     copy_keys, copy_queries, copy_half = (
         make_copy(ROWS, head_dim),
@@ -115,9 +112,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     product, add_product = make_product(_QUERIES, spec.k_steps), make_add_product(head_dim, _QUERIES // STEP)
     hide, exp2, gradients_of = make_band_mask(count), exp2_columns(count), _make_gradients(spec.k_steps)
     max_of, amax_of = rows_max(count), rows_amax(count)
-    scale, pack = scale_rows(count), pack_a_words(count, "e4m3")
-    zero_sums, finish = zeros(sums_count), scale_seen_rows(sums_count)
-    store = store_fragment_global(sums_count, spec.out, True, False)
+    codes_of, zero_sums, store = make_row_codes(count), zeros(sums_count), make_store(spec)
 
     @device
     def statistic(stage, which, query):
@@ -141,7 +136,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + first * 4 + 16 * part, 16)
 
     @device
-    def codes_of(x, factor, amax, amax_below, limits):
+    def rounded(x, factor, amax, amax_below, limits):
         """Words of an operand A, rows of ``x`` times ``factor`` in units of their scales; and the scales' limits.
 
         ``amax``, ``amax_below``: the rows' largest magnitudes before ``factor``, of this thread's columns.
@@ -149,16 +144,16 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         limit, _ = refitted(quad_max(amax) * factor, limits[0])
         limit_below, _ = refitted(quad_max(amax_below) * factor, limits[1])
         largest = factor * LARGEST_CODE
-        scaled = scale(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
-        return pack(scaled), (limit, limit_below)
+        words = codes_of(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
+        return words, (limit, limit_below)
 
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
         """dV and dK of this thread, the latter without the softmax scale; ``key_factor``: K's scale times c."""
         queries, first, last, whole_first, whole_last = tile[1], tile[2], tile[3], tile[4], tile[5]
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        column = i32(2 * (lane & 3))
-        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), column, left, right)
+        row, column = own_place()
+        visible = visible_columns(tile, row, column, left, right)
         in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
@@ -185,7 +180,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 half = stage << 6
                 if with_dv:
                     amax, amax_below = max_of(p)
-                    words, p_limits = codes_of(p, gradient_scale, amax, amax_below, p_limits)
+                    words, p_limits = rounded(p, gradient_scale, amax, amax_below, p_limits)
                     # Also a border for the assembler, which would start what follows early, and run out of registers.
                     if warp_any(amax != _ZERO or amax_below != _ZERO):
                         unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
@@ -196,7 +191,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                         smem + statistic(stage, CORRECTED, column),
                     )  # fmt: skip
                     amax, amax_below = amax_of(ds)
-                    words, ds_limits = codes_of(ds, query_scale, amax, amax_below, ds_limits)
+                    words, ds_limits = rounded(ds, query_scale, amax, amax_below, ds_limits)
                     if warp_any(amax != _ZERO or amax_below != _ZERO):
                         unit, unit_below = ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT
                         dk = add_product(dk, words, (in_b + qt_offset) ^ half, unit, unit_below)
@@ -221,17 +216,13 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        _, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
-        lane = cuda.threadIdx.x & 31
-        line, column = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
-        place = (i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h) * item
+        valid, strides = tile[8], (stride_b, stride_l, stride_h)
+        line, _ = own_place()
         inside, inside_below = line < valid, line + 8 < valid
         if with_dv:
-            dv = finish(dv, _ONE, _ONE, inside, inside_below)
-            store(dv, dv_out + place, stride_l, line, out_rows, column, i32(head_dim))
+            store(dv, _ONE, _ONE, inside, inside_below, dv_out, tile, head, strides)
         if with_dk:
-            dk = finish(dk, softmax_scale, softmax_scale, inside, inside_below)
-            store(dk, dk_out + place, stride_l, line, out_rows, column, i32(head_dim))
+            store(dk, softmax_scale, softmax_scale, inside, inside_below, dk_out, tile, head, strides)
 
     return Kernel(
         f"mma_attention_dkv({spec}, {result})",

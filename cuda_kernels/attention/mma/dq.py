@@ -16,12 +16,9 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.backward.statistics import (
-    CODE_UNIT,
     CORRECTED,
     DELTA,
     GRADIENT_SCALE,
-    LARGEST_CODE,
-    NO_AMAX,
     QUERY_SCALE,
     SMALLEST,
     STATISTICS,
@@ -39,18 +36,16 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
-from cuda_kernels.attention.softmax import quad_max, quad_sum
+from cuda_kernels.attention.mma.results import make_store, own_place
+from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
+from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
 from cuda_kernels.device.fragments import (
     exp2_rows,
-    pack_a_words,
     rows_amax,
     rows_sum,
-    scale_rows,
-    scale_seen_rows,
     score_gradients_rows,
-    store_fragment_global,
     zeros,
 )
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
@@ -61,7 +56,6 @@ from cuda_kernels.device.ptx import (
     float_max,
     load_f32,
     quotient,
-    reciprocal_approx,
     store_f32,
 )
 from cuda_kernels.device.sm90 import shfl_sync_0
@@ -83,22 +77,12 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
-    item = 4 if spec.out == "float32" else 2
     count = ROWS // 2
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
     amax_of, sum_of = rows_amax(count), rows_sum(count)
-    scale, pack = scale_rows(count), pack_a_words(count, "e4m3")
-    zero_sums, finish = zeros(head_dim // 2), scale_seen_rows(head_dim // 2)
-    store = store_fragment_global(head_dim // 2, spec.out, True, False)
-
-    @device
-    def rounded(ds):
-        """Words of an operand A: dS in units of its rows' scales; and these units."""
-        amax, amax_below = amax_of(ds)
-        amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
-        scaled = scale(ds, LARGEST_CODE * reciprocal_approx(amax), LARGEST_CODE * reciprocal_approx(amax_below))
-        return pack(scaled), amax * CODE_UNIT, amax_below * CODE_UNIT
+    codes_of = make_row_codes(count)
+    zero_sums, store = zeros(head_dim // 2), make_store(spec)
 
     @device
     def copy_keys(smem, k, v, j):
@@ -118,7 +102,8 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
+        row, column = own_place()
+        visible = visible_columns(tile, row, column, left, right)
         in_q, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
         if first < last:
@@ -142,7 +127,9 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             more, more_below = sum_of(ds)
             rest, rest_below = rest + more, rest_below + more_below
-            words, unit, unit_below = rounded(ds)
+            amax, amax_below = amax_of(ds)
+            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+            words = codes_of(ds, scale, scale_below)
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with K and V
             if j + 1 < last:
@@ -159,8 +146,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
         row, others = tile[0], tile[1]
-        lane = cuda.threadIdx.x & 31
-        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        line, _ = own_place()
         mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
         of_each = i64(rows_q) * 4
         known = (
@@ -179,17 +165,14 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        row, _, _, _, _, _, _, _, valid, sequence, out_row, out_rows = tile
-        mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
+        valid = tile[8]
+        mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
-        if lane & 3 == 0:
+        if cuda.threadIdx.x & 3 == 0:
             store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
-        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
-        store(
-            finish(dq, softmax_scale, softmax_scale, line < valid, line + 8 < valid),
-            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
-        )  # fmt: skip
+        inside, inside_below, strides = line < valid, line + 8 < valid, (stride_b, stride_l, stride_h)
+        store(dq, softmax_scale, softmax_scale, inside, inside_below, out, tile, head, strides)
 
     return Kernel(
         f"mma_attention_dq({spec})",

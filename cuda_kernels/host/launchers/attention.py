@@ -104,6 +104,7 @@ class AttentionProblem:
         queries, keys: the packed rows of the batch.
         visible: the mask.
         softmax_scale: greater than 0.
+        longest_query: rows that no sequence of queries has more of; None is ``queries.rows``.
 
     Raises:
         ValueError: ``softmax_scale`` is none that kernels take, or heads cannot be shared evenly.
@@ -115,6 +116,7 @@ class AttentionProblem:
     keys: RowSpace
     visible: Visible
     softmax_scale: float
+    longest_query: int | None = None
 
     def __post_init__(self) -> None:
         if not self.softmax_scale > 0:

@@ -66,7 +66,7 @@ class BackwardLaunch:
                 raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
-        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right) * group
+        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
         needs_scratch = uses_scratch(device) and seen_by_a_key > flush
         key_blocks = problem.keys.blocks * heads[1]
         self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0

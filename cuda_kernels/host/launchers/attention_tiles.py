@@ -169,9 +169,12 @@ def tile_table(
     return table[torch.argsort(last - first, descending=True, stable=True)]
 
 
-def most_seen(others: RowSpace, left: int | None, right: int | None) -> int:
-    """Rows in the blocks of 128 others that some row of a tile may see; the most that shapes and a band allow."""
-    blocks = ceil_div(others.rows, ROWS)
+def most_seen(others: RowSpace, left: int | None, right: int | None, longest: int | None = None) -> int:
+    """Rows in the blocks of 128 others that some row of a tile may see; the most that shapes and a band allow.
+
+    ``longest``: no sequence of the others has more rows.
+    """
+    blocks = ceil_div(others.rows if longest is None else min(longest, others.rows), ROWS)
     if left is not None and right is not None:
         span = left + ROWS + right
         blocks = min(blocks, ceil_div(span - 1, ROWS) + 1)

@@ -20,7 +20,7 @@ INSTEAD = {
     "cp_global_ranks": "context parallelism is not here; split the batch, or the heads by tp_size",
     "cp_stream": "context parallelism is not here; split the batch, or the heads by tp_size",
     "return_max_logit": "scores never lie in memory; compute them from a query and all keys yourself",
-    "inference_params": "keep keys and values yourself and pass all of them, attn_mask_type='causal_bottom_right'",
+    "inference_params": "MultiheadAttention keeps keys; pass all of them here, attn_mask_type='causal_bottom_right'",
     "score_mod": "use torch.nn.attention.flex_attention",
     "fp8_output": "the output is in the input's dtype; the next Linear casts it",
     "bf16_backward": "run this attention in high precision: a recipe with fp8_dpa=False",
@@ -82,6 +82,20 @@ def checked_dropout(attention_dropout: Any) -> float:
     """
     require_number("attention_dropout", attention_dropout, largest=1.0)
     return float(attention_dropout)
+
+
+def checked_length(name: str, length: Any) -> int | None:
+    """Raises:
+    TypeError: neither None nor an integer.
+    ValueError: less than 0.
+    """
+    if length is None:
+        return None
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
+    if length < 0:
+        raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
+    return length
 
 
 @torch.compiler.assume_constant_result

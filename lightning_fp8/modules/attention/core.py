@@ -37,7 +37,7 @@ class CoreAttention(FP8Module):
 
     Attributes:
         softmax_scale: of the scores.
-        center_keys: cast keys without their mean over the sequence.
+        center_keys: cast keys without a mean over their sequence.
         reason: why the last forward inside ``fp8_autocast`` ran in high precision; empty where it did not.
     """
 
@@ -93,6 +93,7 @@ class CoreAttention(FP8Module):
             softmax_scale=self.softmax_scale,
             cu_seqlens_q=rows.cu_seqlens_q,
             cu_seqlens_kv=rows.cu_seqlens_kv,
+            max_seqlen_q=rows.max_seqlen_q,
             center_keys=self.center_keys,
             slots=self.slots,
             observe=observe,

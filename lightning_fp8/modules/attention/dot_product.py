@@ -47,7 +47,7 @@ class DotProductAttention(CoreAttention):
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused if they ask for it.
-        center_keys: cast keys without their mean over the sequence; not Transformer Engine's. See docs/attention.md.
+        center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:
         reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
@@ -159,7 +159,9 @@ class DotProductAttention(CoreAttention):
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
             core_attention_bias: broadcastable to ``[b, h, sq, skv]``.
             alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
-            max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
+            max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
+                backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
+            max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
             inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
 
         Returns:
@@ -200,7 +202,7 @@ class DotProductAttention(CoreAttention):
             attention_mask if "padding" in mask_type else None,
             (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
             (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        )
+        )._replace(max_seqlen_q=arguments.checked_length("max_seqlen_q", max_seqlen_q))
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         dropout = self.attention_dropout if self.training else 0.0

@@ -17,7 +17,7 @@ from lightning_fp8.arguments import (
     refuse_parallel,
     refuse_transforms,
     refuse_what_is_not_here,
-    require_bool,
+    require_bools,
     require_init_method,
     require_positive,
     rows_by_name,
@@ -96,13 +96,8 @@ class LayerNormLinear(LinearLayer):
         self.in_features, self.out_features = plain(in_features), plain(out_features)
         require_positive("in_features", self.in_features)
         require_positive("out_features", self.out_features)
-        for name, flag in (
-            ("bias", bias),
-            ("return_bias", return_bias),
-            ("return_layernorm_output", return_layernorm_output),
-            ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
-        ):
-            require_bool(name, flag)
+        require_bools(bias=bias, return_bias=return_bias, return_layernorm_output=return_layernorm_output)
+        require_bools(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         require_init_method("init_method", init_method)
         refuse_parallel("LayerNormLinear", parallel)
         rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)

@@ -17,6 +17,7 @@ from lightning_fp8.arguments import (
     refuse_parallel,
     refuse_transforms,
     require_bool,
+    require_bools,
     require_init_method,
     require_positive,
 )
@@ -109,14 +110,8 @@ class LayerNormMLP(LinearLayer):
         self.hidden_size, self.ffn_hidden_size = plain(hidden_size), plain(ffn_hidden_size)
         require_positive("hidden_size", self.hidden_size)
         require_positive("ffn_hidden_size", self.ffn_hidden_size)
-        for name, flag in (
-            ("bias", bias),
-            ("return_bias", return_bias),
-            ("return_layernorm_output", return_layernorm_output),
-            ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
-            ("checkpoint", checkpoint),
-        ):
-            require_bool(name, flag)
+        require_bools(bias=bias, return_bias=return_bias, return_layernorm_output=return_layernorm_output)
+        require_bools(fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint)
         require_init_method("init_method", init_method)
         require_init_method("output_layer_init_method", output_layer_init_method)
         refuse_parallel("LayerNormMLP", parallel)
@@ -190,7 +185,7 @@ class LayerNormMLP(LinearLayer):
             for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
         )
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
-        y = LayerNormMLPFunction.apply(*detached(*tensors), mlp)
+        y = LayerNormMLPFunction.apply(mlp, *detached(*tensors))
         y, normalized = y if self.return_layernorm_output else (y, None)
         return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
 

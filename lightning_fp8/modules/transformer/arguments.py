@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
+from lightning_fp8.arguments import require_positive
 from lightning_fp8.modules.attention.arguments import Sizes, sizes_of
 from lightning_fp8.modules.transformer.inference import InferenceParams
 
@@ -48,36 +49,27 @@ class AttentionCall(TypedDict, total=False):
     pad_between_seqs: bool | None
 
 
-class MaskCall(NamedTuple):
-    """Which keys a query sees, in the words of ``DotProductAttention.forward``."""
+def mask_type_over_cache(attn_mask_type: str, attention_mask: Mask | None, padded: bool) -> str:
+    """The mask type of a step's queries over the keys of all steps, of which the newest are the queries' own.
 
-    attn_mask_type: str
-    attention_mask: Mask | None = None
-    window_size: Sequence[int] | None = None
-    bottom_right_diagonal: bool | None = None
+    Args:
+        attn_mask_type, attention_mask: what the layer is called with.
+        padded: the step says lengths, by ``cu_seqlens``.
 
-    def over_cache(self, padded: bool) -> MaskCall:
-        """The mask of a step's queries over the keys of all steps, of which the newest are the queries' own.
-
-        Args:
-            padded: the step says lengths, by ``cu_seqlens``.
-
-        Raises:
-            ValueError: a mask tensor that does not go with lengths that the step says.
-        """
-        if self.attn_mask_type == "arbitrary" and not padded:
-            return self
-        if self.attention_mask is not None or self.attn_mask_type == "arbitrary":
-            raise ValueError(
-                f"inference_params say how long sequences are: pass no attention_mask with attn_mask_type="
-                f"{self.attn_mask_type!r}; 'arbitrary' takes one where all sequences are of one length"
-            )
-        causal = "causal" in self.attn_mask_type
-        if padded:
-            kind = "padding_causal_bottom_right" if causal else "padding"
-        else:
-            kind = "causal_bottom_right" if causal else "no_mask"
-        return self._replace(attn_mask_type=kind, bottom_right_diagonal=True)
+    Raises:
+        ValueError: a mask tensor that does not go with lengths that the step says.
+    """
+    if attn_mask_type == "arbitrary" and not padded:
+        return attn_mask_type
+    if attention_mask is not None or attn_mask_type == "arbitrary":
+        raise ValueError(
+            f"inference_params say how long sequences are: pass no attention_mask with {attn_mask_type=}; 'arbitrary' "
+            "takes one where all sequences are of one length"
+        )
+    causal = "causal" in attn_mask_type
+    if padded:
+        return "padding_causal_bottom_right" if causal else "padding"
+    return "causal_bottom_right" if causal else "no_mask"
 
 
 def check_call(layer: str, call: Mapping[str, Any]) -> None:
@@ -87,8 +79,19 @@ def check_call(layer: str, call: Mapping[str, Any]) -> None:
     if unknown := [name for name in call if name not in AttentionCall.__annotations__]:
         raise TypeError(f"{layer}.forward got an unexpected keyword argument {unknown[0]!r}")
     params = call.get("inference_params")
-    if not isinstance(params, InferenceParams | None):
+    if params is not None and not isinstance(params, InferenceParams):
         raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")
+
+
+def check_encoder_output(argument: str, value: str, crossing: str, encoder_output: object) -> None:
+    """Check that ``encoder_output`` comes where ``argument`` is ``crossing``, and only there.
+
+    Raises:
+        ValueError: it is missing, or there is nothing that looks at it.
+    """
+    if (value == crossing) != (encoder_output is not None):
+        wrong = "needs encoder_output" if encoder_output is None else f"takes no encoder_output; pass {crossing!r}"
+        raise ValueError(f"{argument}={value!r} {wrong}")
 
 
 def head_sizes(
@@ -99,6 +102,7 @@ def head_sizes(
     Raises:
         ValueError: a number that is not positive, or that another does not divide.
     """
+    require_positive("hidden_size", hidden_size)
     if kv_channels is None and isinstance(num_attention_heads, int) and num_attention_heads > 0:
         if hidden_size % num_attention_heads:
             raise ValueError(

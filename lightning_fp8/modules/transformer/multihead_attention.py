@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bool
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import Sizes
 from lightning_fp8.modules.fused import LayerNormLinear
@@ -18,10 +19,11 @@ from lightning_fp8.modules.transformer.arguments import (
     AttentionCall,
     InitMethod,
     Mask,
-    MaskCall,
     check_call,
+    check_encoder_output,
     default_init_method,
     head_sizes,
+    mask_type_over_cache,
 )
 from lightning_fp8.modules.transformer.head_norms import head_norms
 from lightning_fp8.modules.transformer.inference import Step
@@ -117,16 +119,9 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         refuse_parallel("MultiheadAttention", parallel)
-        flags = {
-            "input_layernorm": input_layernorm,
-            "return_layernorm_output": return_layernorm_output,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qk_norm_before_rope": qk_norm_before_rope,
-        }
-        for name, flag in flags.items():
-            require_bool(name, flag)
+        require_bools(input_layernorm=input_layernorm, return_layernorm_output=return_layernorm_output)
+        require_bools(fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved)
+        require_bools(rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_before_rope=qk_norm_before_rope)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
         self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
@@ -212,23 +207,20 @@ class MultiheadAttention(nn.Module):
             ValueError, TypeError: arguments that do not fit; the message says what would.
         """
         check_call("MultiheadAttention", call)
-        if (self.attention_type == "cross") != (encoder_output is not None):
-            raise ValueError(
-                f"attention_type={self.attention_type!r} "
-                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output; pass 'cross'")
-            )
+        check_encoder_output("attention_type", self.attention_type, "cross", encoder_output)
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
         step = None if params is None else params.step_of(q, self.qkv_format)
-        q, k = self._in_place(q, k, call, step)
+        q, k = self._positioned(q, k, call, step)
         core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
-        mask = MaskCall(attn_mask_type or self.core_attention.attn_mask_type, attention_mask, window_size)
-        mask = mask._replace(bottom_right_diagonal=bottom_right_diagonal)
+        kind = attn_mask_type or self.core_attention.attn_mask_type
         if params is not None and step is not None and self.attention_type == "self":
             k, v, *cu_seqlens = params.append(self, step, k, v, self.qkv_format)
-            mask = mask.over_cache(padded=cu_seqlens[0] is not None)
+            kind = mask_type_over_cache(kind, attention_mask, padded=cu_seqlens[0] is not None)
+            bottom_right_diagonal = True
             core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None]))
-        context = self.core_attention(q, k, v, **mask._asdict(), **core)
+        core |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
+        context = self.core_attention(q, k, v, attention_mask, attn_mask_type=kind, **core)
         projected = self.proj(context, call.get("is_first_microbatch"))
         outputs = [*projected] if self.return_bias else [projected]
         outputs += [] if normalized is None else [normalized]
@@ -248,7 +240,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = heads
         return q, k, v, normalized
 
-    def _in_place(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normalized by head, and turned by their positions."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
@@ -277,7 +269,7 @@ class MultiheadAttention(nn.Module):
         if (rows := self.projection_rows.get(projection)) is None:
             return dict(values)
         split = not self.fuse_qkv_params and projection != "query_layer"
-        return rows._replace(interleaved=self.qkv_weight_interleaved).renamed(values, split)
+        return replace(rows, interleaved=self.qkv_weight_interleaved).renamed(values, split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class ProjectionRows(NamedTuple):
+@dataclass(frozen=True)
+class ProjectionRows:
     """The order of a projection's rows, in its weight, its bias and its output.
 
     Attributes:

@@ -5,6 +5,9 @@ Source: Su et al., RoFormer, arXiv:2104.09864; arguments and shapes are Transfor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +16,9 @@ from lightning_fp8.arguments import require_bool
 
 class RotaryPositionEmbedding(nn.Module):
     """Angles ``position * rotary_base ** (-2 i / dim)`` of each pair of channels, for ``rotary_pos_emb``.
+
+    Its frequencies are no buffer: they stay float32 in a model of another dtype, in which far positions would be wrong
+    by whole turns, and a ``state_dict`` has none of them.
 
     Args:
         dim: channels of a head.
@@ -26,8 +32,6 @@ class RotaryPositionEmbedding(nn.Module):
     Raises:
         ValueError: channels that are no even number of at least 2.
     """
-
-    inv_freq: Tensor
 
     def __init__(
         self,
@@ -43,22 +47,33 @@ class RotaryPositionEmbedding(nn.Module):
         turning = int(dim * rotary_percent)
         if turning < 2 or turning % 2:
             raise ValueError(f"{turning} of dim={dim} channels turn (rotary_percent={rotary_percent}); it must be even")
-        exponent = torch.arange(0, turning, 2, dtype=torch.float32) / turning
-        self.register_buffer("inv_freq", rotary_base**-exponent, persistent=False)
+        exponent = torch.arange(0, turning, 2, dtype=torch.float32, device="cpu") / turning
+        self.inv_freq = rotary_base**-exponent
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of ``max_seq_len`` positions from ``offset`` on: float32 ``[max_seq_len, 1, 1, dim]``."""
-        inv_freq = self.inv_freq.float()  # .bfloat16() of the model casts it
-        position = torch.arange(max_seq_len, dtype=torch.float32, device=inv_freq.device) + offset
+        position = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if trained is not None and factor is not None:
             position = position / max(factor, max_seq_len / trained)
-        angle = torch.outer(position, inv_freq)
+        angle = torch.outer(position, self.inv_freq)
         both = angle.repeat_interleave(2, 1) if self.interleaved else torch.cat([angle, angle], 1)
         return both[:, None, None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        device = fn(self.inv_freq.new_empty(0)).device
+        if device.type != "meta":
+            self.inv_freq = self.inv_freq.to(device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Transformer Engine saves them."""
+        state_dict.pop(f"{prefix}inv_freq", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def apply_rotary_pos_emb(
@@ -87,7 +102,7 @@ def apply_rotary_pos_emb(
             f"rotary_pos_emb has shape {list(freqs.shape)}; it must be [positions, 1, 1, channels] with an even number "
             f"of at most {t.shape[-1]} channels, as RotaryPositionEmbedding gives it"
         )
-    angle = _angles_of_rows(t, freqs, tensor_format, start_positions, cu_seqlens)
+    angle = _angles_of_rows(t, freqs.to(t.device), tensor_format, start_positions, cu_seqlens)
     wide = torch.promote_types(torch.promote_types(t.dtype, freqs.dtype), torch.float32)
     angle = angle.to(wide)
     x = t[..., :turning].to(wide)
@@ -116,8 +131,9 @@ def _angles_of_rows(
         position = row - starts[sequence]
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
-        _check_positions(freqs, int(position.max()) + 1 if len(position) and not t.is_cuda else 0)
-        return freqs[position, 0].clone() if len(position) else freqs[:0, 0]
+        if len(position) and not (t.is_cuda or torch.compiler.is_compiling()):  # asking would wait for the card
+            _check_positions(freqs, int(position.max()) + 1)
+        return freqs[position, 0]
     rows = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
     if start_positions is None:
         _check_positions(freqs, rows)

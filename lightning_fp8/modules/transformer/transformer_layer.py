@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bool, require_number
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.transformer.arguments import (
@@ -17,6 +17,7 @@ from lightning_fp8.modules.transformer.arguments import (
     InitMethod,
     Mask,
     check_call,
+    check_encoder_output,
     default_init_method,
 )
 from lightning_fp8.modules.transformer.multihead_attention import MultiheadAttention
@@ -118,12 +119,11 @@ class TransformerLayer(nn.Module):
             "TransformerLayer",
             {name: value for name, value in parallel.items() if not name.startswith("ub_")},  # type: ignore[arg-type]
         )
-        for name, flag in (
-            ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
-            ("output_layernorm", output_layernorm),
-            ("parallel_attention_mlp", parallel_attention_mlp),
-        ):
-            require_bool(name, flag)
+        require_bools(
+            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
+            output_layernorm=output_layernorm,
+            parallel_attention_mlp=parallel_attention_mlp,
+        )
         require_number("hidden_dropout", hidden_dropout, largest=1.0)
         require_number("drop_path_rate", drop_path_rate, largest=1.0)
         self.layer_type = one_of("layer_type", layer_type, ("encoder", "decoder"))
@@ -228,11 +228,7 @@ class TransformerLayer(nn.Module):
             ValueError, TypeError: arguments that do not fit; the message says what would.
         """
         check_call("TransformerLayer", call)
-        if (self.layer_type == "decoder") != (encoder_output is not None):
-            raise ValueError(
-                f"layer_type={self.layer_type!r} "
-                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output; pass 'decoder'")
-            )
+        check_encoder_output("layer_type", self.layer_type, "decoder", encoder_output)
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded

@@ -100,7 +100,10 @@ def attention_tables(
 ) -> Tensor:
     """See :func:`lightning_fp8.ops.attention.attention_tables`."""
     queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows)
-    band = parse_attention_config(config).band
+    _, band, _, longest_query = parse_attention_config(config)
+    if longest_query is not None:  # memory is saved by it, which longer sequences would need
+        wrong = f"cu_seqlens_q has a sequence of more than {longest_query} rows; pass its max_seqlen_q"
+        torch._assert_async((cu_seqlens_q.diff() <= longest_query).all(), wrong)  # type: ignore[call-overload]
     of_queries, of_keys = rows_on(device, (queries, keys), cu_seqlens_q, cu_seqlens_kv)
     return BatchTables.of(of_queries, of_keys, visible(band), rows_of_mean(band)).joined()
 

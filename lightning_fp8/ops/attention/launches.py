@@ -111,9 +111,9 @@ class Problem(NamedTuple):
     @classmethod
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> Problem:
         """That of queries (or of the output's gradient) and keys."""
-        qkv_format, band, centered = parse_attention_config(call.config)
+        qkv_format, band, centered, longest_query = parse_attention_config(call.config)
         spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
-        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale)
+        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale, longest_query)
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
     @property

@@ -54,14 +54,9 @@ def _of_codes(function: Callable[Concatenate[Codes, P], R]) -> Callable[Concaten
 
 @_of_codes
 def forward(
-    q: Codes,
-    k: Codes,
-    v: Codes,
-    softmax_scale: float,
-    band: Band = ALL,
-    lengths: Lengths | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Codes, k: Codes, v: Codes, softmax_scale: float,
+    band: Band = ALL, lengths: Lengths | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention's output and the statistics that the backward pass needs.
 
     Args:
@@ -109,18 +104,9 @@ def forward(
 
 @_of_codes
 def backward(
-    do: Codes,
-    q: Codes,
-    k: Codes,
-    v: Codes,
-    o: Tensor,
-    m: Tensor,
-    l: Tensor,  # noqa: E741
-    softmax_scale: float,
-    band: Band = ALL,
-    lengths: Lengths | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Codes, q: Codes, k: Codes, v: Codes, o: Tensor, m: Tensor, l: Tensor, softmax_scale: float,  # noqa: E741
+    band: Band = ALL, lengths: Lengths | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of :func:`forward`, of the same operands and with what it returned.
 
     Args:

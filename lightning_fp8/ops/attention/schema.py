@@ -118,27 +118,32 @@ def implement_attention(device_type: str, forward: Forward, backward: Backward) 
 
 
 class AttentionConfig(NamedTuple):
-    """What the string says: ``"bshd left=64 right=0 bottom_right centered"``.
+    """What the string says: ``"thd left=64 right=0 bottom_right longest_query=512 centered"``.
 
     Attributes:
         qkv_format: one of :data:`FORMATS`.
         band: which keys a query sees.
         centered: keys are cast without their mean, or that of the first ones: see
             :func:`lightning_fp8.ops.attention.casts.rows_of_mean`.
+        longest_query: no sequence of queries has more rows; None is all of the tensor's.
     """
 
     qkv_format: str
     band: Band
     centered: bool
+    longest_query: int | None = None
 
 
-def attention_config(qkv_format: str, band: Band | None = None, centered: bool = True) -> str:
+def attention_config(
+    qkv_format: str, band: Band | None = None, centered: bool = True, longest_query: int | None = None
+) -> str:
     """The string for a call; the softmax scale is no part of it, a number that torch.compile may let vary."""
     words = [qkv_format]
     if band is not None:
         words += [] if band.left is None else [f"left={band.left}"]
         words += [] if band.right is None else [f"right={band.right}"]
         words += ["bottom_right"] if band.bottom_right else []
+    words += [] if longest_query is None else [f"longest_query={longest_query}"]
     return " ".join([*words, "centered"] if centered else words)
 
 
@@ -152,9 +157,9 @@ def parse_attention_config(text: str) -> AttentionConfig:
     qkv_format, _, words = text.partition(" ")
     if qkv_format not in FORMATS:
         raise ValueError(f"config={text!r} names the format {qkv_format!r}; use one of {', '.join(FORMATS)}")
-    said = parse_options(words, ("left", "right", "bottom_right", "centered"))
-    left, right = (int(said[side]) if side in said else None for side in ("left", "right"))
-    return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said)
+    said = parse_options(words, ("left", "right", "bottom_right", "centered", "longest_query"))
+    left, right, longest = (int(said[name]) if name in said else None for name in ("left", "right", "longest_query"))
+    return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said, longest)
 
 
 def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:

@@ -60,19 +60,17 @@ class Call:
 
     def tiles_of_keys(self) -> Iterator[tuple[int, slice, slice]]:
         """``block, rows, keys``: each tile of keys that a query sees, its block of scales, and the rows that look."""
-        for start in range(0, self.keys_in_all, KEYS):
-            keys = slice(start, min(start + KEYS, self.keys_in_all))
+        for keys in _tiles(self.keys_in_all, KEYS):
             rows = seeing(self.band, keys, self.lengths, ROWS)
             if rows.start < rows.stop:
-                yield start // BLOCK, rows, keys
+                yield keys.start // BLOCK, rows, keys
 
     def tiles_of_queries(self) -> Iterator[tuple[int, slice, slice]]:
         """``block, rows, keys``: each tile of queries, its block of scales, and the keys that it looks at."""
-        for start in range(0, self.queries_in_all, QUERIES):
-            rows = slice(start, min(start + QUERIES, self.queries_in_all))
+        for rows in _tiles(self.queries_in_all, QUERIES):
             keys = seen(self.band, rows, self.lengths, ROWS)
             if keys.start < keys.stop:
-                yield start // BLOCK, rows, keys
+                yield rows.start // BLOCK, rows, keys
 
     def hide(self, scores: Tensor, rows: slice, keys: slice) -> None:
         """Write -inf into ``scores [N, G, rows, keys]`` where a query does not see a key."""
@@ -80,3 +78,9 @@ class Call:
         if mask is not None:
             apart = scores.unflatten(0, (self.batch, self.shared_heads)) if len(mask) > 1 else scores[:, None]
             apart.masked_fill_(mask[:, None, None].to(scores.device), -torch.inf)
+
+
+def _tiles(rows: int, size: int) -> Iterator[slice]:
+    """``rows`` in tiles of ``size``; the last may be shorter."""
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))

@@ -1,0 +1,39 @@
+"""A warp's rows of a result: which they are, and their way from registers to global memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.device.fragments import scale_seen_rows, store_fragment_global
+from cuda_kernels.device.language import cuda, device, i32, i64
+
+
+@device
+def own_place():
+    """The first of this thread's two rows in the block's tile, and its first column of a result or of scores."""
+    lane = cuda.threadIdx.x & 31
+    return i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+
+
+@cache
+def make_store(spec: AttentionSpec) -> Any:
+    """A device function ``(acc, s, t, i, j, out, tile, head, strides)`` that stores a warp's sums in ``spec.out``.
+
+    ``s``, ``t``: factors of the thread's rows. ``i``, ``j``: whether they count; else they are 0. ``out``: the address
+    of the result; ``strides``: its strides in elements, from a sequence to the next, a row and a head.
+    """
+    head_dim, item = spec.head_dim, 4 if spec.out == "float32" else 2
+    count = head_dim // 2
+    finish, store_rows = scale_seen_rows(count), store_fragment_global(count, spec.out, True, False)
+
+    @device
+    def store(acc, s, t, i, j, out, tile, head, strides):
+        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        stride_b, stride_l, stride_h = strides
+        row, column = own_place()
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        store_rows(finish(acc, s, t, i, j), out + place * item, stride_l, row, out_rows, column, i32(head_dim))
+
+    return store

@@ -1,0 +1,1 @@
+"""Norms that cast for the layers that read them."""
