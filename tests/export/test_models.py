@@ -25,6 +25,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.export import fp8_weights
 from tests.export import in_onnx
+from tests.small import assert_raises
 
 WIDTH, HEADS = 64, 4
 
@@ -96,6 +97,12 @@ def test_an_export_observes_nothing(calibrated: tuple) -> None:
     tensors = [(value, after[name]) for name, value in before.items() if isinstance(value, Tensor)]
     assert len(tensors) >= 3
     assert all(torch.equal(value, other) for value, other in tensors)
+
+
+def test_weights_that_stay_as_they_are_are_no_silence(calibrated: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, program, _, _ = calibrated
+    monkeypatch.setattr("onnxscript.optimizer.fold_constants", lambda model, **options: None)
+    assert_raises(lambda: fp8_weights(program), RuntimeError, "onnx is too old")
 
 
 @pytest.mark.parametrize("weights", ["as they are", "fp8"])
