@@ -59,6 +59,10 @@ def _silu(x: Value) -> Value:
     return op.Mul(_not_far(x), op.Sigmoid(x))
 
 
+def _qgelu(x: Value) -> Value:
+    return op.Mul(_not_far(x), op.Sigmoid(op.Mul(constant(1.702), x)))
+
+
 def _not_far(x: Value) -> Value:
     """``x`` where a sigmoid is not 0; onnxruntime's is never, and would leave something of a large x."""
     return op.Max(x, constant(-128.0))
@@ -72,11 +76,14 @@ def _srelu(x: Value) -> Value:
 _VALUES = {
     "gelu": _gelu,
     "geglu": _gelu,
+    "qgelu": _qgelu,
+    "qgeglu": _qgelu,
     "relu": op.Relu,
     "reglu": op.Relu,
     "srelu": _srelu,
     "sreglu": _srelu,
     "silu": _silu,
     "swiglu": _silu,
+    "glu": op.Sigmoid,
 }
 """The activations by Transformer Engine's names."""

@@ -15,7 +15,10 @@ from tests.export.numpy_fp8 import cast_back, fake_quantized
 SELF_SCALED = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FEATURES = 200  # no multiple of a block
 NORMS = (True, False)
-ACTIVATIONS = {"gelu": "tensorwise", "swiglu": "rowwise", "srelu": "mxfp8", "reglu": "blockwise"}
+ACTIVATIONS = {
+    **{"gelu": "tensorwise", "swiglu": "rowwise", "srelu": "mxfp8", "reglu": "blockwise"},
+    **{"qgelu": "rowwise", "glu": "mxfp8"},
+}
 
 
 class Everything(nn.Module):

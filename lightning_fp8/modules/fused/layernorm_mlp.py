@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
@@ -163,7 +164,8 @@ class LayerNormMLP(LinearLayer):
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, context, is_first_microbatch)
         else:
-            y, normalized = self._unfused(inp, calibrating=context.calibrating and not context.enabled and self.fp8)
+            calibrating = context.calibrating and not context.enabled and self.fp8
+            y, normalized = self._in_high_precision(inp, calibrating)
         more = [self.fc2_bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y
 
@@ -188,6 +190,14 @@ class LayerNormMLP(LinearLayer):
         y = LayerNormMLPFunction.apply(mlp, *detached(*tensors))
         y, normalized = y if self.return_layernorm_output else (y, None)
         return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
+
+    def _in_high_precision(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more
+            return self._unfused(x, calibrating)
+        both: tuple[Tensor, Tensor] = checkpoint(
+            self._unfused, x, calibrating, use_reentrant=False, preserve_rng_state=False
+        )
+        return both
 
     def _unfused(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
         """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""

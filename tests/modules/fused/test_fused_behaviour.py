@@ -228,7 +228,7 @@ def test_wgrad_is_added_to_main_grad(make: Make) -> None:
 # --- What is kept, and recomputed -------------------------------------------------------------------------------------
 
 
-def kept_bytes(module: Fused, x: Tensor) -> int:
+def kept_bytes(module: Fused, x: Tensor, enabled: bool = True) -> int:
     """Memory that the backward pass holds beside parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     storages: dict[int, int] = {}
@@ -239,7 +239,10 @@ def kept_bytes(module: Fused, x: Tensor) -> int:
             storages[storage._cdata] = tensor.numel() * tensor.element_size()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8_autocast(fp8_recipe="tensorwise"):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        fp8_autocast(enabled=enabled, fp8_recipe="tensorwise"),
+    ):
         module(x)
     return sum(storages.values())
 
@@ -252,8 +255,10 @@ def test_only_the_least_is_kept() -> None:
     operands = 64 * 32 + 4 + 64 * 48 + 4
     mlp = LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16)
     assert kept_bytes(mlp, x) == norm + operands + 64 * 96 * 2
+    assert kept_bytes(mlp, x, enabled=False) > kept_bytes(mlp, x)
     mlp.checkpoint = True
     assert kept_bytes(mlp, x) == 64 * 32 * 2
+    assert kept_bytes(mlp, x, enabled=False) <= 64 * 32 * 2
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -261,10 +266,12 @@ def test_the_checkpoint_argument_changes_no_bit(activation: str) -> None:
     module, x = randomized(LayerNormMLP(32, 48, activation=activation)), input_of(20, 32)
     twin = copy.deepcopy(module)
     twin.checkpoint = True
-    for _ in range(2):
-        found, seen = run(twin, x), amaxes(twin)
-        assert all_equal(found, run(module, x))
+    for calibrating in (False, False, True):
+        how = {"enabled": not calibrating, "calibrating": calibrating}
+        found, seen = run(twin, x, **how), amaxes(twin)
+        assert all_equal(found, run(module, x, **how))
         assert seen == amaxes(module)
+    assert all_equal(run(twin, x, enabled=False), run(module, x, enabled=False))
 
 
 @MODULES
