@@ -19,6 +19,7 @@ from lightning_fp8.attention.bands import Padded, band_of, carried, dense, ends_
 from lightning_fp8.attention.owners import asked, in_high_precision, note, owner_of, unknown_owner
 from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_tensors
 from lightning_fp8.functions.attention import fp8_attention
+from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.ops.attention import Band
 
 NAME = "lightning_fp8"
@@ -60,11 +61,11 @@ def attention(
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     band = Band(right=0 if causal and query.shape[2] > 1 else None)
-    lengths: tuple[Tensor | None, Tensor | None] = (None, None)
-    if is_carried(attention_mask):
-        padded = from_carried(attention_mask)  # type: ignore[arg-type]
+    lengths: tuple[Tensor | None, ...] = (None, None)
+    if attention_mask is not None and is_carried(attention_mask):
+        padded, queries = from_carried(attention_mask), query.shape[2]
         band = padded.band
-        lengths = _lengths(padded.keys, query.shape[2])
+        lengths = shared(query.device, (attention_mask,), ("lengths", queries), lambda: _lengths(padded.keys, queries))
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
     return o, None

@@ -42,9 +42,9 @@ def activation_quantize(x: Any, config: str, scale: Any = None) -> Outputs:
     values = as_float32(x)
     if is_gated(name):
         values, gate = op.Split(values, axis=1, num_outputs=2)
-        y = op.Mul(_VALUES[name](values), gate)
+        y = op.Mul(VALUES[name](values), gate)
     else:
-        y = _VALUES[name](values)
+        y = VALUES[name](values)
     return cast(y, activated_shape(name, x.shape), config, scale)
 
 
@@ -55,12 +55,12 @@ def _gelu(x: Value) -> Value:
     return op.Mul(_not_far(x), op.Sigmoid(op.Mul(x, inner)))
 
 
+def _qgelu(x: Value) -> Value:
+    return op.Mul(_not_far(x), op.Sigmoid(op.Mul(x, constant(1.702))))
+
+
 def _silu(x: Value) -> Value:
     return op.Mul(_not_far(x), op.Sigmoid(x))
-
-
-def _qgelu(x: Value) -> Value:
-    return op.Mul(_not_far(x), op.Sigmoid(op.Mul(constant(1.702), x)))
 
 
 def _not_far(x: Value) -> Value:
@@ -73,17 +73,16 @@ def _srelu(x: Value) -> Value:
     return op.Mul(positive, positive)
 
 
-_VALUES = {
-    "gelu": _gelu,
-    "geglu": _gelu,
-    "qgelu": _qgelu,
-    "qgeglu": _qgelu,
-    "relu": op.Relu,
-    "reglu": op.Relu,
-    "srelu": _srelu,
-    "sreglu": _srelu,
-    "silu": _silu,
-    "swiglu": _silu,
-    "glu": op.Sigmoid,
+VALUES = {
+    name: value
+    for names, value in (
+        (("gelu", "geglu"), _gelu),
+        (("qgelu", "qgeglu"), _qgelu),
+        (("relu", "reglu"), op.Relu),
+        (("srelu", "sreglu"), _srelu),
+        (("silu", "swiglu"), _silu),
+        (("glu",), op.Sigmoid),
+    )
+    for name in names
 }
-"""The activations by Transformer Engine's names."""
+"""The activations in float32, by Transformer Engine's names."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import refuse_transforms
+from lightning_fp8.functions import sequence_tables
 from lightning_fp8.functions.linear import Slots
-from lightning_fp8.functions.sequence_tables import on_card, shared_tables
 from lightning_fp8.ops.attention import (
     BLOCK,
     FORMATS,
@@ -105,9 +105,11 @@ def fp8_attention(
         v = v.view_as(v)
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
     tables = None
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None and on_card(q.device) and _keeps(q, k, v):
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
         rows = 1 if qkv_format == "bshd" else 0
-        tables = shared_tables(cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device)
+        tables = sequence_tables.shared_tables(
+            cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device
+        )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
 

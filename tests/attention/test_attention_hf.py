@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_fp8 import FP8FabricPrecision, Linear
 from lightning_fp8.attention.owners import owner_of
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.functions import sequence_tables
+from lightning_fp8.ops.attention import Band, attention_tables
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
 
 masking = pytest.importorskip("transformers.masking_utils")
@@ -148,6 +149,20 @@ def test_models_against_their_own_attention(name: str, padding: str, monkeypatch
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_layers_share_what_a_card_reads_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[Any] = []
+    monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
+    monkeypatch.setattr(
+        sequence_tables, "attention_tables", lambda *given: (made_of.append(given), attention_tables(*given))[1]
+    )
+    model = made("llama")
+    plugin = attached(model, first_last_layers_bf16=False)
+    with plugin.forward_context():
+        model(**masks("right"), use_cache=False).logits.sum().backward()
+    assert list(ran(model).values()) == [(1, 0)] * 3
+    assert len(made_of) == 1
+
+
 def test_cross_attention_of_other_lengths() -> None:
     batch = {**masks("right"), "decoder_input_ids": masks("none")["input_ids"][:, :5]}
     model = made("bart")
@@ -222,7 +237,7 @@ def test_what_stays_in_high_precision() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("nothing_traced")
 def test_vit_has_no_mask() -> None:
     options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = hf("ViTForImageClassification", "ViTConfig", image_size=32, patch_size=8, **options)().train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
 from cuda_kernels.host.launchers.attention_batch import BatchTables
 from cuda_kernels.host.launchers.attention_tiles import RowSpace, packed_rows
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.functions import attention, sequence_tables
+from lightning_fp8.functions import sequence_tables
 from lightning_fp8.functions.attention import _longest, fp8_attention
 from lightning_fp8.ops.attention import (
     Band,
@@ -43,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return attention_tables(*arguments)
 
-    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
     monkeypatch.setattr(sequence_tables, "attention_tables", noted)
     return calls
 
@@ -62,7 +61,22 @@ def test_layers_of_a_step_share_their_tables_and_the_next_step_makes_others(made
         sum(o.sum() for o in layers).backward()  # type: ignore[union-attr]
         del layers
         gc.collect()
-    assert all(found is None for refs in sequence_tables._kept.values() for found in [refs[2]()])
+    assert not [ref for _, made_of in sequence_tables._kept.values() for ref in made_of if ref() is not None]
+
+
+def test_layers_that_get_one_padding_mask_share_them_too(made: list[Any]) -> None:
+    mask = torch.arange(20) >= torch.tensor([20, 13])[:, None]
+    layers = [DotProductAttention(2, 32, qkv_format="bshd", attn_mask_type="padding_causal") for _ in range(3)]
+    x = torch.randn(2, 20, 2, 32, requires_grad=True)
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        graph = [layer(x, x, x, attention_mask=mask) for layer in layers]
+        assert len(made) == 1
+        mask[1, 12] = True
+        graph.append(layers[0](x, x, x, attention_mask=mask))
+    assert len(made) == 2
+    assert torch.equal(graph[0], graph[1])
+    assert graph[0][1, 12].any()
+    assert not graph[-1][1, 12].any()
 
 
 def test_what_may_be_other_lengths_has_tables_of_its_own(made: list[Any]) -> None:
@@ -156,16 +170,9 @@ def test_a_longer_sequence_than_was_said_is_an_error() -> None:
         attention_tables(starts, starts, config, 300, 300, HOST)
 
 
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("nothing_traced")
 def test_a_compiled_model_makes_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "on_card", lambda device: True)
+    monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
     graphs: list[torch.fx.GraphModule] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.functions.attention import check_cu_seqlens
+from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.modules.attention.masks import cu_seqlens_of
 from lightning_fp8.ops.attention import Lengths
 from lightning_fp8.ops.attention.layouts import from_heads, to_heads
@@ -82,7 +83,7 @@ class Sequences(NamedTuple):
         batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
         if of_q is None and padding is not None:
             pair = padding if isinstance(padding, (tuple, list)) else (padding, padding)
-            of_q, of_kv = (cu_seqlens_of(mask, x.shape[batch], x.shape[length]) for mask, x in zip(pair, (q, k)))
+            of_q, of_kv = (_of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(pair, (q, k)))
         for name, cu, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_kv", of_kv, k)):
             check_cu_seqlens(name, cu, qkv_format, q.shape[batch], x.shape[length])
         return cls(qkv_format, of_q, of_kv)
@@ -113,6 +114,12 @@ class Sequences(NamedTuple):
         return from_heads(
             o, self.qkv_format, self.cu_seqlens_q, self.rows if self.rows_of_sequences_q is None else None
         )
+
+
+def _of_mask(mask: Tensor, sequences: int, rows: int) -> Tensor:
+    """:func:`cu_seqlens_of`, one tensor for all layers."""
+    (starts,) = shared(mask.device, (mask,), (sequences, rows), lambda: (cu_seqlens_of(mask, sequences, rows),))
+    return starts
 
 
 def _between(cu_seqlens: Tensor, padded: Tensor | None) -> Tensor | None:
