@@ -33,6 +33,7 @@ from lightning_fp8.modules.fused.arguments import (
     initialize,
     register_norm,
     reset_norm,
+    shaped,
 )
 from lightning_fp8.modules.linear_layer import LinearLayer
 
@@ -168,7 +169,8 @@ class LayerNormLinear(LinearLayer):
         tensors = detached(x.reshape(-1, self.in_features), *norm_parameters, weight, bias)
         y = LayerNormLinearFunction.apply(*tensors, self.norm, product, dtype, self.return_layernorm_output)
         y, normalized = y if self.return_layernorm_output else (y, None)
-        return y.view(*x.shape[:-1], self.out_features), None if normalized is None else normalized.view(x.shape)
+        y = shaped(y, (*x.shape[:-1], self.out_features))
+        return y, None if normalized is None else shaped(normalized, x.shape)
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None

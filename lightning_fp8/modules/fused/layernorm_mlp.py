@@ -34,6 +34,7 @@ from lightning_fp8.modules.fused.arguments import (
     initialize,
     register_norm,
     reset_norm,
+    shaped,
 )
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.ops.activation.schema import is_gated
@@ -189,7 +190,7 @@ class LayerNormMLP(LinearLayer):
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
         y = LayerNormMLPFunction.apply(mlp, *detached(*tensors))
         y, normalized = y if self.return_layernorm_output else (y, None)
-        return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
+        return shaped(y, x.shape), None if normalized is None else shaped(normalized, x.shape)
 
     def _in_high_precision(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
         if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8.modules.weight_cache
@@ -312,6 +316,24 @@ def test_a_block_compiles_as_it_runs(recipe: str) -> None:
         assert all_equal(found, run(block, x, recipe=recipe))
         assert seen == amaxes(block)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fully_sharded_modules(recompute: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        block, x = randomized(Block()), input_of(20, 32)
+        block.mlp.checkpoint = recompute
+        sharded = copy.deepcopy(block)
+        for module in (sharded.qkv, sharded.mlp, sharded):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            found, seen = run(sharded, x), amaxes(sharded)
+            whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in found]
+            assert all_equal(whole, run(block, x))
+            assert seen == amaxes(block)
+    finally:
+        dist.destroy_process_group()
 
 
 @MODULES
