@@ -48,11 +48,6 @@ def initialize(weight: Tensor, init_method: InitMethod | None, parallel: Paralle
             init_method(weight)
 
 
-def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``x``, whose rows lie one after the other, in ``shape``; no view where there is one dimension of rows."""
-    return x if len(shape) == 2 else x.view(shape)
-
-
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, without gradients where none are enabled: a function keeps and casts only what those need."""
     if torch.is_grad_enabled():
