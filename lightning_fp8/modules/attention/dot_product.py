@@ -202,7 +202,8 @@ class DotProductAttention(CoreAttention):
             attention_mask if "padding" in mask_type else None,
             (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
             (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        )._replace(max_seqlen_q=arguments.checked_length("max_seqlen_q", max_seqlen_q))
+            arguments.checked_length("max_seqlen_q", max_seqlen_q),
+        )
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         dropout = self.attention_dropout if self.training else 0.0
