@@ -216,10 +216,11 @@ class DotProductAttention(CoreAttention):
             self._sink(q),
             q,
             self.softmax_scale,
+            dropout,
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self.way_to_run(Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        core = self.way_to_run(Call(sequences, band, extras), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
