@@ -24,7 +24,7 @@ from cuda_kernels.attention.products import descriptor, make_product, make_regis
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import PRODUCER, accumulator_origin, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.fragments import rescale_add_rows, scale_all, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
@@ -46,7 +46,6 @@ from cuda_kernels.device.sm90 import (
     mbarrier_wait,
     named_barrier,
     named_barrier_arrive,
-    shfl_sync_0,
     tma_load,
     wgmma_fence,
     wgmma_wait,
@@ -200,8 +199,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
-            # Found again: kept, they would take registers from the loop.
-            tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+            tile, head = tile_again(table, heads)
             lane = cuda.threadIdx.x & 31
             line = warp * 16 + (lane >> 2)
             inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)

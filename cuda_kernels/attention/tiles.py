@@ -14,7 +14,7 @@ from cuda_kernels.attention.spec import (
     TILE_WHOLE_LAST,
 )
 from cuda_kernels.device.fragments import mask_rows
-from cuda_kernels.device.language import device, i32, i64
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
 
@@ -39,6 +39,12 @@ def tile_of(block, table, heads):
     """A block's tile and its head: of all heads the tiles with most to do come first."""
     tile_idx = quotient(block, heads)
     return load_tile(table, tile_idx), i32(block - tile_idx * heads)
+
+
+@device
+def tile_again(table, heads):
+    """A block's tile and its head once more, behind a loop: kept, they would take registers from it."""
+    return tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
 
 
 @device

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import Policy, plan_conversion
-from lightning_fp8.modules.fusion.norm import CastingNorm
+from lightning_fp8.functions.norm_cast import NormOutput
+from lightning_fp8.modules.fusion.norm import KNOWN, CastingNorm, is_known_norm
 
 transformers = pytest.importorskip("transformers")
 
@@ -196,6 +199,19 @@ def test_the_table_says_what_casts_and_why_not() -> None:
     other = plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True))
     assert [(norm.fp8, norm.reason) for norm in other.norms] == [(False, "fuse=True knows no LayerNorm")]
     assert not plan_conversion(llama(), Policy()).norms
+
+
+def test_the_formula_is_that_of_every_known_class() -> None:
+    """Older versions of transformers lack the newest models."""
+    known = [(name, path) for name, path in KNOWN.items() if find_spec(path.rpartition(".")[0])]
+    assert "LlamaRMSNorm" in dict(known)
+    for name, path in known:
+        norm = getattr(import_module(path), name)(32, eps=1e-3).bfloat16()
+        assert is_known_norm(norm)
+        with torch.no_grad():
+            norm.weight.normal_()
+            x = torch.randn(3, 32).bfloat16()
+            assert torch.equal(NormOutput(x, norm.weight, norm.variance_epsilon) + 0, norm(x))
 
 
 def test_the_plugin_fuses_too() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -291,3 +293,26 @@ def test_a_converted_llama_keeps_and_casts_what_it_needs() -> None:
     weights = sum(casts.counts["e4m3", shape] for shape in ((64, 128), (352, 128))) + 2 * 4 + 4
     assert weights == 4 * 7
     assert sum(count for (float8, _), count in casts.counts.items() if float8 == "e5m2") == 2 * 4 * 7
+
+
+def test_compiled_code_shares_casts_without_state() -> None:
+    """What ``torch.compile`` traces holds each layer's cast; AOTAutograd's partitioner leaves one of equal ones."""
+    block, _ = twins()
+    casts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        casts.append(sum("quantize" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    x = torch.randn(27, 32).bfloat16()
+    with fp8_autocast(fp8_recipe="rowwise"):
+        y = compiled(x)
+        assert torch.equal(y, block(x))
+    assert casts == [2 + 4]  # of h for q, k and v, of o's input, and of the weights

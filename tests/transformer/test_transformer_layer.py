@@ -33,6 +33,7 @@ def test_all_options_in_pairs(index: int) -> None:
 
 
 IN_FP8: list[tuple[str, Options]] = [
+    ("bshd", Options(channels=9, groups=2, rows="interleaved")),
     ("sbhd", Options(channels=16, rotary="halves")),
     ("bshd", Options(channels=16, groups=2, rows="interleaved", layer_type="decoder", normalization="RMSNorm")),
     ("thd", Options(channels=16, attention="padding_causal", activation="swiglu", residual="parallel")),
@@ -44,7 +45,8 @@ IN_FP8: list[tuple[str, Options]] = [
 @pytest.mark.parametrize("index", range(len(IN_FP8)))
 def test_in_fp8_within_the_formats_rounding(index: int, recipe: str) -> None:
     qkv_format, o = IN_FP8[index]
-    layer, batch = layer_of(o, qkv_format, hidden=64, ffn=96), batch_of(o, qkv_format, hidden=64)
+    hidden, ffn = (o.heads * o.channels, 6 * o.channels)
+    layer, batch = layer_of(o, qkv_format, hidden=hidden, ffn=ffn), batch_of(o, qkv_format, hidden=hidden)
     dys = [torch.randn_like(each.x) for each in batch.inputs]
     with fp8_autocast(fp8_recipe={"name": recipe, "fp8_dpa": True}):
         found = ran(layer, batch, dys, qkv_format)

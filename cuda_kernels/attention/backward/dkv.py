@@ -49,7 +49,7 @@ from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring,
 from cuda_kernels.attention.products import descriptor, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import (
     MULTIPLYING,
     PRODUCER,
@@ -116,6 +116,67 @@ def make_stage_statistics(offset: int) -> StageStatistics:
     return StageStatistics(load, address, scales)
 
 
+class DkvTiles(NamedTuple):
+    """The parts of the kernels for dK and dV that depend on how many channels there are.
+
+    Attributes:
+        offsets: of the block's buffers in shared memory, with ``out`` among them.
+        stages: of the ring.
+        produce: a device function ``(smem, maps, tile, kv_head, shape)`` of the thread that copies.
+        consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch) ->
+            sums`` of this thread, without the softmax scale. ``key_factor``: K's scale times c.
+        store: a device function ``(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides)``.
+    """
+
+    offsets: dict[str, int]
+    stages: int
+    produce: Any
+    consume: Any
+    store: Any
+
+
+def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: DkvTiles) -> Kernel:
+    """The kernel for dK and dV that works on ``tiles``; :func:`attention_dkv_kernel` says what its parameters are.
+
+    Args:
+        function_name: of the kernel's function, which profilers show.
+        variant: the kernel's name.
+    """
+    offsets, stages, produce, consume, store = tiles
+    out_offset, full_kv, full, empty = (offsets[name] for name in ("out", "full_kv", "full", "empty"))
+    wide = spec.panels > 1
+
+    @device
+    def init_barriers(smem):
+        mbarrier_init(smem + full_kv, 1)
+        init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
+
+    begin = make_warp_specialized(init_barriers, produce)
+
+    def attention_dkv(
+        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
+        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+    ):  # fmt: skip
+        maps = (
+            address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
+            address_of(map_dot), address_of(map_statistics),
+        )  # fmt: skip
+        smem = dynamic_shared()
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
+        if wg_idx != PRODUCER:
+            block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
+            key_factor, value_scale = load_f32(scale_k + block) * c, load_f32(scale_v + block)
+            sums = consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch)
+            if wide:
+                tile, head = tile_again(table, heads)
+            strides = stride_b, stride_l, stride_h
+            store(sums, softmax_scale, smem + out_offset, dk_out, dv_out, tile, head, warp, strides)
+
+    attention_dkv.__name__ = attention_dkv.__qualname__ = function_name
+    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
+    return attention_on_hopper(variant, attention_dkv, parameters, offsets)
+
+
 @cache
 def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out``.
@@ -134,7 +195,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     assert flush % ROWS == 0
     stages, offsets = dkv_stages(spec), dkv_offsets(spec)
     head_dim = spec.head_dim
-    k_offset, v_offset, out_offset, full_kv = (offsets[name] for name in ("k", "v", "out", "full_kv"))
+    k_offset, v_offset, full_kv = (offsets[name] for name in ("k", "v", "full_kv"))
     q_offset, do_offset, qt_offset, dot_offset, statistics_offset, full, empty = (
         offsets[name] for name in ("q", "do", "qt", "dot", "statistics", "full", "empty")
     )
@@ -156,13 +217,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_own = make_own_load(spec.panels)
-    store, store_again = make_gradient_store(head_dim, spec.out), make_gradient_store(head_dim, spec.out, again=True)
+    store_dv, store_dk = make_gradient_store(head_dim, spec.out), make_gradient_store(head_dim, spec.out, again=True)
     next_stage, _ = stage_counters(stages)
-
-    @device
-    def init_barriers(smem):
-        mbarrier_init(smem + full_kv, 1)
-        init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
 
     @device
     def produce(smem, maps, tile, kv_head, shape):
@@ -185,7 +241,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
-        """Both sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
+        scratch += (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
         first, last, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
@@ -239,27 +295,11 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
             dv, dk = come_back(dv, scratch), come_back(dk, scratch + dk_scratch)
         return dv, dk
 
-    begin = make_warp_specialized(init_barriers, produce)
+    @device
+    def store(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides):
+        dv, dk = sums
+        store_dv(dv, _ONE, shared, dv_out, tile, head, warp, strides)
+        store_dk(dk, softmax_scale, shared, dk_out, tile, head, warp, strides)
 
-    def attention_dkv(
-        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
-        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
-    ):  # fmt: skip
-        maps = (
-            address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
-            address_of(map_dot), address_of(map_statistics),
-        )  # fmt: skip
-        smem = dynamic_shared()
-        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
-        if wg_idx != PRODUCER:
-            block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
-            mine = scratch + (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
-            dv, dk = consume(
-                smem, tile, wg_idx, load_f32(scale_k + block) * c, load_f32(scale_v + block), group, left, right, mine
-            )
-            shared, strides = smem + out_offset, (stride_b, stride_l, stride_h)
-            store(dv, _ONE, shared, dv_out, tile, head, warp, strides)
-            store_again(dk, softmax_scale, shared, dk_out, tile, head, warp, strides)
-
-    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
-    return attention_on_hopper(f"attention_dkv({spec}, {stages=}, {flush=})", attention_dkv, parameters, offsets)
+    tiles = DkvTiles(offsets, stages, produce, consume, store)
+    return dkv_of_tiles(spec, "attention_dkv", f"attention_dkv({spec}, {stages=}, {flush=})", tiles)

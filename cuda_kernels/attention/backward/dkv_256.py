@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from cuda_kernels.attention.backward.dkv import make_stage_statistics
+from cuda_kernels.attention.backward.dkv import DkvTiles, dkv_of_tiles, make_stage_statistics
 from cuda_kernels.attention.backward.memory import (
     FLUSH,
     QUERIES,
@@ -27,27 +27,19 @@ from cuda_kernels.attention.backward.memory import (
 )
 from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
-from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, make_row_load
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
-from cuda_kernels.attention.warp_roles import (
-    MULTIPLYING,
-    PRODUCER,
-    accumulator_origin,
-    attention_on_hopper,
-    make_warp_specialized,
-)
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.warp_roles import MULTIPLYING, accumulator_origin
 from cuda_kernels.device.fragments import exp2_columns, rows_amax, score_gradients_columns, zeros
-from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
-from cuda_kernels.device.ptx import dynamic_shared, float_max, load_f32
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import float_max
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
-    address_of,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
-    mbarrier_init,
     mbarrier_wait,
     shfl_sync_0,
     syncwarp,
@@ -74,8 +66,8 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     assert flush % ROWS == 0
     is_dk = result == "dk"
     offsets = wide_dkv_offsets()
-    k_offset, v_offset, ring, out_offset, statistics_offset, full_kv, full, empty = (
-        offsets[name] for name in ("k", "v", "ring", "out", "statistics", "full_kv", "full", "empty")
+    k_offset, v_offset, ring, statistics_offset, full_kv, full, empty = (
+        offsets[name] for name in ("k", "v", "ring", "statistics", "full_kv", "full", "empty")
     )
     own_bytes = 2 * SLOT if is_dk else SLOT
     scores_count, sums_count = QUERIES // 2, 128
@@ -90,18 +82,13 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     gradients_of, amax_of = score_gradients_columns(scores_count), rows_amax(scores_count)
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
-    load_rows, store = make_row_load(2), make_gradient_store(256, spec.out)
+    load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out)
     next_slot, _ = stage_counters(SLOTS)
 
     @device
     def scratch_of(scratch):
         """Where this thread's sums leave to. Found when they do: kept, it would take registers from the loop."""
         return scratch + (i64(shfl_sync_0(cuda.blockIdx.x)) * block_floats + sums_floats + cuda.threadIdx.x) * 4
-
-    @device
-    def init_barriers(smem):
-        mbarrier_init(smem + full_kv, 1)
-        init_ring(smem + full, smem + empty, SLOTS, MULTIPLYING // 32)
 
     @device
     def produce(smem, maps, tile, kv_head, shape):
@@ -135,7 +122,6 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
-        """The sums of this thread, without the softmax scale; ``key_factor``: K's scale times c."""
         first, last, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
@@ -192,28 +178,10 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
             sums = come_back(sums, scratch_of(scratch))
         return sums
 
-    begin = make_warp_specialized(init_barriers, produce)
+    @device
+    def store(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides):
+        factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
+        store_rows(sums, factor, shared, out, tile, head, warp, strides)
 
-    def attention_dkv_256(
-        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
-        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
-    ):  # fmt: skip
-        maps = (
-            address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
-            address_of(map_dot), address_of(map_statistics),
-        )  # fmt: skip
-        smem = dynamic_shared()
-        tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
-        if wg_idx != PRODUCER:
-            block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
-            key_factor, value_scale = load_f32(scale_k + block) * c, load_f32(scale_v + block)
-            sums = consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch)
-            # Found again: kept, they would take registers from the loop.
-            tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-            factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
-            store(sums, factor, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
-
-    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
-    return attention_on_hopper(
-        f"attention_{result}({spec}, stages={SLOTS}, {flush=})", attention_dkv_256, parameters, offsets
-    )
+    tiles = DkvTiles(offsets, SLOTS, produce, consume, store)
+    return dkv_of_tiles(spec, "attention_dkv_256", f"attention_{result}({spec}, stages={SLOTS}, {flush=})", tiles)

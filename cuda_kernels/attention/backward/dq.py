@@ -29,11 +29,11 @@ from cuda_kernels.attention.backward.statistics import (
 from cuda_kernels.attention.block import make_own_load
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import tile_of
+from cuda_kernels.attention.tiles import tile_again
 from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
-from cuda_kernels.device.sm90 import address_of, mbarrier_init, shfl_sync_0
+from cuda_kernels.device.sm90 import address_of, mbarrier_init
 from cuda_kernels.kernel import Kernel
 
 _ZERO = np.float32(0)
@@ -87,8 +87,8 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
             dq, rest, rest_below = consume(smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right)
-            if wide:  # found again: kept, they would take registers from the loop
-                tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+            if wide:
+                tile, head = tile_again(table, heads)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:

@@ -44,7 +44,7 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
-from cuda_kernels.attention.mma.results import make_store, own_place
+from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -112,7 +112,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     product, add_product = make_product(_QUERIES, spec.k_steps), make_add_product(head_dim, _QUERIES // STEP)
     hide, exp2, gradients_of = make_band_mask(count), exp2_columns(count), _make_gradients(spec.k_steps)
     max_of, amax_of = rows_max(count), rows_amax(count)
-    codes_of, zero_sums, store = make_row_codes(count), zeros(sums_count), make_store(spec)
+    codes_of, zero_sums, store = make_row_codes(count), zeros(sums_count), make_gradient_store(spec)
 
     @device
     def statistic(stage, which, query):
@@ -181,7 +181,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 if with_dv:
                     amax, amax_below = max_of(p)
                     words, p_limits = rounded(p, gradient_scale, amax, amax_below, p_limits)
-                    # Also a border for the assembler, which would start what follows early, and run out of registers.
+                    # A border for the assembler, too, which would start what follows early and run out of registers.
                     if warp_any(amax != _ZERO or amax_below != _ZERO):
                         unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
                         dv = add_product(dv, words, (in_b + dot_offset) ^ half, unit, unit_below)
@@ -207,22 +207,21 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         row = tile[0]
         keys = (i64(head) * rows_k + row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
-        copy_keys(smem, k + keys, i64(head_dim))
-        if with_dk:
-            copy_keys(smem + v_offset, v + keys, i64(head_dim))
+        if tile[2] < tile[3]:
+            copy_keys(smem, k + keys, i64(head_dim))
+            if with_dk:
+                copy_keys(smem + v_offset, v + keys, i64(head_dim))
         dv, dk = attend(
             smem, tile, (q, do, q_t, do_t, statistics), rows_q, i32(head * group), group,
             load_f32(scale_k + block) * c, load_f32(scale_v + block), left, right,
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        valid, strides = tile[8], (stride_b, stride_l, stride_h)
-        line, _ = own_place()
-        inside, inside_below = line < valid, line + 8 < valid
+        strides = stride_b, stride_l, stride_h
         if with_dv:
-            store(dv, _ONE, _ONE, inside, inside_below, dv_out, tile, head, strides)
+            store(dv, _ONE, dv_out, tile, head, strides)
         if with_dk:
-            store(dk, softmax_scale, softmax_scale, inside, inside_below, dk_out, tile, head, strides)
+            store(dk, softmax_scale, dk_out, tile, head, strides)
 
     return Kernel(
         f"mma_attention_dkv({spec}, {result})",

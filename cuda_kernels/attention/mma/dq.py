@@ -36,7 +36,7 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
-from cuda_kernels.attention.mma.results import make_store, own_place
+from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -82,7 +82,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
     amax_of, sum_of = rows_amax(count), rows_sum(count)
     codes_of = make_row_codes(count)
-    zero_sums, store = zeros(head_dim // 2), make_store(spec)
+    zero_sums, store = zeros(head_dim // 2), make_gradient_store(spec)
 
     @device
     def copy_keys(smem, k, v, j):
@@ -165,14 +165,12 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        valid = tile[8]
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0:
             store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
-        inside, inside_below, strides = line < valid, line + 8 < valid, (stride_b, stride_l, stride_h)
-        store(dq, softmax_scale, softmax_scale, inside, inside_below, out, tile, head, strides)
+        store(dq, softmax_scale, out, tile, head, (stride_b, stride_l, stride_h))
 
     return Kernel(
         f"mma_attention_dq({spec})",

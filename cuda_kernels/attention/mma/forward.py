@@ -26,11 +26,10 @@ from cuda_kernels.attention.mma.operands import (
     place_in_a,
     place_in_b,
 )
-from cuda_kernels.attention.mma.results import make_store, own_place
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
-from cuda_kernels.device.fragments import scale_rows, zeros
+from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
@@ -53,12 +52,14 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
     prefetch, pending = stages - 1, stages - 2
     stage_bytes = _TILE + head_dim * LINE
+    item = 4 if spec.out == "float32" else 2
     scores_count, out_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     scores_of = make_product(ROWS, spec.k_steps)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
-    zero_out, store = zeros(out_count), make_store(spec)
+    zero_out, finish = zeros(out_count), scale_seen_rows(out_count)
+    store = store_fragment_global(out_count, spec.out, True, False)
 
     @device
     def copy_keys(stage, keys, j):
@@ -78,8 +79,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         """
         first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + _TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
@@ -131,11 +131,15 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        line, _ = own_place()
-        factor, factor_below, seen, seen_below = store_statistics(
-            state, m, l, tile, head, rows_q, line, cuda.threadIdx.x & 31
-        )
-        store(acc, factor, factor_below, seen, seen_below, out, tile, head, (stride_b, stride_l, stride_h))
+        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        lane = cuda.threadIdx.x & 31
+        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        store(
+            finish(acc, inverse, inverse_below, seen, seen_below),
+            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
+        )  # fmt: skip
 
     return Kernel(
         f"mma_attention_forward({spec}, {stages=})",

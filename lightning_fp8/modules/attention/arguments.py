@@ -20,7 +20,7 @@ INSTEAD = {
     "cp_global_ranks": "context parallelism is not here; split the batch, or the heads by tp_size",
     "cp_stream": "context parallelism is not here; split the batch, or the heads by tp_size",
     "return_max_logit": "scores never lie in memory; compute them from a query and all keys yourself",
-    "inference_params": "keep keys and values yourself and pass all of them, attn_mask_type='causal_bottom_right'",
+    "inference_params": "MultiheadAttention keeps keys; pass all of them here, attn_mask_type='causal_bottom_right'",
     "score_mod": "use torch.nn.attention.flex_attention",
     "fp8_output": "the output is in the input's dtype; the next Linear casts it",
     "bf16_backward": "run this attention in high precision: a recipe with fp8_dpa=False",

@@ -18,7 +18,7 @@ from lightning_fp8.modules.swap import swap_class, unsharded_class
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
 
-_MODULES = {
+KNOWN = {
     "LlamaRMSNorm": "transformers.models.llama.modeling_llama",
     "MistralRMSNorm": "transformers.models.mistral.modeling_mistral",
     "Qwen2RMSNorm": "transformers.models.qwen2.modeling_qwen2",
@@ -82,7 +82,7 @@ class CastingNorm(nn.Module):
 def is_known_norm(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, told without importing transformers; also where it casts already."""
     cls = unsharded_class(module)
-    return isinstance(module, CastingNorm) or _MODULES.get(cls.__name__) == cls.__module__
+    return isinstance(module, CastingNorm) or KNOWN.get(cls.__name__) == cls.__module__
 
 
 def cast_for(norm: nn.Module, readers: Sequence[LinearLayer]) -> None:
@@ -98,6 +98,6 @@ def _casting(norm: type) -> type:
 
 
 def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
-    if name in _MODULES:
-        return _casting(getattr(import_module(_MODULES[name]), name))
+    if name in KNOWN:
+        return _casting(getattr(import_module(KNOWN[name]), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

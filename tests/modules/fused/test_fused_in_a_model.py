@@ -133,7 +133,7 @@ def fit(model: Fitted, epochs: int, ckpt_path: Path | None = None) -> tuple[L.Tr
     data = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, DataLoader(data, 4), ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(model, DataLoader(data, 4), ckpt_path=ckpt_path)
     return trainer, plugin
 
 
