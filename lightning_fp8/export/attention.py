@@ -13,6 +13,7 @@ def refuse(
     softmax_scale: float | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    tables: Any = None,
 ) -> NoReturn:
     """Raises:
     NotImplementedError: always; it casts tile by tile inside the softmax.

@@ -42,9 +42,9 @@ def activation_quantize(x: Any, config: str, scale: Any = None) -> Outputs:
     values = as_float32(x)
     if is_gated(name):
         values, gate = op.Split(values, axis=1, num_outputs=2)
-        y = op.Mul(_VALUES[name](values), gate)
+        y = op.Mul(VALUES[name](values), gate)
     else:
-        y = _VALUES[name](values)
+        y = VALUES[name](values)
     return cast(y, activated_shape(name, x.shape), config, scale)
 
 
@@ -53,6 +53,10 @@ def _gelu(x: Value) -> Value:
     factor = 2 * math.sqrt(2 / math.pi)
     inner = op.Add(constant(factor), op.Mul(constant(factor * 0.044715), op.Mul(x, x)))
     return op.Mul(_not_far(x), op.Sigmoid(op.Mul(x, inner)))
+
+
+def _qgelu(x: Value) -> Value:
+    return op.Mul(_not_far(x), op.Sigmoid(op.Mul(x, constant(1.702))))
 
 
 def _silu(x: Value) -> Value:
@@ -69,14 +73,16 @@ def _srelu(x: Value) -> Value:
     return op.Mul(positive, positive)
 
 
-_VALUES = {
-    "gelu": _gelu,
-    "geglu": _gelu,
-    "relu": op.Relu,
-    "reglu": op.Relu,
-    "srelu": _srelu,
-    "sreglu": _srelu,
-    "silu": _silu,
-    "swiglu": _silu,
+VALUES = {
+    name: value
+    for names, value in (
+        (("gelu", "geglu"), _gelu),
+        (("qgelu", "qgeglu"), _qgelu),
+        (("relu", "reglu"), op.Relu),
+        (("srelu", "sreglu"), _srelu),
+        (("silu", "swiglu"), _silu),
+        (("glu",), op.Sigmoid),
+    )
+    for name in names
 }
-"""The activations by Transformer Engine's names."""
+"""The activations in float32, by Transformer Engine's names."""

@@ -29,7 +29,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise ImportError(
-            f"export to ONNX needs {error.name}; pip install 'lightning-fp8[onnx]' (torch.export needs nothing)",
+            f'export to ONNX needs {error.name}; pip install "lightning-fp8[onnx]" (torch.export needs nothing)',
             name=error.name,
         ) from error
     translations: dict[str, Callable[..., Any]] = {

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from onnxscript import evaluator, ir
 
 from lightning_fp8 import DotProductAttention, LayerNorm, Linear, fp8_autocast, onnx_export
 from lightning_fp8.export import translation_table
+from lightning_fp8.export.fused import VALUES
+from lightning_fp8.ops import ACTIVATIONS
 from tests.export import in_onnx
 from tests.small import assert_raises
 
@@ -18,6 +22,7 @@ NOT_OF_INFERENCE = {
     "activation_backward_quantize_unobserved",
     "activation_quantize",  # it, norm_quantize and quantize may write to an amax
     "attention_backward",
+    "attention_tables",
     "norm_backward",
     "norm_quantize",
     "observe",
@@ -36,7 +41,7 @@ def _linear(recipe: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_an_exported_program_computes_as_the_module(recipe: str) -> None:
     """Of a model that trains, with another batch, after a round trip through a file."""
     model = _linear(recipe).train()
@@ -57,6 +62,7 @@ def test_every_op_of_an_inference_has_a_translation() -> None:
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "lightning_fp8::" in name}
     translated = {op.name().partition("::")[2].partition(".")[0] for op in translation_table()}
     assert names == translated | NOT_OF_INFERENCE
+    assert set(VALUES) == set(ACTIVATIONS)
 
 
 def test_fp8_attention_is_refused() -> None:
@@ -68,9 +74,11 @@ def test_fp8_attention_is_refused() -> None:
 
 
 def test_blocks_need_a_newer_opset() -> None:
-    with fp8_autocast(fp8_recipe="rowwise"), pytest.raises(Exception) as error:
-        in_onnx.to_onnx(_linear("rowwise"), torch.randn(4, 64), opset=20)
-    assert "opset_version=21" in str(error.value)
+    translation = translation_table()[torch.ops.lightning_fp8.quantize_unobserved.default]
+    asked = SimpleNamespace(opset=SimpleNamespace(version=20))
+    x = SimpleNamespace(shape=(4, 64), dtype=ir.DataType.FLOAT)
+    with evaluator.default_as(asked):  # as torch's exporter does
+        assert_raises(lambda: translation(x, "e4m3 row power_2 rowwise"), ValueError, "opset_version=21")
 
 
 def test_no_export_while_calibrating() -> None:
@@ -89,4 +97,4 @@ def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(f"lightning_fp8.export.{name.rpartition('.')[2]}")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert_raises(translation_table, ImportError, r"pip install 'lightning-fp8\[onnx\]'")
+    assert_raises(translation_table, ImportError, r'pip install "lightning-fp8\[onnx\]"')

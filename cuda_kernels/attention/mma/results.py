@@ -1,11 +1,11 @@
-"""A warp's rows of a result: which they are, and their way from registers to global memory."""
+"""A warp's rows of a gradient: which they are, and their way from registers to global memory."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID, AttentionSpec
 from cuda_kernels.device.fragments import scale_seen_rows, store_fragment_global
 from cuda_kernels.device.language import cuda, device, i32, i64
 
@@ -18,22 +18,24 @@ def own_place():
 
 
 @cache
-def make_store(spec: AttentionSpec) -> Any:
-    """A device function ``(acc, s, t, i, j, out, tile, head, strides)`` that stores a warp's sums in ``spec.out``.
+def make_gradient_store(spec: AttentionSpec) -> Any:
+    """A device function ``(acc, factor, out, tile, head, strides)`` that stores a warp's sums in ``spec.out``.
 
-    ``s``, ``t``: factors of the thread's rows. ``i``, ``j``: whether they count; else they are 0. ``out``: the address
-    of the result; ``strides``: its strides in elements, from a sequence to the next, a row and a head.
+    Rows beyond the sequence are 0. ``out``: the address of the result; ``strides``: its strides in elements, from a
+    sequence to the next, a row and a head.
     """
     head_dim, item = spec.head_dim, 4 if spec.out == "float32" else 2
     count = head_dim // 2
     finish, store_rows = scale_seen_rows(count), store_fragment_global(count, spec.out, True, False)
 
     @device
-    def store(acc, s, t, i, j, out, tile, head, strides):
-        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+    def store(acc, factor, out, tile, head, strides):
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
+        valid = tile[TILE_VALID]
         stride_b, stride_l, stride_h = strides
         row, column = own_place()
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
-        store_rows(finish(acc, s, t, i, j), out + place * item, stride_l, row, out_rows, column, i32(head_dim))
+        acc = finish(acc, factor, factor, row < valid, row + 8 < valid)
+        store_rows(acc, out + place * item, stride_l, row, out_rows, column, i32(head_dim))
 
     return store
