@@ -89,8 +89,8 @@ class ConversionSummary:
 
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
-        """Layers that should run in FP8 and multiplied nothing in FP8 in the first training step."""
-        return tuple(layer for layer in self.layers if layer.fp8 and layer.ran is False)
+        """Layers that should run in FP8 and multiplied, or of norms cast, nothing in FP8 in the first training step."""
+        return tuple(layer for layer in (*self.layers, *self.norms) if layer.fp8 and layer.ran is False)
 
     def __str__(self) -> str:
         rows = [("layer", "out × in", "runs in", "because")]

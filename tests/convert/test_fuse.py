@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import Policy, plan_conversion
+from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.functions.norm_cast import NormOutput
 from lightning_fp8.modules.fusion.norm import KNOWN, CastingNorm, is_known_norm
 
@@ -243,3 +244,17 @@ def test_the_plugin_fuses_too() -> None:
     FP8Precision(fuse=True).convert_module(model)
     casting = [name for name, module in model.named_modules() if isinstance(module, CastingNorm)]
     assert casting == ["model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"]
+
+
+def test_the_table_says_that_norms_cast_nothing_under_autocast() -> None:
+    for dtype, casts in ((torch.bfloat16, True), (torch.float32, False)):
+        model = converted(True).to(dtype)
+        plan = plan_conversion(model, Policy(first_last_layers_bf16=False, fuse=True))
+        watch = FirstStep(model, plan)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not casts):
+            step(model)
+        found = watch.finish()
+        precisions = {norm.precision for norm in found.norms if norm.fp8}
+        assert precisions == {"FP8" if casts else "BF16"}
+        sentences = list(idle_layers(found.idle))
+        assert sentences == [] if casts else "without compute_dtype" in sentences[0]

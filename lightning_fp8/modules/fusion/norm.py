@@ -36,10 +36,17 @@ class CastingNorm(nn.Module):
     weight: Tensor
     variance_epsilon: float
     _readers: tuple[LinearLayer, ...] = ()
+    cast: bool | None = None
+    """Whether a training forward inside an FP8 context has cast; None before the first, and of compiled code."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
-        if torch.compiler.is_compiling() or not self._casts(hidden_states):
+        if torch.compiler.is_compiling():
+            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+        casts = self._casts(hidden_states)
+        if self.training and not self.cast and self.cast is not casts and self._context().enabled:
+            self.cast = casts  # slow in a module, so only where it changes
+        if not casts:
             return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
         first = self._readers[0]
         context = first.running_context()
@@ -61,11 +68,13 @@ class CastingNorm(nn.Module):
         offer(output, cast)
         return output  # type: ignore[no-any-return]
 
+    def _context(self) -> autocast.FP8Context:
+        return self._readers[0].running_context() if self._readers else autocast.DISABLED
+
     def _casts(self, x: Any) -> bool:
         """Whether all readers run in FP8 now, and ``x`` is a tensor whose norm a kernel casts."""
-        context = self._readers[0].running_context() if self._readers else autocast.DISABLED
         return (
-            context.enabled
+            self._context().enabled
             and all(isinstance(reader, LinearLayer) and reader.fp8 for reader in self._readers)
             and type(x) is Tensor
             and type(self.weight) is nn.Parameter
