@@ -202,7 +202,8 @@ class DotProductAttention(CoreAttention):
             attention_mask if "padding" in mask_type else None,
             (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
             (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        )._replace(max_seqlen_q=arguments.checked_length("max_seqlen_q", max_seqlen_q))
+            arguments.checked_length("max_seqlen_q", max_seqlen_q),
+        )
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         dropout = self.attention_dropout if self.training else 0.0
@@ -215,10 +216,11 @@ class DotProductAttention(CoreAttention):
             self._sink(q),
             q,
             self.softmax_scale,
+            dropout,
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self.way_to_run(Call(sequences, band, extras._replace(dropout=dropout)), reason, q)
+        core = self.way_to_run(Call(sequences, band, extras), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)

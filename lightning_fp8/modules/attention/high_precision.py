@@ -46,8 +46,9 @@ def extras_of(
     sink: Tensor | None,
     q: Tensor,
     softmax_scale: float,
+    dropout: float,
 ) -> Extras:
-    """What Transformer Engine's arguments add for queries ``q [..., H, D]``, but for dropout.
+    """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
 
     Raises:
         ValueError: an argument without the one that goes with it.
@@ -67,7 +68,7 @@ def extras_of(
         slopes = alibi_slopes(q.shape[-2], q.device)
     if bias is not None and bias_type == "pre_scale_bias":
         bias = bias * softmax_scale
-    return Extras(mask, bias, slopes, sink)
+    return Extras(mask, bias, slopes, sink, dropout)
 
 
 def attention(

@@ -45,6 +45,7 @@ class Sequences(NamedTuple):
         padding: Tensor | tuple[Tensor, Tensor] | None,
         cu_seqlens: Pair,
         cu_seqlens_padded: Pair,
+        max_seqlen_q: int | None = None,
     ) -> Sequences:
         """What Transformer Engine's arguments say of q and k.
 
@@ -74,7 +75,9 @@ class Sequences(NamedTuple):
             rows_of_sequences_q, rows_of_sequences_kv = (
                 _between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded)
             )
-            return cls(qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0])
+            return cls(
+                qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], max_seqlen_q
+            )  # fmt: skip
         if any(padded is not None for padded in cu_seqlens_padded):
             raise ValueError(
                 f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
