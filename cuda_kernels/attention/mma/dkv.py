@@ -47,8 +47,8 @@ from cuda_kernels.attention.mma.operands import (
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_columns,
     rows_amax,
@@ -150,7 +150,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
         """dV and dK of this thread, the latter without the softmax scale; ``key_factor``: K's scale times c."""
-        queries, first, last, whole_first, whole_last = tile[1], tile[2], tile[3], tile[4], tile[5]
+        queries = tile[TILE_OTHERS]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -204,10 +205,10 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     ):  # fmt: skip
         smem = dynamic_shared()
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        row = tile[0]
+        row = tile[TILE_ROW]
         keys = (i64(head) * rows_k + row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
-        if tile[2] < tile[3]:
+        if tile[TILE_FIRST] < tile[TILE_LAST]:
             copy_keys(smem, k + keys, i64(head_dim))
             if with_dk:
                 copy_keys(smem + v_offset, v + keys, i64(head_dim))

@@ -39,8 +39,8 @@ from cuda_kernels.attention.mma.operands import (
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
     rows_amax,
@@ -99,7 +99,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         """
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
@@ -145,7 +145,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         smem = dynamic_shared()
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
-        row, others = tile[0], tile[1]
+        row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         line, _ = own_place()
         mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
         of_each = i64(rows_q) * 4
@@ -165,7 +165,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        mine = statistics + (i64(head) * STATISTICS * rows_q + tile[0] + line) * 4
+        mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0:
             store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)

@@ -27,8 +27,16 @@ from cuda_kernels.attention.mma.operands import (
     place_in_b,
 )
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
-from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns
+from cuda_kernels.attention.spec import (
+    ROWS,
+    TILE_OTHERS,
+    TILE_OUT_ROW,
+    TILE_OUT_ROWS,
+    TILE_ROW,
+    TILE_SEQUENCE,
+    AttentionSpec,
+)
+from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
@@ -77,7 +85,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's. ``query_factor``:
         Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
         """
-        first, last, whole_first, whole_last = tile[2], tile[3], tile[4], tile[5]
+        first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + _TILE)
@@ -119,7 +127,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         smem = dynamic_shared()
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
-        row, others = tile[0], tile[1]
+        row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         query_block = (i64(head) * (rows_q >> 7) + (row >> 7)) * 4
         key_block = i32(kv_head * (rows_k >> 7) + (others >> 7))
         acc, state = attend(
@@ -131,7 +139,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        sequence, out_row, out_rows = tile[9], tile[10], tile[11]
+        sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         lane = cuda.threadIdx.x & 31
         line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
         inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
