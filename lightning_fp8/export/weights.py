@@ -12,6 +12,9 @@ def fp8_weights(program: Any) -> None:
 
     Args:
         program: the ``torch.onnx.ONNXProgram`` that ``torch.onnx.export`` returns.
+
+    Raises:
+        RuntimeError: ``onnx``, which computes the codes, is too old to.
     """
     from onnxscript import optimizer
 
@@ -23,3 +26,7 @@ def fp8_weights(program: Any) -> None:
         should_fold=lambda node: node.op_type != "DequantizeLinear",
     )
     optimizer.remove_unused_nodes(program.model)
+    casts = [node for node in program.model.graph if node.op_type == "QuantizeLinear"]
+    left = [node for node in casts if node.inputs[0].const_value is not None]
+    if left:
+        raise RuntimeError(f'{len(left)} weights could not be cast: onnx is too old; pip install -U "onnx>=1.19"')

@@ -41,7 +41,7 @@ def _linear(recipe: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_an_exported_program_computes_as_the_module(recipe: str) -> None:
     """Of a model that trains, with another batch, after a round trip through a file."""
     model = _linear(recipe).train()

@@ -31,24 +31,13 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import (
-    ARCHITECTURES,
-    HEAD_DIMS,
-    LINE,
-    STEP,
-    THREADS,
-    make_add_product,
-    make_copy,
-    make_half_copy,
-    make_product,
-    place_in_a,
-    place_in_b,
-)
+from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy, make_half_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_columns,
     rows_amax,
@@ -70,15 +59,12 @@ from cuda_kernels.device.ptx import (
     shared_load_4,
     warp_any,
 )
-from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
 _QUERIES = 64
 """Of a tile."""
 _AT_ONCE = 16
 """Queries whose dP is in registers at a time."""
-_TILE = ROWS * LINE
-"""Bytes of 128 rows of codes, those of the block's keys or two stages."""
 _STAGE = _QUERIES * LINE
 _OF_EACH = 4 * _QUERIES
 """Bytes of one statistic of a stage."""
@@ -100,7 +86,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
-    v_offset, q_offset, do_offset, qt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
+    v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     dot_offset = qt_offset + head_dim * LINE
     statistics_offset = dot_offset + head_dim * LINE
     count, sums_count = _QUERIES // 2, head_dim // 2
@@ -216,22 +202,16 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             smem, tile, (q, do, q_t, do_t, statistics), rows_q, i32(head * group), group,
             load_f32(scale_k + block) * c, load_f32(scale_v + block), left, right,
         )  # fmt: skip
-        # Found again: kept, they would take registers from the loop.
-        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        tile, head = tile_again(table, heads)
         strides = stride_b, stride_l, stride_h
         if with_dv:
             store(dv, _ONE, dv_out, tile, head, strides)
         if with_dk:
             store(dk, softmax_scale, dk_out, tile, head, strides)
 
-    return Kernel(
-        f"mma_attention_dkv({spec}, {result})",
-        mma_attention_dkv,
-        (*[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=statistics_offset + 2 * _STATISTICS_BYTES,
-        architectures=ARCHITECTURES,
-    )
+    parameters = *[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3
+    name, shared_bytes = f"mma_attention_dkv({spec}, {result})", statistics_offset + 2 * _STATISTICS_BYTES
+    return attention_by_mma(name, mma_attention_dkv, parameters, shared_bytes)
 
 
 @cache

@@ -24,23 +24,13 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import (
-    ARCHITECTURES,
-    HEAD_DIMS,
-    LINE,
-    STEP,
-    THREADS,
-    make_add_product,
-    make_copy,
-    make_product,
-    place_in_a,
-    place_in_b,
-)
+from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
     rows_amax,
@@ -58,11 +48,8 @@ from cuda_kernels.device.ptx import (
     quotient,
     store_f32,
 )
-from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
-_TILE = ROWS * LINE
-"""Bytes of 128 rows of codes."""
 _KEYS = 32
 """Keys whose scores and dP are in registers at a time."""
 
@@ -76,7 +63,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
-    do_offset, k_offset, v_offset, kt_offset = _TILE, 2 * _TILE, 3 * _TILE, 4 * _TILE
+    do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     count = ROWS // 2
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
@@ -163,8 +150,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
             known, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
-        # Found again: kept, they would take registers from the loop.
-        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        tile, head = tile_again(table, heads)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0:
@@ -172,14 +158,9 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
         store(dq, softmax_scale, out, tile, head, (stride_b, stride_l, stride_h))
 
-    return Kernel(
-        f"mma_attention_dq({spec})",
-        mma_attention_dq,
-        (*[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=kt_offset + head_dim * LINE,
-        architectures=ARCHITECTURES,
-    )
+    parameters = *[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3
+    name, shared_bytes = f"mma_attention_dq({spec})", kt_offset + head_dim * LINE
+    return attention_by_mma(name, mma_attention_dq, parameters, shared_bytes)
 
 
 @cache

@@ -14,18 +14,8 @@ from __future__ import annotations
 from functools import cache
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.mma.operands import (
-    ARCHITECTURES,
-    HEAD_DIMS,
-    LINE,
-    STEP,
-    THREADS,
-    make_add_product,
-    make_copy,
-    make_product,
-    place_in_a,
-    place_in_b,
-)
+from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import (
     ROWS,
@@ -36,17 +26,14 @@ from cuda_kernels.attention.spec import (
     TILE_SEQUENCE,
     AttentionSpec,
 )
-from cuda_kernels.attention.tiles import make_band_mask, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
-from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
 STAGES = {64: 3, 96: 2, 128: 2}
 """Stages of the ring of keys and values, by channels of a head."""
-_TILE = ROWS * LINE
-"""Bytes of 128 rows of codes."""
 
 
 @cache
@@ -59,7 +46,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
     prefetch, pending = stages - 1, stages - 2
-    stage_bytes = _TILE + head_dim * LINE
+    stage_bytes = TILE + head_dim * LINE
     item = 4 if spec.out == "float32" else 2
     scores_count, out_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
@@ -88,7 +75,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
-        first_stage = i32(smem + _TILE)
+        first_stage = i32(smem + TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
         if first < last:
@@ -97,7 +84,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if first + ahead < last:
                 stage = first_stage + ahead * stage_bytes
                 copy_keys(stage, keys, first + ahead)
-                copy_values(stage + _TILE, values + i64(first + ahead) * ROWS, rows_k)
+                copy_values(stage + TILE, values + i64(first + ahead) * ROWS, rows_k)
             cp_async_commit()
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
         for j in range(first, last):
@@ -105,7 +92,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
             if j + prefetch < last:
                 copy_keys(free_stage, keys, j + prefetch)
-                copy_values(free_stage + _TILE, values + i64(j + prefetch) * ROWS, rows_k)
+                copy_values(free_stage + TILE, values + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
@@ -116,7 +103,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             factor = float_max(query_factor * key_scale, SMALLEST)
             words, state, alpha, alpha_below = softmax(scores, factor, state)
             out = rescale(out, alpha, alpha_below)
-            out = add_product(out, words, stage + _TILE + in_b, value_scale, value_scale)
+            out = add_product(out, words, stage + TILE + in_b, value_scale, value_scale)
             stage, free_stage = next_stage(stage, first_stage), stage
         return out, state
 
@@ -137,8 +124,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             v_t + i64(kv_head) * head_dim * rows_k + others,
             i64(rows_k), load_f32(scale_q + query_block) * c, (scale_k, scale_v), key_block, left, right,
         )  # fmt: skip
-        # Found again: kept, they would take registers from the loop.
-        tile, head = tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        tile, head = tile_again(table, heads)
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         lane = cuda.threadIdx.x & 31
         line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
@@ -149,11 +135,6 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
         )  # fmt: skip
 
-    return Kernel(
-        f"mma_attention_forward({spec}, {stages=})",
-        mma_attention_forward,
-        (*[i64] * 10, *[i32] * 6, f32, *[i64] * 3),
-        THREADS,
-        shared_bytes=_TILE + stages * stage_bytes,
-        architectures=ARCHITECTURES,
-    )
+    parameters = *[i64] * 10, *[i32] * 6, f32, *[i64] * 3
+    name, shared_bytes = f"mma_attention_forward({spec}, {stages=})", TILE + stages * stage_bytes
+    return attention_by_mma(name, mma_attention_forward, parameters, shared_bytes)

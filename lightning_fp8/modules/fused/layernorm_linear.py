@@ -24,8 +24,6 @@ from lightning_fp8.arguments import (
 )
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
-from lightning_fp8.functions.norm import normalize
-from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.fused.arguments import (
     InitMethod,
     checked_norm,
@@ -34,7 +32,7 @@ from lightning_fp8.modules.fused.arguments import (
     register_norm,
     reset_norm,
 )
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.fused.normed_layer import NormedLayer
 
 FORWARD_INSTEAD = {
     "fp8_output": "the output is in high precision; the next layer casts it",
@@ -42,7 +40,7 @@ FORWARD_INSTEAD = {
 }
 
 
-class LayerNormLinear(LinearLayer):
+class LayerNormLinear(NormedLayer):
     """``y = norm(x) wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     In FP8 the norm's float32 values are cast at once; in high precision it is :class:`LayerNorm` or :class:`RMSNorm`
@@ -70,8 +68,6 @@ class LayerNormLinear(LinearLayer):
     """
 
     kind = "LayerNormLinear"
-    layer_norm_weight: Tensor
-    layer_norm_bias: Any
 
     def __init__(
         self,
@@ -143,32 +139,22 @@ class LayerNormLinear(LinearLayer):
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, weight, added_bias, context, is_first_microbatch)
         else:
-            normalized = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))
+            normalized = self._normalized(inp)
             y = self._multiply(normalized, weight, added_bias, context, is_first_microbatch)
-        more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
-        return (y, *more) if more else y
+        return self._returned(y, bias, normalized)
 
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """y and, if it is asked for, the norm's output."""
-        norm_parameters = self.layer_norm_weight, self.layer_norm_bias
-        refuse_transforms(self.kind, x, *norm_parameters, weight, bias)
+        tensors = x.reshape(-1, self.in_features), self.layer_norm_weight, self.layer_norm_bias, weight, bias
+        refuse_transforms(self.kind, *tensors)
         slots, dtype, observe = self._enter_fp8(context, x, weight)
-        cached = self._cached_weight(
-            weight, self.weight_names, context.recipe, slots[0], observe, is_first_microbatch, context
+        product = self._product(weight, self.weight_names, slots[0], observe, is_first_microbatch, context)
+        outputs = LayerNormLinearFunction.apply(
+            *detached(*tensors), self.norm, product, dtype, self.return_layernorm_output
         )
-        product = Product(
-            context.recipe,
-            slots[0],
-            observe,
-            cached,
-            self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
-        )
-        tensors = detached(x.reshape(-1, self.in_features), *norm_parameters, weight, bias)
-        y = LayerNormLinearFunction.apply(*tensors, self.norm, product, dtype, self.return_layernorm_output)
-        y, normalized = y if self.return_layernorm_output else (y, None)
-        return y.view(*x.shape[:-1], self.out_features), None if normalized is None else normalized.view(x.shape)
+        return self._shaped(outputs, x.shape)
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None

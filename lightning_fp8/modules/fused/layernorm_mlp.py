@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
@@ -23,8 +24,6 @@ from lightning_fp8.arguments import (
 )
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
-from lightning_fp8.functions.norm import normalize
-from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.fused.activations import activate, activation_named
 from lightning_fp8.modules.fused.arguments import (
     InitMethod,
@@ -34,11 +33,11 @@ from lightning_fp8.modules.fused.arguments import (
     register_norm,
     reset_norm,
 )
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.fused.normed_layer import NormedLayer
 from lightning_fp8.ops.activation.schema import is_gated
 
 
-class LayerNormMLP(LinearLayer):
+class LayerNormMLP(NormedLayer):
     """``y = activation(norm(x) w1ᵀ + b1) w2ᵀ + b2`` of ``x [..., hidden_size]``, in FP8 inside ``fp8_autocast``.
 
     In FP8 the float32 values of the norm and of the activation are cast at once; in high precision it is
@@ -76,8 +75,6 @@ class LayerNormMLP(LinearLayer):
     kind = "LayerNormMLP"
     weight_names = ("fc1_weight", "fc2_weight")
     bias_names = ("fc1_bias", "fc2_bias")
-    layer_norm_weight: Tensor
-    layer_norm_bias: Any
     fc1_weight: Tensor
     fc1_bias: Any
     fc2_weight: Tensor
@@ -163,9 +160,9 @@ class LayerNormMLP(LinearLayer):
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, context, is_first_microbatch)
         else:
-            y, normalized = self._unfused(inp, calibrating=context.calibrating and not context.enabled and self.fp8)
-        more = [self.fc2_bias] * self.return_bias + [normalized] * self.return_layernorm_output
-        return (y, *more) if more else y
+            calibrating = context.calibrating and not context.enabled and self.fp8
+            y, normalized = self._in_high_precision(inp, calibrating)
+        return self._returned(y, self.fc2_bias, normalized)
 
     def _fused(self, x: Tensor, context: FP8Context, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
         """y and, if it is asked for, the norm's output."""
@@ -175,23 +172,23 @@ class LayerNormMLP(LinearLayer):
         refuse_transforms(self.kind, *tensors)
         slots, dtype, observe = self._enter_fp8(context, x, self.fc1_weight, self.fc2_weight)
         fc1, fc2 = (
-            Product(
-                context.recipe,
-                of_gemm,
-                observe,
-                self._cached_weight(weight, (name,), context.recipe, of_gemm, observe, is_first_microbatch, context),
-                self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None,
-            )
+            self._product(weight, (name,), of_gemm, observe, is_first_microbatch, context)
             for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
         )
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
-        y = LayerNormMLPFunction.apply(mlp, *detached(*tensors))
-        y, normalized = y if self.return_layernorm_output else (y, None)
-        return y.view(x.shape), None if normalized is None else normalized.view(x.shape)
+        return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
+
+    def _in_high_precision(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more
+            return self._unfused(x, calibrating)
+        both: tuple[Tensor, Tensor] = checkpoint(
+            self._unfused, x, calibrating, use_reentrant=False, preserve_rng_state=False
+        )
+        return both
 
     def _unfused(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
         """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""
-        normalized = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.hidden_size,))
+        normalized = self._normalized(x)
         added_bias = None if self.return_bias else self.fc2_bias
         if not calibrating:
             h = F.linear(normalized, self.fc1_weight, self.fc1_bias)

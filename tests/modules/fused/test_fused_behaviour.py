@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8.modules.weight_cache
@@ -228,7 +232,7 @@ def test_wgrad_is_added_to_main_grad(make: Make) -> None:
 # --- What is kept, and recomputed -------------------------------------------------------------------------------------
 
 
-def kept_bytes(module: Fused, x: Tensor) -> int:
+def kept_bytes(module: Fused, x: Tensor, enabled: bool = True) -> int:
     """Memory that the backward pass holds beside parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     storages: dict[int, int] = {}
@@ -239,7 +243,10 @@ def kept_bytes(module: Fused, x: Tensor) -> int:
             storages[storage._cdata] = tensor.numel() * tensor.element_size()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8_autocast(fp8_recipe="tensorwise"):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        fp8_autocast(enabled=enabled, fp8_recipe="tensorwise"),
+    ):
         module(x)
     return sum(storages.values())
 
@@ -252,8 +259,10 @@ def test_only_the_least_is_kept() -> None:
     operands = 64 * 32 + 4 + 64 * 48 + 4
     mlp = LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16)
     assert kept_bytes(mlp, x) == norm + operands + 64 * 96 * 2
+    assert kept_bytes(mlp, x, enabled=False) > kept_bytes(mlp, x)
     mlp.checkpoint = True
     assert kept_bytes(mlp, x) == 64 * 32 * 2
+    assert kept_bytes(mlp, x, enabled=False) <= 64 * 32 * 2
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -261,10 +270,12 @@ def test_the_checkpoint_argument_changes_no_bit(activation: str) -> None:
     module, x = randomized(LayerNormMLP(32, 48, activation=activation)), input_of(20, 32)
     twin = copy.deepcopy(module)
     twin.checkpoint = True
-    for _ in range(2):
-        found, seen = run(twin, x), amaxes(twin)
-        assert all_equal(found, run(module, x))
+    for calibrating in (False, False, True):
+        how = {"enabled": not calibrating, "calibrating": calibrating}
+        found, seen = run(twin, x, **how), amaxes(twin)
+        assert all_equal(found, run(module, x, **how))
         assert seen == amaxes(module)
+    assert all_equal(run(twin, x, enabled=False), run(module, x, enabled=False))
 
 
 @MODULES
@@ -305,6 +316,24 @@ def test_a_block_compiles_as_it_runs(recipe: str) -> None:
         assert all_equal(found, run(block, x, recipe=recipe))
         assert seen == amaxes(block)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fully_sharded_modules(recompute: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        block, x = randomized(Block()), input_of(20, 32)
+        block.mlp.checkpoint = recompute
+        sharded = copy.deepcopy(block)
+        for module in (sharded.qkv, sharded.mlp, sharded):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            found, seen = run(sharded, x), amaxes(sharded)
+            whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in found]
+            assert all_equal(whole, run(block, x))
+            assert seen == amaxes(block)
+    finally:
+        dist.destroy_process_group()
 
 
 @MODULES
