@@ -9,7 +9,7 @@ from cuda_kernels.casts.column_sums import COLUMNS, column_sums_kernel
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.allocation import allocator
-from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.options import NAMES
 
 
 class ColumnSums:
