@@ -93,8 +93,9 @@ class ActivationBackwardLaunches:
             return *self._cast(loader_args, io), self._no_bias
         dbias = self._allocate(*self._dbias)
         partials = sums.partials()
-        outputs = self._cast(loader_args, io, (*loader_args, pointer(partials)))
-        sums.reduce(partials, dbias)
+        partials_ptr = pointer(partials)
+        outputs = self._cast(loader_args, io, (*loader_args, partials_ptr))
+        sums.reduce(partials_ptr, pointer(dbias), 0, sums.stride)
         return *outputs, dbias
 
 

@@ -79,11 +79,11 @@ class NormBackwardLaunches:
         if dbias is None:
             dbias = allocate(*self._dweight)
         partials = sums.partials()
+        partials_ptr, stride = pointer(partials), sums.stride
         self._start(
-            pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), pointer(partials),
-            sums.stride,
+            pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), partials_ptr, stride
         )  # fmt: skip
-        sums.reduce(partials, dweight, dbias)
+        sums.reduce(partials_ptr, pointer(dweight), pointer(dbias), stride)
         return dx, dweight, dbias
 
 
