@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
-from lightning_fp8.ops.attention import AttentionCall, Band, attention_backward, attention_config, attention_forward
+from lightning_fp8.ops.attention import (
+    AttentionCall,
+    Band,
+    attention_backward,
+    attention_forward,
+    format_attention_options,
+)
 from lightning_fp8.ops.core import dispatch
 
 CUDNN, FLASH, EFFICIENT = "cuDNN (BF16)", "flash (BF16)", "efficient (BF16)"
@@ -69,7 +75,7 @@ class Ops:
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._given = given
-        self._call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
+        self._call = AttentionCall(format_attention_options("bshd", Band(right=0) if problem.causal else None))
 
     def prepared(self, passing: str) -> Call:
         q, k, v, do = self._given

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.attention_contenders import only_kernels
 from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
 from cuda_kernels.host.launch import Launch
-from lightning_fp8.ops.attention import AttentionCall, Band, attention_config, cuda
+from lightning_fp8.ops.attention import AttentionCall, Band, cuda, format_attention_options
 
 PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
 """Products of scores that a kernel computes; the backward pass computes scores and dP twice."""
@@ -47,7 +47,7 @@ class Launches:
     """
 
     def __init__(self, problem: Problem, given: Inputs, backward: bool = True) -> None:
-        call = AttentionCall(attention_config("bshd", Band(right=0) if problem.causal else None))
+        call = AttentionCall(format_attention_options("bshd", Band(right=0) if problem.causal else None))
         q, k, v, do = given
         self._kept: list[Any] = []
         self.started: dict[str, list[Started]] = {FORWARD: [], BACKWARD: []}

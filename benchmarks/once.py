@@ -18,7 +18,7 @@ from benchmarks.attention_problems import BACKWARD, FORWARD, inputs
 from benchmarks.operations import Call
 from benchmarks.plan import Plan
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.scaled import Layout
 
 ATTENTION = {"attention forward": FORWARD, "attention dQ": BACKWARD, "attention dK and dV": BACKWARD}
@@ -42,7 +42,7 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
         left, right = (
             products.operand(rows, work.k, layout.value, plan) for rows, layout in zip((work.m, work.n), layouts)
         )
-        config = scaled_mm_config(layouts[0], layouts[1], work.out, work.fast)
+        config = format_scaled_mm_options(layouts[0], layouts[1], work.out, work.fast)
         operands = left.data, left.scale_inv, right.data, right.scale_inv, config
         return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
     if name in ATTENTION:

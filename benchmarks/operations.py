@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import with_kernel_strides
-from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.norm.schema import format_norm_options
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -105,12 +105,12 @@ def casts(dtype: torch.dtype) -> list[Operation]:
     float8 = float8_of(dtype)
 
     def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
-        config = quantize_config(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
+        config = format_quantize_options(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
         return lambda x: {"x": x, "config": config, **_scale(x), **({} if amax else {"amax": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = not layout.has_one_scale  # as the recipes do
-        return lambda x: {"x": x, "config": quantize_config(Cast(float8, layout, power_2), True, columnwise)}
+        return lambda x: {"x": x, "config": format_quantize_options(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
         Operation("cast", "quantize", dtype, given(False, True, False), CAST),
@@ -137,7 +137,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True)
+        config = format_quantize_options(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True)
         return {**_scale(x), "config": f"{computed}, {config}"}
 
     def weight(x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
         def arguments(x: Tensor) -> Arguments:
             parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, **cast(x, norm_config(rms, _EPS, False), columnwise)}
+            return {"x": x, **parameters, **cast(x, format_norm_options(rms, _EPS, False), columnwise)}
 
         return arguments
 
@@ -190,9 +190,9 @@ def products(dtype: torch.dtype) -> list[Operation]:
                 return {
                     **named,
                     "out": torch.zeros(len(x), len(x)),
-                    "config": scaled_mm_config(layout, layout, torch.float32),
+                    "config": format_scaled_mm_options(layout, layout, torch.float32),
                 }
-            return {**named, "config": scaled_mm_config(layout, layout, torch.bfloat16, fast_accum=True)}
+            return {**named, "config": format_scaled_mm_options(layout, layout, torch.bfloat16, fast_accum=True)}
 
         return of
 

@@ -23,8 +23,8 @@ from benchmarks.side_by_side import timed
 from benchmarks.timing import Contender, clock_of, measure
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.tensor_keys import TensorKey
-from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout, ScaledTensor
@@ -238,7 +238,7 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
         return
     best = choose_by_estimate(bound.problem)
     a, b = (left.data, left.scale_inv), (right.data, right.scale_inv)
-    operands = a, b, bound.config, None, None, exam.out
+    operands = a, b, bound.options_text, None, None, exam.out
     for each in sorted(legal_choices(bound.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
@@ -253,7 +253,7 @@ def _bound_gemm(work: Work, plan: Plan) -> BoundGemm:
     a = GemmOperand.canonical(layout_a, E4M3.dtype, work.m, work.k)
     b = GemmOperand.canonical(layout_b, E4M3.dtype, work.n, work.k)
     out = TensorKey(torch.float32, (work.m, work.n), (work.n, 1), 0, plan.device) if work.accumulate else None
-    return bind_gemm(plan.device, a, b, scaled_mm_config(layout_a, layout_b, work.out, work.fast), out=out)
+    return bind_gemm(plan.device, a, b, format_scaled_mm_options(layout_a, layout_b, work.out, work.fast), out=out)
 
 
 def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:

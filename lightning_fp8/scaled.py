@@ -111,7 +111,7 @@ class Cast:
     amax_epsilon: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
-    """The cast as options of an op: ``"e4m3 1x128 power_2"``; see ``lightning_fp8.ops.quantize.config``."""
+    """The cast as options of an op: ``"e4m3 1x128 power_2"``; see ``lightning_fp8.ops.quantize.options``."""
 
     def __post_init__(self) -> None:
         options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)

@@ -24,11 +24,11 @@ from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_selection import Measurement, builds_of, save
 from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
-from lightning_fp8.ops.gemm.config import scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
 from lightning_fp8.ops.gemm.schema import Operand
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -72,7 +72,7 @@ def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
     a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
     b = GemmOperand.canonical(cast_b.layout, cast_b.float8.dtype, gemm.n, gemm.k)
-    return bind_gemm(device, a, b, scaled_mm_config(a.layout, b.layout, torch.bfloat16, gemm.fast))
+    return bind_gemm(device, a, b, format_scaled_mm_options(a.layout, b.layout, torch.bfloat16, gemm.fast))
 
 
 def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
@@ -81,14 +81,14 @@ def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice,
     def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
         x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
-        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, quantize_config(cast))
+        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, format_quantize_options(cast))
         return with_kernel_strides((data, scale_inv), cast.layout)
 
     a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
 
     def call_of(plan: GemmChoice) -> Callable[[], Tensor]:
         built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
-        return lambda: built()(a, b, bound.config, None, None, None)
+        return lambda: built()(a, b, bound.options_text, None, None, None)
 
     return {plan: call_of(plan) for plan in legal_choices(bound.problem) if plan is not Library.REFERENCE}
 

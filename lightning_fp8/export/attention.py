@@ -9,7 +9,7 @@ def refuse(
     q: Any,
     k: Any,
     v: Any,
-    config: str,
+    options_text: str,
     softmax_scale: float | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,

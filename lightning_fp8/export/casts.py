@@ -14,7 +14,7 @@ from onnxscript import opset18 as op
 
 from lightning_fp8.export.scales import Value, constant, own_scale_inv
 from lightning_fp8.formats import Float8
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.options import QuantizeOptions, parse_quantize_options
 from lightning_fp8.scaled import Layout
 
 Outputs = tuple[Value, Value, Value, Value]
@@ -26,18 +26,18 @@ _ALL_OPSETS = 18
 """What torch's exporter says while it translates in every opset, to convert the model later."""
 
 
-def quantize(x: Any, config: str, scale: Any = None) -> Outputs:
+def quantize(x: Any, options_text: str, scale: Any = None) -> Outputs:
     """See :func:`lightning_fp8.ops.quantize`."""
-    return cast(as_float32(x), tuple(x.shape), config, scale)
+    return cast(as_float32(x), tuple(x.shape), options_text, scale)
 
 
-def cast(x: Value, shape: tuple[Any, Any], config: str, scale: Value | None) -> Outputs:
+def cast(x: Value, shape: tuple[Any, Any], options_text: str, scale: Value | None) -> Outputs:
     """Cast float32 ``x`` of ``shape`` by ``scale``, by its own scale where that is 0 or None, or in blocks.
 
     Raises:
         ValueError: the opset has no such cast.
     """
-    options = parse_quantize_config(config)
+    options = parse_quantize_options(options_text)
     layout = options.layout
     _check_opset(layout)
     data, scale_inv, data_t, scale_inv_t = _empty(options), _empty(), _empty(options), _empty()
@@ -68,7 +68,7 @@ def as_float32(x: Value) -> Value:
     return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
 
 
-def _one_scale_inv(x: Value, shape: tuple[Any, Any], options: QuantizeConfig, scale: Value | None) -> Value:
+def _one_scale_inv(x: Value, shape: tuple[Any, Any], options: QuantizeOptions, scale: Value | None) -> Value:
     if scale is None:
         return own_scale_inv(x, shape, options)
     if options.scale_is_nonzero:
@@ -100,7 +100,7 @@ def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[st
     return scale_inv, {"axis": 1, "block_size": block_columns}
 
 
-def _empty(options: QuantizeConfig | None = None) -> Value:
+def _empty(options: QuantizeOptions | None = None) -> Value:
     """What stands for an operand, or without options its scales, that was not asked for; nothing reads it."""
     return _typed(constant([])) if options is None else constant([], _TYPES[options.float8.name].numpy())
 

@@ -10,13 +10,13 @@ from onnxscript import opset18 as op
 
 from lightning_fp8.export.casts import Outputs, as_float32, cast
 from lightning_fp8.export.scales import Value, constant
-from lightning_fp8.ops.activation.schema import activated_shape, is_gated, parse_activation_config
-from lightning_fp8.ops.norm.schema import parse_norm_config
+from lightning_fp8.ops.activation.schema import activated_shape, is_gated, parse_activation_options
+from lightning_fp8.ops.norm.schema import parse_norm_options
 
 
-def norm_quantize(x: Any, weight: Any, bias: Any, config: str, scale: Any = None) -> tuple[Value, ...]:
+def norm_quantize(x: Any, weight: Any, bias: Any, options_text: str, scale: Any = None) -> tuple[Value, ...]:
     """See :func:`lightning_fp8.ops.norm_quantize`."""
-    options = parse_norm_config(config)
+    options = parse_norm_options(options_text)
     axis = constant([1], np.int64)
     values = as_float32(x)
     statistics = []
@@ -33,19 +33,19 @@ def norm_quantize(x: Any, weight: Any, bias: Any, config: str, scale: Any = None
     y = op.Mul(op.Mul(values, rstd), gamma)
     if bias is not None:
         y = op.Add(y, as_float32(bias))
-    return *cast(y, tuple(x.shape), config, scale), op.Transpose(op.Concat(*statistics, axis=1), perm=[1, 0])
+    return *cast(y, tuple(x.shape), options_text, scale), op.Transpose(op.Concat(*statistics, axis=1), perm=[1, 0])
 
 
-def activation_quantize(x: Any, config: str, scale: Any = None) -> Outputs:
+def activation_quantize(x: Any, options_text: str, scale: Any = None) -> Outputs:
     """See :func:`lightning_fp8.ops.activation_quantize`."""
-    name = parse_activation_config(config).name
+    name = parse_activation_options(options_text).name
     values = as_float32(x)
     if is_gated(name):
         values, gate = op.Split(values, axis=1, num_outputs=2)
         y = op.Mul(VALUES[name](values), gate)
     else:
         y = VALUES[name](values)
-    return cast(y, activated_shape(name, x.shape), config, scale)
+    return cast(y, activated_shape(name, x.shape), options_text, scale)
 
 
 def _gelu(x: Value) -> Value:

@@ -13,7 +13,7 @@ from onnxscript import opset18 as op
 
 from lightning_fp8.export.casts import as_float32, dequantize
 from lightning_fp8.export.scales import Value
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 
 _TYPES = {
     torch.float32: ir.DataType.FLOAT,
@@ -22,9 +22,9 @@ _TYPES = {
 }
 
 
-def scaled_mm(a: Any, scale_a: Any, b: Any, scale_b: Any, config: str, bias: Any = None) -> Value:
+def scaled_mm(a: Any, scale_a: Any, b: Any, scale_b: Any, options_text: str, bias: Any = None) -> Value:
     """See :func:`lightning_fp8.ops.scaled_mm`; the result is rounded once, from float32."""
-    options = parse_scaled_mm_config(config)
+    options = parse_scaled_mm_options(options_text)
     operands = [dequantize(a, scale_a, options.layout_a), dequantize(b, scale_b, options.layout_b)]
     if bias is not None:
         operands.append(as_float32(bias))

@@ -15,7 +15,7 @@ from onnxscript import opset18 as op
 
 from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.ops.quantize.config import QuantizeConfig
+from lightning_fp8.ops.quantize.options import QuantizeOptions
 from lightning_fp8.scaled import Layout
 from lightning_fp8.scaling import FLOAT32_MAX
 
@@ -31,7 +31,7 @@ def constant(value: Any, dtype: Any = np.float32) -> Value:
     return op.Constant(value=ir.tensor(np.asarray(value, dtype)))
 
 
-def own_scale_inv(x: Value, shape: tuple[Any, Any], options: QuantizeConfig) -> Value:
+def own_scale_inv(x: Value, shape: tuple[Any, Any], options: QuantizeOptions) -> Value:
     """``scale_inv`` of float32 ``x`` from its own amaxes, shaped as the layout says.
 
     Args:

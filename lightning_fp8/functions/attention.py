@@ -20,8 +20,8 @@ from lightning_fp8.ops.attention import (
     Band,
     Kept,
     attention_backward,
-    attention_config,
     attention_forward,
+    format_attention_options,
     missing_kernel,
 )
 from lightning_fp8.scaled import Role
@@ -98,7 +98,7 @@ def fp8_attention(
     if reason := why_not_fp8(q, k, v):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
     longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
-    config = attention_config(qkv_format, band, center_keys, longest)
+    options_text = format_attention_options(qkv_format, band, center_keys, longest)
     if k is q:  # torch.compile takes no tensor twice
         k = k.view_as(k)
     if v is q or v is k:
@@ -108,10 +108,10 @@ def fp8_attention(
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
         rows = 1 if qkv_format == "bshd" else 0
         tables = sequence_tables.shared_tables(
-            cu_seqlens_q, cu_seqlens_kv, config, q.shape[rows], k.shape[rows], q.device
+            cu_seqlens_q, cu_seqlens_kv, options_text, q.shape[rows], k.shape[rows], q.device
         )
     slots = slots if observe else None
-    return AttentionFunction.apply(q, k, v, config, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
+    return AttentionFunction.apply(q, k, v, options_text, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -126,7 +126,7 @@ class AttentionFunction(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        config: str,
+        options_text: str,
         softmax_scale: float | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
@@ -134,12 +134,12 @@ class AttentionFunction(torch.autograd.Function):
         slots: Slots | None,
     ) -> Tensor:
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        o, kept = attention_forward(q, k, v, AttentionCall(config, softmax_scale, cu_seqlens_q, of_keys, tables))
+        o, kept = attention_forward(q, k, v, AttentionCall(options_text, softmax_scale, cu_seqlens_q, of_keys, tables))
         _observe(slots, Role.QKV, q, k, v)
         _observe(slots, Role.O, o)
         ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, tables, *kept)
-        ctx.config, ctx.softmax_scale, ctx.slots = config, softmax_scale, slots
-        ctx.key_rows = k.shape[1 if config.startswith("bshd") else 0]
+        ctx.options_text, ctx.softmax_scale, ctx.slots = options_text, softmax_scale, slots
+        ctx.key_rows = k.shape[1 if options_text.startswith("bshd") else 0]
         return o
 
     @staticmethod
@@ -152,7 +152,7 @@ class AttentionFunction(torch.autograd.Function):
         o, cu_seqlens_q, cu_seqlens_kv, tables, *kept = ctx.saved_tensors
         _observe(ctx.slots, Role.DO, do)
         of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        call = AttentionCall(ctx.config, ctx.softmax_scale, cu_seqlens_q, of_keys, tables)
+        call = AttentionCall(ctx.options_text, ctx.softmax_scale, cu_seqlens_q, of_keys, tables)
         gradients = attention_backward(do, o, Kept(*kept), ctx.key_rows, call)
         needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
         _observe(ctx.slots, Role.DQKV, *needed)

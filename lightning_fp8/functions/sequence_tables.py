@@ -56,14 +56,14 @@ def shared(
 
 
 def shared_tables(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, options_text: str, query_rows: int, key_rows: int, device: torch.device
 ) -> Tensor:
     """:func:`~lightning_fp8.ops.attention.attention_tables`, :func:`shared`."""
 
     def made() -> tuple[Tensor]:
-        return (attention_tables(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows, device),)
+        return (attention_tables(cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows, device),)
 
-    (tables,) = shared(device, (cu_seqlens_q, cu_seqlens_kv), (config, query_rows, key_rows), made)
+    (tables,) = shared(device, (cu_seqlens_q, cu_seqlens_kv), (options_text, query_rows, key_rows), made)
     return tables
 
 

@@ -9,7 +9,7 @@ from lightning_fp8.ops.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.gemm import scaled_mm, scaled_mm_accumulate
 from lightning_fp8.ops.norm import Normalized, norm_backward, norm_quantize
 from lightning_fp8.ops.quantize import Quantized, observe, quantize

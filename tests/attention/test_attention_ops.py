@@ -19,9 +19,9 @@ from lightning_fp8.ops.attention import (
     AttentionCall,
     Band,
     attention_backward,
-    attention_config,
     attention_forward,
     cuda,
+    format_attention_options,
     launches,
 )
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
@@ -51,7 +51,7 @@ def test_fake_kernels_say_what_the_ops_give(qkv_format: str, packed: bool) -> No
         return x.shape, x.stride(), x.dtype
 
     (q, k, v, do), sequences = given(qkv_format, packed)
-    call, key_rows = AttentionCall(attention_config(qkv_format, CAUSAL), **sequences), rows_of(k, qkv_format)
+    call, key_rows = AttentionCall(format_attention_options(qkv_format, CAUSAL), **sequences), rows_of(k, qkv_format)
     o, kept = attention_forward(q, k, v, call)
     gradients = attention_backward(do, o, kept, key_rows, call)
     assert all(each.is_contiguous() for each in (o, *gradients))
@@ -179,7 +179,7 @@ def test_only_gradients_that_are_asked_for_are_given() -> None:
 
 def test_without_a_kernel_a_card_runs_the_specification_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v, do), _ = given("bshd", False)
-    call = AttentionCall(attention_config("bshd", CAUSAL))
+    call = AttentionCall(format_attention_options("bshd", CAUSAL))
     monkeypatch.setattr(launches, "architecture_of", lambda device: "89")
     plans = {"forward": {"90a": (None, (64,))}, "backward": {"90a": (None, (64, 96))}}
     monkeypatch.setattr(launches, "PLANS", plans)
@@ -212,7 +212,7 @@ def test_transforms_and_vmap_are_refused_with_the_way_out() -> None:
     q = torch.randn(3, 1, 20, 2, 32)
     with pytest.raises(RuntimeError, match=r"^Attention does not run in FP8 under torch.func.*one at a time"):
         torch.vmap(lambda x: fp8_attention(x, x, x))(q)
-    call = AttentionCall(attention_config("bshd"))
+    call = AttentionCall(format_attention_options("bshd"))
     with pytest.raises(RuntimeError, match="FP8 ops do not run under vmap"):
         torch.vmap(lambda x: attention_forward(x, x, x, call)[0])(q)
     leaf = q[0].clone().requires_grad_()

@@ -21,9 +21,9 @@ from lightning_fp8.functions import sequence_tables
 from lightning_fp8.functions.attention import _longest, fp8_attention
 from lightning_fp8.ops.attention import (
     Band,
-    attention_config,
     attention_tables,
-    parse_attention_config,
+    format_attention_options,
+    parse_attention_options,
     rows_of_mean,
 )
 from lightning_fp8.ops.attention.launches import visible
@@ -113,7 +113,11 @@ def test_without_gradients_each_op_makes_what_it_needs(made: list[Any]) -> None:
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 @pytest.mark.parametrize("band", [Band(right=0, bottom_right=True), Band(left=70)])
 def test_joined_tables_are_those_of_each_pass(qkv_format: str, band: Band) -> None:
-    queries, keys, config = cu_seqlens([1, 130, 0, 9]), cu_seqlens([200, 3, 5, 0]), attention_config(qkv_format, band)
+    queries, keys, config = (
+        cu_seqlens([1, 130, 0, 9]),
+        cu_seqlens([200, 3, 5, 0]),
+        format_attention_options(qkv_format, band),
+    )
     rows = (150, 300) if qkv_format == "thd" else (130, 200)
     arguments = queries, keys, config, *rows, HOST
     torch.library.opcheck(torch.ops.lightning_fp8.attention_tables.default, arguments)
@@ -151,7 +155,7 @@ def test_short_sequences_need_no_memory_for_sums_on_the_way(longest: int | None,
 @pytest.mark.parametrize(("said", "known"), [(0, 128), (128, 128), (129, 256), (1000, 1024)])
 def test_the_longest_sequence_is_said_in_powers_of_two(said: int, known: int) -> None:
     found = _longest(said, torch.empty(3, device="meta"))
-    assert parse_attention_config(attention_config("thd", longest_query=found)).longest_query == known
+    assert parse_attention_options(format_attention_options("thd", longest_query=found)).longest_query == known
 
 
 def test_a_longer_sequence_than_was_said_is_an_error() -> None:
@@ -165,7 +169,7 @@ def test_a_longer_sequence_than_was_said_is_an_error() -> None:
     for wrong, error in ((-1, ValueError), ("270", TypeError), (True, TypeError)):
         with pytest.raises(error, match=f"max_seqlen_q={wrong!r} must be"):
             module(x, x, x, cu_seqlens_q=starts, max_seqlen_q=wrong)
-    config = attention_config("thd", longest_query=256)
+    config = format_attention_options("thd", longest_query=256)
     with pytest.raises(RuntimeError, match="more than 256 rows; pass its max_seqlen_q"):
         attention_tables(starts, starts, config, 300, 300, HOST)
 

@@ -17,10 +17,10 @@ from lightning_fp8.ops.attention import (
     Band,
     Gradients,
     Kept,
-    attention_config,
     attention_tables,
     cpu,
     cuda,
+    format_attention_options,
 )
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.cuda_kernels.attention_backward_cases import CODES_THAT_MOVE, error
@@ -92,7 +92,7 @@ class Problem:
         return q, k, v, do
 
     def call(self, device: str) -> AttentionCall:
-        config = attention_config(self.qkv_format, self.band)
+        config = format_attention_options(self.qkv_format, self.band)
         if self.uniform:
             return AttentionCall(config)
         queries, keys = (

@@ -15,12 +15,12 @@ from torch import Tensor
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.activation import cuda as activation_cuda
 from lightning_fp8.ops.activation import reference as activation_reference
-from lightning_fp8.ops.activation.schema import activation_config, is_gated
+from lightning_fp8.ops.activation.schema import format_activation_options, is_gated
 from lightning_fp8.ops.norm import cuda as norm_cuda
 from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
 from lightning_fp8.ops.norm import reference as norm_reference
-from lightning_fp8.ops.norm.schema import norm_config
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.norm.schema import format_norm_options
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.kernel_cases import (
     BF16,
@@ -94,7 +94,7 @@ def check_cast(
 ) -> None:  # fmt: skip
     """A fused op gives what the reference of the same name does: operands, what is beside them, amax and counts."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon)
-    config = f"{computed}, {quantize_config(cast, rowwise, columnwise, nonzero)}"
+    config = f"{computed}, {format_quantize_options(cast, rowwise, columnwise, nonzero)}"
     results, collected = [], []
     cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
     for module, on in ((cuda, device), (reference, "cpu")):
@@ -145,7 +145,7 @@ def check_norm(
     rms: bool = False, zero_centered: bool = False, **config: Any,
 ) -> None:  # fmt: skip
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
-    check_cast("norm_quantize", inputs, norm_config(rms, 1e-5, zero_centered), device, **config)
+    check_cast("norm_quantize", inputs, format_norm_options(rms, 1e-5, zero_centered), device, **config)
 
 
 def check_norm_backward(
@@ -157,7 +157,7 @@ def check_norm_backward(
     mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
-    config = norm_config(rms, 0.0, zero_centered, not rms)
+    config = format_norm_options(rms, 0.0, zero_centered, not rms)
     actual = norm_cuda_backward.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
     expected = norm_reference.norm_backward(*arguments, config)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
@@ -185,7 +185,12 @@ def check_activation_backward(
     x, dy = values(shape[0], columns, dtype, spread=2.0), strided(values(*shape, dy_dtype, seed=1))
     exact = "relu" in name or "reglu" in name
     check_cast(
-        "activation_backward_quantize", (dy, x), activation_config(name, bias_dtype), device, exact=exact, **config
+        "activation_backward_quantize",
+        (dy, x),
+        format_activation_options(name, bias_dtype),
+        device,
+        exact=exact,
+        **config,
     )
 
 

@@ -19,12 +19,12 @@ from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.options import NAMES
 from lightning_fp8.ops.gemm import cuda as gemm
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import with_kernel_strides
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.fused_cases import moved
 from tests.cuda_kernels.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
@@ -49,7 +49,7 @@ def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
 
 def operand(x: Tensor, dtype: torch.dtype, layout: str, power_2: bool) -> ScaledTensor:
     """``x`` as the reference casts it."""
-    options = quantize_config(Cast(float8_of(dtype), Layout(layout), power_2))
+    options = format_quantize_options(Cast(float8_of(dtype), Layout(layout), power_2))
     data, scale_inv, *_ = reference.quantize(x, options)
     return ScaledTensor(data, scale_inv, Layout(layout))
 
@@ -82,7 +82,7 @@ def check_product(
     on = [
         with_kernel_strides((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)
     ]
-    operands = *on[0], *on[1], scaled_mm_config(a.layout, b.layout, out, fast)
+    operands = *on[0], *on[1], format_scaled_mm_options(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)
         gemm.scaled_mm_accumulate(actual, *operands)

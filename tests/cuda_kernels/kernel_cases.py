@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.ops.scales import cuda as scales_cuda
 from lightning_fp8.ops.scales import reference as scales_reference
 from lightning_fp8.scaled import Cast, Layout
@@ -89,7 +89,7 @@ def check_quantize(
         torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
     )
     on_device = x if x.device.type == device else _moved(x, device)
-    config = quantize_config(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
+    config = format_quantize_options(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
     actual = cuda.quantize(on_device, config, overflow_counts=overflow_counts)
     expected = reference.quantize(x, config, overflow_counts=expected_counts)
     for name, a, b in zip(RESULTS, actual, expected):
@@ -113,7 +113,7 @@ def check_quantize_with_scale(
 ) -> None:
     """A tensor with a given scale (0: its own) is what the reference gives, amax and overflow_counts included."""
     results = []
-    config = quantize_config(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
+    config = format_quantize_options(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
     for quantize, on in ((cuda.quantize, device), (reference.quantize, "cpu")):
         scale_tensor = torch.tensor(scale, device=on)
         collected = torch.tensor(amax, device=on) if amax is not None else None

@@ -15,7 +15,7 @@ from cuda_kernels.host import launch, tensor_maps
 from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, PackedCodes, Visible
 from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, BackwardTables, Operands
 from cuda_kernels.host.launchers.attention_tiles import RowSpace
-from lightning_fp8.ops.attention import AttentionCall, attention_config, cpu, cuda, launches, missing_kernel
+from lightning_fp8.ops.attention import AttentionCall, cpu, cuda, format_attention_options, launches, missing_kernel
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from tests.cuda_kernels.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, drawn
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
@@ -96,13 +96,13 @@ def test_operands_that_do_not_fit_are_refused(change: Change, message: str) -> N
     given = {"q": drawn((2, 20), 4, 64, 0), "k": drawn((2, 20), 2, 64, 1), "v": drawn((2, 20), 2, 64, 2)}
     change(given)
     with pytest.raises(ValueError, match=message):
-        cuda.attention_forward(**given, call=AttentionCall(attention_config("bshd")))
+        cuda.attention_forward(**given, call=AttentionCall(format_attention_options("bshd")))
 
 
 def test_lengths_of_queries_alone_are_refused() -> None:
     q = drawn((2, 20), 2, 64, 0)
     with pytest.raises(ValueError, match="come together"):
-        cuda.attention_forward(q, q, q, AttentionCall(attention_config("bshd"), None, torch.tensor([0, 5, 9])))
+        cuda.attention_forward(q, q, q, AttentionCall(format_attention_options("bshd"), None, torch.tensor([0, 5, 9])))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_plan_serves_all_calls_of_its_key() -> None:
         tables.extend(id(arg) for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
 
     q, other = (drawn((2, 150), 2, 64, seed) for seed in range(2))
-    call = AttentionCall(attention_config("bshd"))
+    call = AttentionCall(format_attention_options("bshd"))
     clear_plan_cache()
     with executing(note):
         cuda.attention_forward(q, q, q, call)
@@ -147,7 +147,7 @@ def test_a_plan_serves_all_calls_of_its_key() -> None:
 @pytest.mark.parametrize(("rows", "batch"), [((0, 5), 1), ((5, 0), 1), ((5, 5), 0)])
 def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator) -> None:
     q, k = (torch.randn(batch, each, 2, 64).bfloat16() for each in rows)
-    call = AttentionCall(attention_config("bshd"))
+    call = AttentionCall(format_attention_options("bshd"))
     clear_plan_cache()
     o, kept = cuda.attention_forward(q, k, k, call)
     gradients = cuda.attention_backward(q, o, kept, rows[1], call)
@@ -158,7 +158,7 @@ def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator
 
 
 def test_heads_that_no_kernel_is_for_say_so(emulator: Emulator) -> None:
-    q, call = drawn((1, 20), 1, 80, 0), AttentionCall(attention_config("bshd"))
+    q, call = drawn((1, 20), 1, 80, 0), AttentionCall(format_attention_options("bshd"))
     clear_plan_cache()
     with pytest.warns(RuntimeWarning, match=r"forward pass has no kernel for heads of 80 channels.*fp8_dpa=False"):
         o, _ = cuda.attention_forward(q, q, q, call)

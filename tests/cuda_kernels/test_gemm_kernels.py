@@ -14,10 +14,10 @@ from cuda_kernels.host import compile_cache, gemm_selection, launch
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm import reference as gemm_reference
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import GemmOperand, operand_key, with_kernel_strides
 from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers, ptx_of
@@ -80,7 +80,7 @@ def test_the_three_products_of_a_layer(
         row, column = {}, {}
         for role, tensor in roles.items():
             cast = recipe().cast(role)
-            data, scale, data_t, scale_t = module.quantize(tensor, quantize_config(cast, True, True))
+            data, scale, data_t, scale_t = module.quantize(tensor, format_quantize_options(cast, True, True))
             row[role] = data, scale, cast.layout
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
@@ -89,7 +89,7 @@ def test_the_three_products_of_a_layer(
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
-            return *a[:2], *b[:2], scaled_mm_config(a[2], b[2], out, fast)
+            return *a[:2], *b[:2], format_scaled_mm_options(a[2], b[2], out, fast)
 
         of_weight = column[Role.GRAD_OUTPUT], column[Role.INPUT]
         products.scaled_mm_accumulate(main_grad, *product(*of_weight, torch.float32))
@@ -122,7 +122,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
             data, scale = with_kernel_strides((a.data, a.scale_inv), Layout.TENSOR)
-            config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
+            config = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
             actual = gemm.scaled_mm(data, scale, data, scale, config)
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
@@ -139,7 +139,7 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
         part for x in (a, b) for part in with_kernel_strides((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)
     ]
     with multiplying(*tile):
-        config = scaled_mm_config(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        config = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32)
         out = gemm.scaled_mm_observed(*operands, config, None, amax)
     torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
     expected = out.abs().max()
@@ -159,7 +159,7 @@ def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> N
     far.copy_(a.data.view(torch.uint8))
     out = torch.empty(2 * 2**30 + 16).as_strided((3, 16), (2**30, 1)).fill_(1.0)
     with multiplying(*tile):
-        config = scaled_mm_config(a.layout, b.layout, torch.float32)
+        config = format_scaled_mm_options(a.layout, b.layout, torch.float32)
         gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, config)
     assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
 
@@ -194,7 +194,7 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
     wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
     wide[:, 5:208] = a.data.view(torch.uint8)
     places = [wide.view(E4M3)[:, 5:208], a.data.t().contiguous().t(), a.data]
-    config = scaled_mm_config(a.layout, b.layout, torch.float32)
+    config = format_scaled_mm_options(a.layout, b.layout, torch.float32)
     for data in places:
         actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), config)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))

@@ -17,7 +17,13 @@ from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Inputs, input
 from benchmarks.attention_problems import Problem as Measured
 from cuda_kernels.host.launch import architecture_of
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.ops.attention import AttentionCall, Band, attention_backward, attention_config, attention_forward
+from lightning_fp8.ops.attention import (
+    AttentionCall,
+    Band,
+    attention_backward,
+    attention_forward,
+    format_attention_options,
+)
 from lightning_fp8.ops.attention.launches import PLANS
 from lightning_fp8.ops.core import dispatch
 from tests.cuda_kernels.kernel_cases import BF16, FP16, FP32, Case
@@ -76,7 +82,7 @@ class Problem:
                 torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
                 for each in (self.queries, self.keys)
             )
-        call = AttentionCall(attention_config(self.qkv_format, self.band), None, *starts)
+        call = AttentionCall(format_attention_options(self.qkv_format, self.band), None, *starts)
         o, kept = attention_forward(q, k, v, call)
         gradients = attention_backward(do, o, kept, k.shape[1 if self.qkv_format == "bshd" else 0], call)
         return {name: x.cpu() for name, x in zip(("o", "dq", "dk", "dv"), (o, *gradients))}
@@ -151,7 +157,7 @@ def test_a_long_sequence_is_exact_attention(causal: bool) -> None:
     problem = Measured(2, 8192, 8, 128, sharing=4, causal=causal)
     q, k, v, do = given = inputs(problem, CARD)
     exam = Exam(problem, given)
-    call = AttentionCall(attention_config("bshd", CAUSAL if causal else None))
+    call = AttentionCall(format_attention_options("bshd", CAUSAL if causal else None))
     with only_kernels(128):
         o, kept = attention_forward(q, k, v, call)
         gradients = attention_backward(do, o, kept, k.shape[1], call)
@@ -182,7 +188,7 @@ def test_a_module_trains_as_on_the_cpu() -> None:
 
 def test_both_passes_in_a_graph() -> None:
     problem = Measured(1, 512, 4, 128, sharing=2, causal=True)
-    fixed, call = inputs(problem, CARD), AttentionCall(attention_config("bshd", CAUSAL))
+    fixed, call = inputs(problem, CARD), AttentionCall(format_attention_options("bshd", CAUSAL))
 
     def both(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         o, kept = attention_forward(q, k, v, call)

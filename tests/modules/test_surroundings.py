@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import lightning_fp8 as fp8
 from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.ops.gemm import reference as gemm_reference
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.ops.quantize.casting import operands_of
-from lightning_fp8.ops.quantize.config import quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 from tests.small import default_device, fp8_trainer, quiet_trainer
@@ -228,7 +228,7 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
     for role, shape in zip(roles, shapes):
         cast, x = make_recipe(recipe).cast(role), torch.ones(shape, dtype=torch.bfloat16).as_subclass(kind)
         scale, amax = (torch.zeros(()).as_subclass(kind) for _ in range(2)) if recipe == "delayed" else (None, None)
-        found = reference.quantize(x, quantize_config(cast, True, True), scale, amax)
+        found = reference.quantize(x, format_quantize_options(cast, True, True), scale, amax)
         row, column = operands_of(found, cast.layout, True, True, False)
         assert row is not None
         assert column is not None
@@ -240,7 +240,7 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
         (dy8, w8_t, None, (0, 40)),
         (dy8_t, x8_t, torch.ones(40).as_subclass(kind), (24, 40)),
     ):
-        config = scaled_mm_config(a.layout, b.layout, torch.bfloat16)
+        config = format_scaled_mm_options(a.layout, b.layout, torch.bfloat16)
         result = gemm_reference.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, config, added)
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, torch.zeros(shape, dtype=torch.bfloat16) + (0 if added is None else added))

@@ -20,7 +20,7 @@ from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.norm import cuda as norm_cuda
 from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
 from lightning_fp8.ops.norm import reference as norm_reference
-from lightning_fp8.ops.quantize.config import parse_quantize_config, quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
@@ -198,7 +198,10 @@ def test_registration(layout: Layout) -> None:
         given.append((torch.tensor(2.0), torch.tensor(0.0)))
     for scale, amax in given:
         for usage in ((True, False), (False, True), (True, True)):
-            cast, rest = quantize_config(Cast(E4M3, layout), *usage), (scale, amax, torch.zeros(2, dtype=torch.int64))
+            cast, rest = (
+                format_quantize_options(Cast(E4M3, layout), *usage),
+                (scale, amax, torch.zeros(2, dtype=torch.int64)),
+            )
             layer, rms = f"layer eps=1e-5 zero_centered, {cast}", f"rms eps=1e-5, {cast}"
             torch.library.opcheck(library.norm_quantize, (x, weight, bias, layer, *rest))
             torch.library.opcheck(library.norm_quantize, (x, weight, None, rms, *rest))
@@ -206,7 +209,7 @@ def test_registration(layout: Layout) -> None:
             gradients = library.activation_backward_quantize
             torch.library.opcheck(gradients, (x, x, f"gelu bias=bfloat16, {cast}", *rest))
             torch.library.opcheck(gradients, (x[:, :24], x, f"reglu, {cast}", *rest))
-    cast = quantize_config(Cast(E4M3, layout), True, True)  # without anything to write to
+    cast = format_quantize_options(Cast(E4M3, layout), True, True)  # without anything to write to
     torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, f"layer eps=1e-5, {cast}"))
     torch.library.opcheck(library.activation_quantize_unobserved, (x, f"swiglu, {cast}"))
     torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, f"gelu bias=bfloat16, {cast}"))
@@ -231,11 +234,11 @@ CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantiz
 def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
     dispatch.clear_plan_cache()
-    x, config = values(35, 49, BF16), quantize_config(Cast(E4M3, layout), columnwise=True)
+    x, config = values(35, 49, BF16), format_quantize_options(Cast(E4M3, layout), columnwise=True)
     cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
     results = getattr(cuda, op)(*arguments(op, x, config))
     dispatch.clear_plan_cache()
-    like = CastOutputs(x.device, parse_quantize_config(config), 35, 49).allocate()
+    like = CastOutputs(x.device, parse_quantize_options(config), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
     for actual, right in zip(
         results,

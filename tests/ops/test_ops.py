@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.core.bf16_products import bf16_products
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config, scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options, parse_scaled_mm_options
 from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.config import parse_quantize_config, quantize_config
+from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
@@ -172,8 +172,8 @@ def test_a_scale_of_zero_takes_the_tensors_own_and_seen_is_a_maximum() -> None:
 
 def test_how_in_words() -> None:
     cast = Cast(E4M3, Layout.BLOCK_1X128, True, 0.5)
-    assert quantize_config(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
-    assert parse_quantize_config(quantize_config(cast, columnwise=True)) == (
+    assert format_quantize_options(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
+    assert parse_quantize_options(format_quantize_options(cast, columnwise=True)) == (
         E4M3,
         Layout.BLOCK_1X128,
         True,
@@ -182,14 +182,14 @@ def test_how_in_words() -> None:
         True,
         False,
     )
-    assert parse_quantize_config("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
+    assert parse_quantize_options("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
     for wrong, message in {
         "": "names the format ''; use one of e4m3, e5m2",
         "e4m3": "'' is not a valid Layout",
         "e4m3 row rowwise colwise": "says colwise; known are power_2, epsilon, rowwise",
     }.items():
         with pytest.raises(ValueError, match=message):
-            parse_quantize_config(wrong)
+            parse_quantize_options(wrong)
 
 
 @contextmanager
@@ -227,19 +227,19 @@ def test_products_do_not_depend_on_whether_subnormal_numbers_are_flushed(recipe:
 
 
 def test_how_to_multiply_in_words() -> None:
-    config = scaled_mm_config(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    config = format_scaled_mm_options(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
     assert config == "1x128 128x128 bfloat16 fast"
-    assert parse_scaled_mm_config(config) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    assert parse_scaled_mm_options(config) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
     for wrong in ("", "tensor tensor", "tensor tensor float64", "row row bfloat16 slow", "row row bfloat16 fast fast"):
         with pytest.raises(ValueError, match="is not two layouts and one of bfloat16, float16, float32"):
-            parse_scaled_mm_config(wrong)
+            parse_scaled_mm_options(wrong)
 
 
 def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
         for usage in [(True, True), (True, False), (False, True)]:
-            config = quantize_config(Cast(E4M3, layout, True, 0.5), *usage)
+            config = format_quantize_options(Cast(E4M3, layout, True, 0.5), *usage)
             torch.library.opcheck(library.quantize, (x, config))
             torch.library.opcheck(library.quantize_unobserved, (x, config))
     scale, amax = torch.tensor(2.0), torch.tensor(0.0)

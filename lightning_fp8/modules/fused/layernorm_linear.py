@@ -13,13 +13,9 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import (
     ParallelArguments,
     one_dtype,
-    plain,
-    refuse_parallel,
     refuse_transforms,
     refuse_what_is_not_here,
     require_bools,
-    require_init_method,
-    require_positive,
     rows_by_name,
 )
 from lightning_fp8.autocast import FP8Context
@@ -89,19 +85,17 @@ class LayerNormLinear(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = plain(in_features), plain(out_features)
-        require_positive("in_features", self.in_features)
-        require_positive("out_features", self.out_features)
-        require_bools(bias=bias, return_bias=return_bias, return_layernorm_output=return_layernorm_output)
-        require_bools(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        require_init_method("init_method", init_method)
-        refuse_parallel("LayerNormLinear", parallel)
+        flags = {
+            "return_bias": return_bias,
+            "return_layernorm_output": return_layernorm_output,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        require_bools(bias=bias)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self._keep(sizes, flags, {"init_method": init_method}, parallel)
         rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.norm = checked_norm(normalization, eps, zero_centered_gamma)
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         register_norm(self, self.norm, self.in_features, **factory)
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **factory)) if bias else None)

@@ -14,13 +14,9 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import (
     ParallelArguments,
     one_dtype,
-    plain,
-    refuse_parallel,
     refuse_transforms,
     require_bool,
     require_bools,
-    require_init_method,
-    require_positive,
 )
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
@@ -75,6 +71,9 @@ class LayerNormMLP(NormedLayer):
     kind = "LayerNormMLP"
     weight_names = ("fc1_weight", "fc2_weight")
     bias_names = ("fc1_bias", "fc2_bias")
+    hidden_size: int
+    ffn_hidden_size: int
+    checkpoint: bool
     fc1_weight: Tensor
     fc1_bias: Any
     fc2_weight: Tensor
@@ -104,21 +103,21 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self.hidden_size, self.ffn_hidden_size = plain(hidden_size), plain(ffn_hidden_size)
-        require_positive("hidden_size", self.hidden_size)
-        require_positive("ffn_hidden_size", self.ffn_hidden_size)
-        require_bools(bias=bias, return_bias=return_bias, return_layernorm_output=return_layernorm_output)
-        require_bools(fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint)
-        require_init_method("init_method", init_method)
-        require_init_method("output_layer_init_method", output_layer_init_method)
-        refuse_parallel("LayerNormMLP", parallel)
+        require_bools(bias=bias)
+        self._keep(
+            {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
+            {
+                "return_bias": return_bias,
+                "return_layernorm_output": return_layernorm_output,
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "checkpoint": checkpoint,
+            },
+            {"init_method": init_method, "output_layer_init_method": output_layer_init_method},
+            parallel,
+        )
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.norm = checked_norm(normalization, eps, zero_centered_gamma)
         self.activation = activation_named(activation)
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.checkpoint = checkpoint
         self.in_features = self.out_features = self.hidden_size
         register_norm(self, self.norm, self.hidden_size, **factory)
         for name, (rows, columns) in self.matrices.items():

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.arguments import (
+    ParallelArguments,
+    plain,
+    refuse_parallel,
+    require_bools,
+    require_init_method,
+    require_positive,
+)
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.functions.norm import Norm, normalize
@@ -26,6 +35,28 @@ class NormedLayer(LinearLayer):
     layer_norm_weight: Tensor
     layer_norm_bias: Any
     return_layernorm_output: bool
+
+    def _keep(
+        self,
+        sizes: Mapping[str, Any],
+        flags: Mapping[str, bool],
+        init_methods: Mapping[str, Any],
+        parallel: ParallelArguments,
+    ) -> None:
+        """Check arguments of the constructor, and keep sizes and flags under their names.
+
+        Raises:
+            ValueError, TypeError: one that does not fit.
+            NotImplementedError: a parallel argument that is not at its default.
+        """
+        require_bools(**flags)
+        for name, init_method in init_methods.items():
+            require_init_method(name, init_method)
+        refuse_parallel(self.kind, parallel)
+        for name, size in sizes.items():
+            require_positive(name, plain(size))
+        for name, value in {**{name: plain(size) for name, size in sizes.items()}, **flags}.items():
+            setattr(self, name, value)
 
     def _normalized(self, x: Tensor) -> Tensor:
         return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))

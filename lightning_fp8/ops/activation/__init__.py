@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from lightning_fp8.ops.activation import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
-from lightning_fp8.ops.activation.schema import activated_shape, activation_config, is_gated
+from lightning_fp8.ops.activation.schema import activated_shape, format_activation_options, is_gated
 from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
@@ -80,7 +80,7 @@ def activation_backward_quantize(
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     operands, (dbias,) = run_cast(
         _ops.activation_backward_quantize.default, _ops.activation_backward_quantize_unobserved.default, (dy, x),
-        f"{activation_config(activation, bias_dtype)}, ", cast, **cast_args,
+        f"{format_activation_options(activation, bias_dtype)}, ", cast, **cast_args,
     )  # fmt: skip
     return operands, dbias if bias_dtype else None
 

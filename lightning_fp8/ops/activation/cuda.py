@@ -15,16 +15,16 @@ from cuda_kernels.device.tile import WARP_ROWS
 from cuda_kernels.host import launch
 from lightning_fp8.ops.activation import reference
 from lightning_fp8.ops.activation.schema import (
-    ActivationConfig,
+    ActivationOptions,
     Results,
     activated_shape,
-    parse_activation_config,
+    parse_activation_options,
 )
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.column_sums import ColumnSums
-from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
 from lightning_fp8.ops.quantize.launches import (
@@ -37,9 +37,9 @@ from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, implement_cast
 
 
-def activation_loaders(config: str, x: TensorKey) -> Loaders:
+def activation_loaders(options_text: str, x: TensorKey) -> Loaders:
     """The loaders of the activations of a tensor."""
-    name = parse_activation_config(config).name
+    name = parse_activation_options(options_text).name
     _, columns = activated_shape(name, x.shape)
     return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
 
@@ -50,22 +50,22 @@ activation_quantize = planned_cast(reference.activate, activation_loaders)
 def activation_backward_quantize(
     dy: Tensor,
     x: Tensor,
-    config: str,
+    options_text: str,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
 ) -> Results:
     """See :mod:`lightning_fp8.ops.activation.schema`."""
     return _backward_plan(
-        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), config, scale is not None,
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), options_text, scale is not None,
         amax is not None, None if overflow_counts is None else overflow_counts_key(overflow_counts),
-    )(dy, x, config, (scale, amax, overflow_counts))  # fmt: skip
+    )(dy, x, options_text, (scale, amax, overflow_counts))  # fmt: skip
 
 
 class ActivationBackwardLaunches:
     """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationConfig, variant: CastVariant) -> None:
+    def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationOptions, variant: CastVariant) -> None:
         device = x.device
         aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
         loader = activation_backward_loader(options.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
@@ -84,7 +84,7 @@ class ActivationBackwardLaunches:
         self._dbias = (x.columns,), (1,), options.bias_dtype or torch.float32
         self._no_bias = empty_tensor(device, torch.float32)
 
-    def run(self, dy: Tensor, x: Tensor, config: str, io: CastIO) -> Results:
+    def run(self, dy: Tensor, x: Tensor, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
         sums = self._sums
         x_stride, dy_stride = self._strides
@@ -93,22 +93,25 @@ class ActivationBackwardLaunches:
             return *self._cast(loader_args, io), self._no_bias
         dbias = self._allocate(*self._dbias)
         partials = sums.partials()
-        outputs = self._cast(loader_args, io, (*loader_args, pointer(partials)))
-        sums.reduce(partials, dbias)
+        partials_ptr = pointer(partials)
+        outputs = self._cast(loader_args, io, (*loader_args, partials_ptr))
+        sums.reduce(partials_ptr, pointer(dbias), 0, sums.stride)
         return *outputs, dbias
 
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
 def _backward_plan(
-    device: torch.device, x_key: PlainKey, dy_key: PlainKey, config: str, *given: Any
+    device: torch.device, x_key: PlainKey, dy_key: PlainKey, options_text: str, *given: Any
 ) -> Callable[..., Results]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
-    variant = cast_variant(device, config, *given)
-    options = parse_activation_config(config)
+    variant = cast_variant(device, options_text, *given)
+    options = parse_activation_options(options_text)
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):
-        return lambda dy, x, config, io: activation_backward_quantize(dy.contiguous(), x.contiguous(), config, *io)
+        return lambda dy, x, options_text, io: activation_backward_quantize(
+            dy.contiguous(), x.contiguous(), options_text, *io
+        )
     return ActivationBackwardLaunches(x, dy, options, variant).run
 
 

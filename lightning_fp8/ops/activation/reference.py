@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_fp8.ops.activation.schema import (
     activated_shape,
     is_gated,
-    parse_activation_config,
+    parse_activation_options,
 )
 from lightning_fp8.ops.core.checks import require
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.quantize.outputs import Outputs
 from lightning_fp8.ops.quantize.reference import cast
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
@@ -105,24 +105,24 @@ ACTIVATIONS = {
 """The activations by Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 
-def activate(x: Tensor, config: str, io: CastIO) -> Outputs:
+def activate(x: Tensor, options_text: str, io: CastIO) -> Outputs:
     """See :func:`lightning_fp8.ops.activation_quantize`."""
-    name = parse_activation_config(config).name
+    name = parse_activation_options(options_text).name
     value, _ = ACTIVATIONS[name]
     if is_gated(name):
         x, gate = x.float().chunk(2, 1)
         y = value(x) * gate
     else:
         y = value(x.float())
-    return cast(y, config, io)
+    return cast(y, options_text, io)
 
 
 activation_quantize = cast_op(activate, num_inputs=1)
 
 
-def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> tuple[Tensor, ...]:
+def activate_backward(dy: Tensor, x: Tensor, options_text: str, io: CastIO) -> tuple[Tensor, ...]:
     """See :func:`lightning_fp8.ops.activation_backward_quantize`."""
-    options = parse_activation_config(config)
+    options = parse_activation_options(options_text)
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), x.device)
     value, backward = ACTIVATIONS[options.name]
     dy, x = dy.float(), x.float()
@@ -132,7 +132,7 @@ def activate_backward(dy: Tensor, x: Tensor, config: str, io: CastIO) -> tuple[T
     else:
         dx = backward(dy, x)
     dbias = dx.sum(0).to(options.bias_dtype) if options.bias_dtype else dx.new_empty(0)
-    return *cast(dx, config, io), dbias
+    return *cast(dx, options_text, io), dbias
 
 
 activation_backward_quantize = cast_op(activate_backward, num_inputs=2)

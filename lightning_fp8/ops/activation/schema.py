@@ -1,6 +1,6 @@
 """The schemas of ``activation_quantize`` and ``activation_backward_quantize``, and their options' text form.
 
-They cast as ``quantize`` does, with the same last arguments. Their ``config`` says first what is cast:
+They cast as ``quantize`` does, with the same last arguments. Their ``options`` says first what is cast:
 ``"swiglu, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e5m2 tensor rowwise"``. The backward op takes ``dy`` first.
 """
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.core.config import DTYPES, NAMES, parse_options
+from lightning_fp8.ops.core.options import DTYPES, NAMES, parse_options
 from lightning_fp8.ops.core.registration import fake, refuse_vmap
-from lightning_fp8.ops.quantize.config import parse_quantize_config
+from lightning_fp8.ops.quantize.options import parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
 from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, define_cast
 
@@ -27,7 +27,7 @@ define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS},
 refuse_vmap("activation_quantize", "activation_backward_quantize")
 
 
-class ActivationConfig(NamedTuple):
+class ActivationOptions(NamedTuple):
     """The options of an activation, ``"swiglu"``; of a gradient ``"gelu bias=bfloat16"``.
 
     Attributes:
@@ -50,7 +50,7 @@ def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns // 2 if is_gated(activation) else columns
 
 
-def activation_config(name: str, bias_dtype: torch.dtype | None = None) -> str:
+def format_activation_options(name: str, bias_dtype: torch.dtype | None = None) -> str:
     """The text form of an activation's options.
 
     Raises:
@@ -62,8 +62,8 @@ def activation_config(name: str, bias_dtype: torch.dtype | None = None) -> str:
 
 
 @lru_cache
-def parse_activation_config(text: str) -> ActivationConfig:
-    """Parse what :func:`activation_config` gives; a comma and what follows it are left alone.
+def parse_activation_options(text: str) -> ActivationOptions:
+    """Parse what :func:`format_activation_options` gives; a comma and what follows it are left alone.
 
     Raises:
         ValueError: ``text`` has another form.
@@ -72,17 +72,17 @@ def parse_activation_config(text: str) -> ActivationConfig:
     bias = parse_options(words, ("bias",)).get("bias")
     if not (bias is None or bias in DTYPES):
         raise ValueError(f"{text!r} gives bias={bias}; use one of {', '.join(DTYPES)}")
-    return ActivationConfig(name, None if bias is None else DTYPES[bias])
+    return ActivationOptions(name, None if bias is None else DTYPES[bias])
 
 
 @fake("activation_quantize", "activation_quantize" + UNOBSERVED)
-def _activation_quantize(x: Tensor, config: str, *io: Tensor | None) -> Outputs:
-    shape = activated_shape(parse_activation_config(config).name, x.shape)
-    return fake_outputs(x, parse_quantize_config(config), *shape)
+def _activation_quantize(x: Tensor, options_text: str, *io: Tensor | None) -> Outputs:
+    shape = activated_shape(parse_activation_options(options_text).name, x.shape)
+    return fake_outputs(x, parse_quantize_options(options_text), *shape)
 
 
 @fake("activation_backward_quantize", "activation_backward_quantize" + UNOBSERVED)
-def _activation_backward_quantize(dy: Tensor, x: Tensor, config: str, *io: Tensor | None) -> Results:
-    bias_dtype = parse_activation_config(config).bias_dtype
+def _activation_backward_quantize(dy: Tensor, x: Tensor, options_text: str, *io: Tensor | None) -> Results:
+    bias_dtype = parse_activation_options(options_text).bias_dtype
     dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
-    return (*fake_outputs(x, parse_quantize_config(config), x.shape[0], x.shape[1]), dbias)
+    return (*fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1]), dbias)

@@ -27,8 +27,8 @@ from lightning_fp8.ops.attention.schema import (
     AttentionCall,
     Gradients,
     Kept,
-    attention_config,
-    parse_attention_config,
+    format_attention_options,
+    parse_attention_options,
 )
 from lightning_fp8.ops.attention.tiles import KEYS, QUERIES
 
@@ -44,15 +44,15 @@ __all__ = [
     "Kept",
     "Lengths",
     "attention_backward",
-    "attention_config",
     "attention_forward",
     "attention_tables",
     "backward",
     "cast",
+    "format_attention_options",
     "forward",
     "missing_kernel",
     "pack",
-    "parse_attention_config",
+    "parse_attention_options",
     "rows_of_mean",
     "unpack",
 ]
@@ -64,7 +64,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     """``softmax(c q kᵀ) v`` of tensors in high precision, cast to FP8 on the way.
 
     Args:
-        q, k, v: bfloat16, float16 or float32, in the format that ``call.config`` says; see
+        q, k, v: bfloat16, float16 or float32, in the format that ``call.options_text`` says; see
             :mod:`lightning_fp8.ops.attention.schema`.
 
     Returns:
@@ -78,19 +78,21 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
 
 
 def attention_tables(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, options_text: str, query_rows: int, key_rows: int, device: torch.device
 ) -> Tensor:
     """What a card reads of a batch's lengths in both passes: made once, it serves all calls with these arguments.
 
     Args:
-        config: what :func:`attention_config` makes.
+        options_text: what :func:`format_attention_options` makes.
         query_rows, key_rows: L of queries and of keys, T of ``thd``.
         device: of the queries.
 
     Returns:
         int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
     """
-    tables: Tensor = _ops.attention_tables.default(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows, device)
+    tables: Tensor = _ops.attention_tables.default(
+        cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows, device
+    )
     return tables
 
 

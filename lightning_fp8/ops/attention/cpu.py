@@ -14,13 +14,13 @@ from lightning_fp8.ops.attention.schema import (
     Gradients,
     Kept,
     implement_attention,
-    parse_attention_config,
+    parse_attention_options,
 )
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, band, centered, _ = parse_attention_config(call.config)
+    qkv_format, band, centered, _ = parse_attention_options(call.options_text)
     q_heads, queries = to_heads(q, qkv_format, call.cu_seqlens_q)
     k_heads, keys = to_heads(k, qkv_format, call.cu_seqlens_kv)
     v_heads, _ = to_heads(v, qkv_format, call.cu_seqlens_kv)
@@ -37,7 +37,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
 
 def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
     """See :mod:`lightning_fp8.ops.attention.schema`."""
-    qkv_format, band, *_ = parse_attention_config(call.config)
+    qkv_format, band, *_ = parse_attention_options(call.options_text)
     do_heads, queries = to_heads(do, qkv_format, call.cu_seqlens_q)
     o_heads, _ = to_heads(o, qkv_format, call.cu_seqlens_q)
     lengths = None

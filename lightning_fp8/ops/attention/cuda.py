@@ -20,7 +20,7 @@ from lightning_fp8.ops.attention.schema import (
     Gradients,
     Kept,
     implement_attention,
-    parse_attention_config,
+    parse_attention_options,
     spaces_of,
 )
 from lightning_fp8.ops.core.dispatch import EmptyTensor, check_not_empty, current_device, planned
@@ -28,7 +28,7 @@ from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, tensor_key
 
 CallKey = tuple[str, float | None, int | None]
-"""The config, the softmax scale, and the number of sequences where lengths come with each call."""
+"""The options' text form, the softmax scale, and the number of sequences where lengths come with each call."""
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
@@ -82,12 +82,12 @@ def _call_key(call: AttentionCall) -> CallKey:
     cu_seqlens = call.cu_seqlens_q
     if (cu_seqlens is None) != (call.cu_seqlens_kv is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
-    return call.config, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return call.options_text, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _sequences(call_key: CallKey) -> tuple[str, int]:
     """The format, and the sequences of ``thd``; of other formats, whose shape says it, 1."""
-    qkv_format, sequences = parse_attention_config(call_key[0]).qkv_format, call_key[2]
+    qkv_format, sequences = parse_attention_options(call_key[0]).qkv_format, call_key[2]
     if qkv_format != "thd":
         return qkv_format, 1
     if sequences is None:
@@ -96,11 +96,11 @@ def _sequences(call_key: CallKey) -> tuple[str, int]:
 
 
 def attention_tables(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, options_text: str, query_rows: int, key_rows: int, device: torch.device
 ) -> Tensor:
     """See :func:`lightning_fp8.ops.attention.attention_tables`."""
-    queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows)
-    _, band, _, longest_query = parse_attention_config(config)
+    queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows)
+    _, band, _, longest_query = parse_attention_options(options_text)
     if longest_query is not None:  # memory is saved by it, which longer sequences would need
         wrong = f"cu_seqlens_q has a sequence of more than {longest_query} rows; pass its max_seqlen_q"
         torch._assert_async((cu_seqlens_q.diff() <= longest_query).all(), wrong)  # type: ignore[call-overload]

@@ -32,8 +32,8 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import rows_of_mean
 from lightning_fp8.ops.attention.masks import Band
-from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_config
-from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_options
+from lightning_fp8.ops.core.options import NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey
 
 Rows = tuple[PackedRows, PackedRows]
@@ -111,7 +111,7 @@ class Problem(NamedTuple):
     @classmethod
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> Problem:
         """That of queries (or of the output's gradient) and keys."""
-        qkv_format, band, centered, longest_query = parse_attention_config(call.config)
+        qkv_format, band, centered, longest_query = parse_attention_options(call.options_text)
         spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
         kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale, longest_query)
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)

@@ -27,7 +27,7 @@ from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import rows_of_mean
 from lightning_fp8.ops.attention.masks import Band
-from lightning_fp8.ops.core.config import parse_options
+from lightning_fp8.ops.core.options import parse_options
 from lightning_fp8.ops.core.registration import define, fake, implement, refuse_vmap
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -37,13 +37,13 @@ class AttentionCall(NamedTuple):
     """The last arguments of both ops.
 
     Attributes:
-        config: what :func:`attention_config` makes.
+        options_text: what :func:`format_attention_options` makes.
         softmax_scale: ``c``; None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, both or neither; needed for ``thd``.
         tables: what :func:`lightning_fp8.ops.attention.attention_tables` makes of both; each op makes its own of None.
     """
 
-    config: str
+    options_text: str
     softmax_scale: float | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
@@ -80,7 +80,7 @@ Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
 """``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: L of keys, or T of ``thd``."""
 
 _CALL = (
-    "str config, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? tables=None"
+    "str options, float? softmax_scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? tables=None"
 )
 _KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
 
@@ -91,7 +91,7 @@ define(
 )
 define(
     "attention_tables",
-    "(Tensor cu_seqlens_q, Tensor cu_seqlens_kv, str config, SymInt query_rows, SymInt key_rows, Device device) -> "
+    "(Tensor cu_seqlens_q, Tensor cu_seqlens_kv, str options, SymInt query_rows, SymInt key_rows, Device device) -> "
     "Tensor",
 )
 refuse_vmap("attention_forward", "attention_backward", "attention_tables")
@@ -117,7 +117,7 @@ def implement_attention(device_type: str, forward: Forward, backward: Backward) 
         implement(name, device_type, op)
 
 
-class AttentionConfig(NamedTuple):
+class AttentionOptions(NamedTuple):
     """What the string says: ``"thd left=64 right=0 bottom_right longest_query=512 centered"``.
 
     Attributes:
@@ -134,7 +134,7 @@ class AttentionConfig(NamedTuple):
     longest_query: int | None = None
 
 
-def attention_config(
+def format_attention_options(
     qkv_format: str, band: Band | None = None, centered: bool = True, longest_query: int | None = None
 ) -> str:
     """The string for a call; the softmax scale is no part of it, a number that torch.compile may let vary."""
@@ -148,18 +148,18 @@ def attention_config(
 
 
 @lru_cache(maxsize=1024)
-def parse_attention_config(text: str) -> AttentionConfig:
+def parse_attention_options(text: str) -> AttentionOptions:
     """What ``text`` says.
 
     Raises:
-        ValueError: it names another format first, or says a word that is none of :class:`AttentionConfig`'s.
+        ValueError: it names another format first, or says a word that is none of :class:`AttentionOptions`'s.
     """
     qkv_format, _, words = text.partition(" ")
     if qkv_format not in FORMATS:
-        raise ValueError(f"config={text!r} names the format {qkv_format!r}; use one of {', '.join(FORMATS)}")
+        raise ValueError(f"options={text!r} names the format {qkv_format!r}; use one of {', '.join(FORMATS)}")
     said = parse_options(words, ("left", "right", "bottom_right", "centered", "longest_query"))
     left, right, longest = (int(said[name]) if name in said else None for name in ("left", "right", "longest_query"))
-    return AttentionConfig(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said, longest)
+    return AttentionOptions(qkv_format, Band(left, right, "bottom_right" in said), "centered" in said, longest)
 
 
 def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:
@@ -180,7 +180,7 @@ def shape_of_keys(do: Tensor, kept: Kept, key_rows: int, qkv_format: str) -> tup
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    qkv_format = parse_attention_config(call.config).qkv_format
+    qkv_format = parse_attention_options(call.options_text).qkv_format
     queries, keys = row_space(q, qkv_format, call.cu_seqlens_q), row_space(k, qkv_format, call.cu_seqlens_kv)
     kept = []
     for x, space in ((q, queries), (k, keys), (v, keys)):
@@ -192,24 +192,24 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple
 
 
 def _fake_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
-    shape = shape_of_keys(do, kept, key_rows, parse_attention_config(call.config).qkv_format)
+    shape = shape_of_keys(do, kept, key_rows, parse_attention_options(call.options_text).qkv_format)
     return do.new_empty(do.shape), do.new_empty(shape), do.new_empty(shape)
 
 
 @fake("attention_tables")
 def _fake_tables(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int, device: torch.device
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, options_text: str, query_rows: int, key_rows: int, device: torch.device
 ) -> Tensor:
-    spaces = spaces_of(cu_seqlens_q, cu_seqlens_kv, config, query_rows, key_rows)
-    numel = joined_numel(*spaces, rows_of_mean(parse_attention_config(config).band))
+    spaces = spaces_of(cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows)
+    numel = joined_numel(*spaces, rows_of_mean(parse_attention_options(options_text).band))
     return cu_seqlens_q.new_empty(numel, dtype=torch.int32, device=device)
 
 
 def spaces_of(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, config: str, query_rows: int, key_rows: int
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, options_text: str, query_rows: int, key_rows: int
 ) -> tuple[RowSpace, RowSpace]:
     """The packed rows of queries and of keys; rows: L, or T of ``thd``."""
-    ragged, pairs = config.startswith("thd"), ((cu_seqlens_q, query_rows), (cu_seqlens_kv, key_rows))
+    ragged, pairs = options_text.startswith("thd"), ((cu_seqlens_q, query_rows), (cu_seqlens_kv, key_rows))
     queries, keys = (RowSpace(cu_seqlens.shape[0] - 1, rows, ragged) for cu_seqlens, rows in pairs)
     return queries, keys
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.gemm import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.gemm import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.gemm import schema as _schema  # noqa: F401  (defines the ops)
-from lightning_fp8.ops.gemm.config import scaled_mm_config
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.scaled import ScaledTensor
 
 _ops = torch.ops.lightning_fp8
@@ -43,8 +43,8 @@ def scaled_mm(
     if out_dtype not in HIGH_PRECISION:
         raise TypeError(f"out_dtype={out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
     _check_contractions(a, b)
-    config = scaled_mm_config(a.layout, b.layout, out_dtype, fast_accum)
-    arguments = a.data, a.scale_inv, b.data, b.scale_inv, config, bias
+    options_text = format_scaled_mm_options(a.layout, b.layout, out_dtype, fast_accum)
+    arguments = a.data, a.scale_inv, b.data, b.scale_inv, options_text, bias
     return _ops.scaled_mm.default(*arguments) if amax is None else _ops.scaled_mm_observed.default(*arguments, amax)
 
 
@@ -63,5 +63,5 @@ def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
         TypeError, ValueError: the contractions differ, or ``out`` has another dtype or shape, or is elsewhere.
     """
     _check_contractions(a, b)
-    config = scaled_mm_config(a.layout, b.layout, torch.float32)
-    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, b.data, b.scale_inv, config)
+    options_text = format_scaled_mm_options(a.layout, b.layout, torch.float32)
+    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, b.data, b.scale_inv, options_text)

@@ -17,8 +17,8 @@ from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, pla
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, key_and_device, memoryless_key
 from lightning_fp8.ops.gemm import reference
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
 from lightning_fp8.ops.gemm.launches import build_gemm
+from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import (
     SCALINGS,
     GemmOperand,
@@ -31,26 +31,28 @@ from lightning_fp8.ops.gemm.schema import Gemm, Operand, check_epilogue, gemm_op
 from lightning_fp8.scaled import Layout
 
 
-def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None) -> Tensor:
+def gemm(
+    a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+) -> Tensor:
     """Multiply, see :func:`lightning_fp8.ops.scaled_mm`; raise ``amax``; add to ``out``."""
     if out is not None and not (out.dtype == torch.float32 and out.stride(1) == 1):
-        out += gemm(a, b, config, bias, amax, None)
+        out += gemm(a, b, options_text, bias, amax, None)
         return out
     bias = None if bias is None else bias.contiguous()
     (data_a, scale_a), (data_b, scale_b) = a, b
     return _plan(
         data_a.device, data_a.is_cuda and current_device(),
-        operand_key(data_a, scale_a), operand_key(data_b, scale_b), config,
+        operand_key(data_a, scale_a), operand_key(data_b, scale_b), options_text,
         None if bias is None else key_and_device(bias), None if out is None else key_and_device(out),
         None if amax is None else memoryless_key(amax),
-    )(a, b, config, bias, amax, out)  # fmt: skip
+    )(a, b, options_text, bias, amax, out)  # fmt: skip
 
 
 def _plan_gemm(
     device: torch.device,
     a_key: OperandKey,
     b_key: OperandKey,
-    config: str,
+    options_text: str,
     bias_key: KeyAndDevice | None,
     out_key: KeyAndDevice | None,
     amax_key: KeyAndDevice | None,
@@ -64,7 +66,7 @@ def _plan_gemm(
     Raises:
         TypeError, ValueError: ``bias``, ``out`` or ``amax`` do not fit.
     """
-    options = parse_scaled_mm_config(config)
+    options = parse_scaled_mm_options(options_text)
     a = GemmOperand.from_key(options.layout_a, a_key, device)
     b = GemmOperand.from_key(options.layout_b, b_key, device)
     bias = None if bias_key is None else TensorKey(*bias_key)
@@ -79,7 +81,7 @@ def _plan_gemm(
         return reference.gemm
     if not (a.is_kernel_aligned and b.is_kernel_aligned):
         return _align_first
-    bound = bind_gemm(device, a, b, config, bias, out, amax is not None)
+    bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     measured = gemm_selection.measured_on(launch.name_of(device))
     plan = gemm_selection.choose_gemm(bound.problem, measured, backend)
@@ -103,13 +105,13 @@ def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> 
 
 
 def _align_first(
-    a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+    a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """Multiply copies of the operands that kernels can read."""
-    options = parse_scaled_mm_config(config)
+    options = parse_scaled_mm_options(options_text)
     a = with_kernel_strides(a, options.layout_a)
     b = with_kernel_strides(b, options.layout_b)
-    return gemm(a, b, config, bias, amax, out)
+    return gemm(a, b, options_text, bias, amax, out)
 
 
 scaled_mm, scaled_mm_observed, scaled_mm_accumulate = gemm_ops(gemm)

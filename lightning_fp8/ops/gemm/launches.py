@@ -11,7 +11,7 @@ from cuda_kernels.host.gemm_configs import GemmChoice, KernelConfig, Library
 from cuda_kernels.host.launchers.gemm import GemmStrides, bind_gemm_kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.gemm import reference
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import BoundGemm
 from lightning_fp8.ops.gemm.schema import Gemm, Operand
 
@@ -24,7 +24,7 @@ def build_gemm(gemm: BoundGemm, plan: GemmChoice) -> Gemm:
     """
     if not isinstance(plan, Library):
         return KernelGemm(gemm, plan).run
-    return ScaledMm(gemm.config, reference.gemm).run if plan is Library.CUBLASLT else reference.gemm
+    return ScaledMm(gemm.options_text, reference.gemm).run if plan is Library.CUBLASLT else reference.gemm
 
 
 class KernelGemm:
@@ -33,12 +33,12 @@ class KernelGemm:
     def __init__(self, gemm: BoundGemm, kernel_config: KernelConfig) -> None:
         device, problem, a, b = gemm.device, gemm.problem, gemm.a, gemm.b
         self._allocate = allocator(device)
-        self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_config(gemm.config).out_dtype
+        self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_options(gemm.options_text).out_dtype
         strides = GemmStrides(a.data.stride, b.data.stride, a.scale_stride, b.scale_stride, gemm.stride)
         self._start = bind_gemm_kernel(device, problem, kernel_config, strides)
 
     def run(
-        self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+        self, a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
         """Start the kernel; it adds to ``out`` if there is one, or else gives a new tensor."""
         if out is None:
@@ -50,17 +50,17 @@ class KernelGemm:
 class ScaledMm:
     """``torch._scaled_mm``; once it has refused, with one warning, ``fallback`` in its place."""
 
-    def __init__(self, config: str, fallback: Gemm) -> None:
-        self._options = parse_scaled_mm_config(config)
+    def __init__(self, options_text: str, fallback: Gemm) -> None:
+        self._options = parse_scaled_mm_options(options_text)
         self._fallback = fallback
         self._refused = False
 
     def run(
-        self, a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+        self, a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
     ) -> Tensor:
         """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
         if self._refused:
-            return self._fallback(a, b, config, bias, amax, out)
+            return self._fallback(a, b, options_text, bias, amax, out)
         (data_a, scale_a), (data_b, scale_b) = a, b
         try:
             result = torch._scaled_mm(
@@ -82,5 +82,5 @@ class ScaledMm:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return self._fallback(a, b, config, bias, amax, out)
+            return self._fallback(a, b, options_text, bias, amax, out)
         return reference.finish_unfused(result, amax, out)

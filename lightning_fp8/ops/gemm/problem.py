@@ -13,9 +13,9 @@ from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.alignment import ALIGNMENT, empty_operand, is_aligned, operand_allocations
 from lightning_fp8.ops.core.allocation import copy_bits
-from lightning_fp8.ops.core.config import NAMES
+from lightning_fp8.ops.core.options import NAMES
 from lightning_fp8.ops.core.tensor_keys import TensorKey
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.scaled import Layout
 
@@ -104,7 +104,7 @@ class BoundGemm(NamedTuple):
 
     Attributes:
         problem: what a plan is chosen for.
-        config: its options, as the op takes them.
+        options_text: its options, as the op takes them.
         stride: of the result's rows, in elements.
     """
 
@@ -112,7 +112,7 @@ class BoundGemm(NamedTuple):
     problem: GemmProblem
     a: GemmOperand
     b: GemmOperand
-    config: str
+    options_text: str
     stride: int
 
 
@@ -120,13 +120,13 @@ def bind_gemm(
     device: torch.device,
     a: GemmOperand,
     b: GemmOperand,
-    config: str,
+    options_text: str,
     bias: TensorKey | None = None,
     out: TensorKey | None = None,
     has_amax: bool = False,
 ) -> BoundGemm:
     """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor."""
-    options = parse_scaled_mm_config(config)
+    options = parse_scaled_mm_options(options_text)
     spec = GemmSpec(
         float8_of(a.data.dtype).name.lower(),
         float8_of(b.data.dtype).name.lower(),
@@ -144,4 +144,4 @@ def bind_gemm(
     even = even and (bias is None or bias.address % 8 == 0) and b.scale.address % 8 == 0
     architecture = launch.architecture_of(device)
     problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
-    return BoundGemm(device, problem, a, b, config, stride)
+    return BoundGemm(device, problem, a, b, options_text, stride)

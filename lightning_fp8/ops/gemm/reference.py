@@ -14,19 +14,21 @@ from lightning_fp8.formats import E8M0_DTYPE
 from lightning_fp8.ops.core.bf16_products import bf16_products, multiplies_bf16
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.gemm.config import ScaledMMConfig, parse_scaled_mm_config
+from lightning_fp8.ops.gemm.options import ScaledMMOptions, parse_scaled_mm_options
 from lightning_fp8.ops.gemm.schema import Operand, check_epilogue, gemm_ops
 from lightning_fp8.ops.quantize.reference import decode
 from lightning_fp8.scaled import Layout
 
 
-def gemm(a: Operand, b: Operand, config: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None) -> Tensor:
+def gemm(
+    a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
+) -> Tensor:
     """Multiply, see :func:`lightning_fp8.ops.scaled_mm`; raise ``amax``; add to ``out``.
 
     ``fast`` changes nothing here: accumulation is float32.
     """
     check_epilogue((a[0].shape[0], b[0].shape[0]), a[0].device, None, out, amax)
-    return finish_unfused(multiply(a, b, parse_scaled_mm_config(config), bias), amax, out)
+    return finish_unfused(multiply(a, b, parse_scaled_mm_options(options_text), bias), amax, out)
 
 
 def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
@@ -36,8 +38,8 @@ def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> T
     return result if out is None else out.add_(result)
 
 
-def multiply(a: Operand, b: Operand, options: ScaledMMConfig, bias: Tensor | None) -> Tensor:
-    """``a @ bᵀ + bias`` in ``config.out_dtype``; no operand is rounded."""
+def multiply(a: Operand, b: Operand, options: ScaledMMOptions, bias: Tensor | None) -> Tensor:
+    """``a @ bᵀ + bias`` in ``options.out_dtype``; no operand is rounded."""
     data_a, data_b = a[0], b[0]
     for name, (data, scale_inv), layout in (("a", a, options.layout_a), ("b", b, options.layout_b)):
         if data.numel():

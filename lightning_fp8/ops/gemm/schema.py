@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.core.checks import Described, require
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
-from lightning_fp8.ops.gemm.config import parse_scaled_mm_config
+from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 
 Operand = tuple[Tensor, Tensor]
 """``data [rows, K]`` and ``scale_inv``. A plain tuple: a :class:`~lightning_fp8.scaled.ScaledTensor` takes the host
 longer to make than all else that a call does here."""
 
 Gemm = Callable[[Operand, Operand, str, "Tensor | None", "Tensor | None", "Tensor | None"], Tensor]
-"""``(a, b, config, bias, amax, out) -> out``; ``out`` is what to add to, or None for a new tensor."""
+"""``(a, b, options_text, bias, amax, out) -> out``; ``out`` is what to add to, or None for a new tensor."""
 
-_OPERANDS = "Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str config"
+_OPERANDS = "Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, str options"
 
 define("scaled_mm", f"({_OPERANDS}, Tensor? bias=None) -> Tensor")
 # An op of its own: Inductor takes none that gives one tensor and may write to another, or not.
@@ -35,17 +35,19 @@ def gemm_ops(gemm: Gemm) -> tuple[Callable[..., Tensor], Callable[..., Tensor], 
     """The functions ``scaled_mm``, ``scaled_mm_observed`` and ``scaled_mm_accumulate`` that ``gemm`` computes."""
 
     def scaled_mm(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str, bias: Tensor | None = None
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, options_text: str, bias: Tensor | None = None
     ) -> Tensor:
-        return gemm((a, scale_a), (b, scale_b), config, bias, None, None)
+        return gemm((a, scale_a), (b, scale_b), options_text, bias, None, None)
 
     def scaled_mm_observed(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str, bias: Tensor | None, amax: Tensor
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, options_text: str, bias: Tensor | None, amax: Tensor
     ) -> Tensor:
-        return gemm((a, scale_a), (b, scale_b), config, bias, amax, None)
+        return gemm((a, scale_a), (b, scale_b), options_text, bias, amax, None)
 
-    def scaled_mm_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, config: str) -> None:
-        gemm((a, scale_a), (b, scale_b), config, None, None, out)
+    def scaled_mm_accumulate(
+        out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, options_text: str
+    ) -> None:
+        gemm((a, scale_a), (b, scale_b), options_text, None, None, out)
 
     return scaled_mm, scaled_mm_observed, scaled_mm_accumulate
 
@@ -68,8 +70,8 @@ def check_epilogue(
 
 
 @fake("scaled_mm", "scaled_mm_observed")
-def _scaled_mm(a: Tensor, _: Tensor, b: Tensor, __: Tensor, config: str, *epilogue: Tensor | None) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=parse_scaled_mm_config(config).out_dtype)
+def _scaled_mm(a: Tensor, _: Tensor, b: Tensor, __: Tensor, options_text: str, *epilogue: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=parse_scaled_mm_options(options_text).out_dtype)
 
 
 @fake("scaled_mm_accumulate")

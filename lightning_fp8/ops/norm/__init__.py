@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.norm import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.norm import cuda_backward as _cuda_backward  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.norm import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.norm import schema as _schema  # noqa: F401  (defines the ops)
-from lightning_fp8.ops.norm.schema import norm_config
+from lightning_fp8.ops.norm.schema import format_norm_options
 from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
@@ -74,7 +74,7 @@ def norm_quantize(
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
     operands, (statistics,) = run_cast(
         _ops.norm_quantize.default, _ops.norm_quantize_unobserved.default, (x, weight, bias),
-        f"{norm_config(rms, eps, zero_centered)}, ", cast, **cast_args,
+        f"{format_norm_options(rms, eps, zero_centered)}, ", cast, **cast_args,
     )  # fmt: skip
     return Normalized(operands, statistics)
 
@@ -105,7 +105,7 @@ def norm_backward(
     """
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
-    norm = norm_config(rms, 0.0, zero_centered, bias)
+    norm = format_norm_options(rms, 0.0, zero_centered, bias)
     dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
     return dx, dweight, dbias if bias else None
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import Norm
 from lightning_fp8.ops.core.alignment import ALIGNMENT
-from lightning_fp8.ops.core.config import NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.options import NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
-from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_config
+from lightning_fp8.ops.norm.schema import Results, check_parameters, parse_norm_options
 from lightning_fp8.ops.quantize.launches import cast_variant, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import implement_cast
@@ -26,7 +26,7 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    config: str,
+    options_text: str,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     overflow_counts: Tensor | None = None,
@@ -38,9 +38,9 @@ def norm_quantize(
     return _plan(
         x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype,
         (weight.data_ptr() | (0 if bias is None else bias.data_ptr())) % ALIGNMENT, bias is not None,
-        config, scale is not None, amax is not None,
+        options_text, scale is not None, amax is not None,
         None if overflow_counts is None else overflow_counts_key(overflow_counts),
-    )(x, weight, bias, config, (scale, amax, overflow_counts))  # fmt: skip
+    )(x, weight, bias, options_text, (scale, amax, overflow_counts))  # fmt: skip
 
 
 @planned(fallback=with_kernel_strides(reference.normalize))
@@ -50,7 +50,7 @@ def _plan(
     weight_dtype: torch.dtype,
     parameters_address: int,
     has_bias: bool,
-    config: str,
+    options_text: str,
     *given: Any,
 ) -> Callable[..., Results]:
     """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
@@ -58,11 +58,11 @@ def _plan(
     x = x._replace(address=x.address | parameters_address)
     weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
     check_parameters(x.shape[1:], device, weight)
-    variant = cast_variant(device, config, *given)
+    variant = cast_variant(device, options_text, *given)
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
-        return lambda x, weight, bias, config, io: norm_quantize(x.contiguous(), weight, bias, config, *io)
-    norm, cast = parse_norm_config(config), variant.options
+        return lambda x, weight, bias, options_text, io: norm_quantize(x.contiguous(), weight, bias, options_text, *io)
+    norm, cast = parse_norm_options(options_text), variant.options
     spec = Norm(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None

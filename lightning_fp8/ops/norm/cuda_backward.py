@@ -14,12 +14,12 @@ from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
 from lightning_fp8.ops.core.column_sums import ColumnSums
-from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
+from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
-from lightning_fp8.ops.norm.schema import NormConfig, check_parameters, parse_norm_config
+from lightning_fp8.ops.norm.schema import NormOptions, check_parameters, parse_norm_options
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """``dx [R, K]``, ``dweight [K]`` and ``dbias [K]``; an empty one if it was not asked for."""
@@ -38,7 +38,7 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, nor
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormConfig) -> None:
+    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
         spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
@@ -79,11 +79,11 @@ class NormBackwardLaunches:
         if dbias is None:
             dbias = allocate(*self._dweight)
         partials = sums.partials()
+        partials_ptr, stride = pointer(partials), sums.stride
         self._start(
-            pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), pointer(partials),
-            sums.stride,
+            pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), partials_ptr, stride
         )  # fmt: skip
-        sums.reduce(partials, dweight, dbias)
+        sums.reduce(partials_ptr, pointer(dweight), pointer(dbias), stride)
         return dx, dweight, dbias
 
 
@@ -100,7 +100,7 @@ def _plan(
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):
         return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    return NormBackwardLaunches(x, dy, weight, parse_norm_config(norm)).run
+    return NormBackwardLaunches(x, dy, weight, parse_norm_options(norm)).run
 
 
 implement("norm_backward", "cuda", norm_backward)

@@ -22,7 +22,7 @@ from cuda_kernels.norm.statistics import (
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses
 from lightning_fp8.ops.core.tensor_keys import TensorKey
-from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters
+from lightning_fp8.ops.norm.schema import NormOptions, Results, check_parameters
 from lightning_fp8.ops.quantize.launches import CastVariant, cast_launches
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io
@@ -31,7 +31,7 @@ from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io
 class NormLaunches:
     """The launches that normalize and cast; what its subclasses share."""
 
-    def __init__(self, x: TensorKey, norm: NormConfig) -> None:
+    def __init__(self, x: TensorKey, norm: NormOptions) -> None:
         self._device = x.device
         self._pointer = launch.address_on(x.device)
         self._allocate = allocator(x.device)
@@ -55,7 +55,7 @@ class NormLaunches:
             self._checked.keep(pointers)
         return pointers
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         """Allocate the results and start the kernels."""
         raise NotImplementedError
 
@@ -66,7 +66,9 @@ class OneReadNorm(NormLaunches):
     Where the scale is not given, or may be 0, a second kernel follows, which returns at once unless it is.
     """
 
-    def __init__(self, x: TensorKey, spec: Norm, norm: NormConfig, row_layout: RowLayout, variant: CastVariant) -> None:
+    def __init__(
+        self, x: TensorKey, spec: Norm, norm: NormOptions, row_layout: RowLayout, variant: CastVariant
+    ) -> None:
         super().__init__(x, norm)
         options, device = variant.options, x.device
         fp8 = options.float8.name.lower()
@@ -84,7 +86,7 @@ class OneReadNorm(NormLaunches):
             scalars = x.rows, x.columns, float(self._offset), blocks
             self._cast_again = launch.Launch(kernel, blocks, (*scalars, *variant.current_scaling, stride), device).start
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
         cast_again = self._cast_again
         weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, io)
@@ -108,7 +110,7 @@ class BandNorm(NormLaunches):
     One scale, which is given and not 0.
     """
 
-    def __init__(self, x: TensorKey, spec: Norm, norm: NormConfig, aligned: bool, variant: CastVariant) -> None:
+    def __init__(self, x: TensorKey, spec: Norm, norm: NormOptions, aligned: bool, variant: CastVariant) -> None:
         super().__init__(x, norm)
         options, device = variant.options, x.device
         self._outputs = CastOutputs(device, options, x.rows, x.columns)
@@ -117,7 +119,7 @@ class BandNorm(NormLaunches):
         scalars = x.rows, x.columns, norm.eps, stride, stride_t
         self._start = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).start
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
         weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, io)
         outputs = data, scale_inv, data_t, _ = self._outputs.allocate()
@@ -136,7 +138,7 @@ class TwoReadNorm(NormLaunches):
         self,
         x: TensorKey,
         spec: Norm,
-        norm: NormConfig,
+        norm: NormOptions,
         row_layout: RowLayout | None,
         aligned: bool,
         variant: CastVariant,
@@ -153,7 +155,7 @@ class TwoReadNorm(NormLaunches):
         loader = normalized_loader(spec, aligned)
         self._cast = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
         stride = self._stride
         weight_ptr, bias_ptr, _, _ = self._pointers(weight, bias, NO_IO)

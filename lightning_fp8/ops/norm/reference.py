@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.core.checks import require, require_contiguous
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.norm.schema import NormConfig, Results, check_parameters, parse_norm_config
+from lightning_fp8.ops.norm.schema import NormOptions, Results, check_parameters, parse_norm_options
 from lightning_fp8.ops.quantize.reference import cast
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: CastIO) -> Results:
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
     """See :func:`lightning_fp8.ops.norm_quantize`."""
     check_parameters(x.shape[1:], x.device, weight, bias)
-    options = parse_norm_config(config)
+    options = parse_norm_options(options_text)
     x = x.float()
     means = [] if options.rms else [x.mean(1)]
     centered = x if options.rms else x - means[0][:, None]
@@ -24,7 +24,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, io: C
     y = centered * rstd[:, None] * _gamma(weight, options)
     if bias is not None:
         y = y + bias.float()
-    return *cast(y, config, io), torch.stack((*means, rstd))
+    return *cast(y, options_text, io), torch.stack((*means, rstd))
 
 
 norm_quantize = cast_op(normalize, num_inputs=3)
@@ -34,7 +34,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.norm_backward`."""
-    options = parse_norm_config(norm)
+    options = parse_norm_options(norm)
     require("dy", dy, HIGH_PRECISION, x.shape, x.device)
     check_parameters(x.shape[1:], x.device, weight)
     require_contiguous("statistics", statistics)
@@ -50,7 +50,7 @@ def norm_backward(
     return (dx * rstd[:, None]).to(x.dtype), dweight, dbias
 
 
-def _gamma(weight: Tensor, options: NormConfig) -> Tensor:
+def _gamma(weight: Tensor, options: NormOptions) -> Tensor:
     return weight.float() + (1.0 if options.zero_centered else 0.0)
 
 

@@ -1,6 +1,6 @@
 """The schemas of ``norm_quantize`` and ``norm_backward``, and their options' text form.
 
-``norm_quantize`` casts as ``quantize`` does, with the same last arguments. Its ``config`` says first what is cast:
+``norm_quantize`` casts as ``quantize`` does, with the same last arguments. Its ``options`` says first what is cast:
 ``"rms eps=1e-05, e4m3 tensor rowwise"``. The backward op takes ``dy`` first.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.core.checks import Described, require
-from lightning_fp8.ops.core.config import HIGH_PRECISION, parse_options
+from lightning_fp8.ops.core.options import HIGH_PRECISION, parse_options
 from lightning_fp8.ops.core.registration import define, fake, refuse_vmap
-from lightning_fp8.ops.quantize.config import parse_quantize_config
+from lightning_fp8.ops.quantize.options import parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import fake_outputs
 from lightning_fp8.ops.quantize.schema import OPERANDS, UNOBSERVED, define_cast
 
@@ -32,7 +32,7 @@ define(
 refuse_vmap("norm_quantize", "norm_backward")
 
 
-class NormConfig(NamedTuple):
+class NormOptions(NamedTuple):
     """The options of a norm, ``"rms eps=1e-05"``, ``"layer eps=1e-06 zero_centered"``; of a gradient ``"layer bias"``.
 
     Attributes:
@@ -53,14 +53,14 @@ class NormConfig(NamedTuple):
         return 1 if self.rms else 2
 
 
-def norm_config(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
+def format_norm_options(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
     """The text form of a norm's options."""
     return f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias
 
 
 @lru_cache
-def parse_norm_config(text: str) -> NormConfig:
-    """Parse what :func:`norm_config` gives; a comma and what follows it are left alone.
+def parse_norm_options(text: str) -> NormOptions:
+    """Parse what :func:`format_norm_options` gives; a comma and what follows it are left alone.
 
     Raises:
         ValueError: ``text`` has another form, or its ``eps`` is negative or not finite.
@@ -72,7 +72,7 @@ def parse_norm_config(text: str) -> NormConfig:
     eps = float(options.get("eps", 0.0))
     if not 0 <= eps < math.inf:
         raise ValueError(f"{text!r} says eps={eps}; it must be a finite number of at least 0")
-    return NormConfig(name == "rms", eps, "zero_centered" in options, "bias" in options)
+    return NormOptions(name == "rms", eps, "zero_centered" in options, "bias" in options)
 
 
 def check_parameters(
@@ -88,15 +88,15 @@ def check_parameters(
 
 
 @fake("norm_quantize", "norm_quantize" + UNOBSERVED)
-def _norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, config: str, *io: Tensor | None) -> Results:
-    num_statistics = parse_norm_config(config).num_statistics
+def _norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, *io: Tensor | None) -> Results:
+    num_statistics = parse_norm_options(options_text).num_statistics
     statistics = x.new_empty(num_statistics, x.shape[0], dtype=torch.float32)
-    return (*fake_outputs(x, parse_quantize_config(config), x.shape[0], x.shape[1]), statistics)
+    return (*fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1]), statistics)
 
 
 @fake("norm_backward")
 def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bias_shape = weight.shape if parse_norm_config(norm).bias else 0
+    bias_shape = weight.shape if parse_norm_options(norm).bias else 0
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(bias_shape)

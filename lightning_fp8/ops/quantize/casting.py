@@ -7,8 +7,8 @@ from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
-from lightning_fp8.ops.core.config import HIGH_PRECISION
-from lightning_fp8.ops.quantize.config import quantize_config, refuse_scale
+from lightning_fp8.ops.core.options import HIGH_PRECISION
+from lightning_fp8.ops.quantize.options import format_quantize_options, refuse_scale
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 
@@ -58,18 +58,22 @@ def run_cast(
     """Call an op that casts, and make GEMM operands of its results.
 
     Args:
-        op: ``(*inputs, config, *io) -> data, scale_inv, data_t, scale_inv_t, *more``.
+        op: ``(*inputs, options_text, *io) -> data, scale_inv, data_t, scale_inv_t, *more``.
         op_unobserved: the same without what it may write to.
-        prologue: what ``config`` says before the cast, comma included.
+        prologue: what ``options`` says before the cast, comma included.
         scale, amax, scale_is_nonzero, rowwise, columnwise, overflow_counts: :class:`CastArgs`.
 
     Returns:
         The operands, and what else the op gives.
     """
     view = gives_a_view(inputs[0], cast, columnwise)
-    config = prologue + quantize_config(cast, rowwise or view, columnwise and not view, scale_is_nonzero)
+    options_text = prologue + format_quantize_options(cast, rowwise or view, columnwise and not view, scale_is_nonzero)
     observed = amax is not None or overflow_counts is not None
-    results = op(*inputs, config, scale, amax, overflow_counts) if observed else op_unobserved(*inputs, config, scale)
+    results = (
+        op(*inputs, options_text, scale, amax, overflow_counts)
+        if observed
+        else op_unobserved(*inputs, options_text, scale)
+    )
     return operands_of(results[:4], cast.layout, rowwise, columnwise, view), results[4:]
 
 

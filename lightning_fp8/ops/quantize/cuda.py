@@ -15,8 +15,8 @@ from cuda_kernels.casts.amax import amax_kernel
 from cuda_kernels.device.tile import TileLoader, tensor_loader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.checks import CheckedAddresses
-from lightning_fp8.ops.core.config import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device, planned
+from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize import reference
@@ -29,24 +29,24 @@ Loaders = tuple[TileLoader, "TileLoader | None", int]
 
 
 def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders]) -> Callable[..., Outputs]:
-    """The op ``(x, config, scale, amax, overflow_counts)`` that casts what tile loaders compute from x, row by row.
+    """The op ``(x, options_text, scale, amax, overflow_counts)`` that casts what tile loaders compute from x by rows.
 
     A tensor whose rows have gaps between their elements is made contiguous first.
 
     Args:
-        reference_op: ``(x, config, io)``, computes the same without kernels.
-        loaders: ``(config, x)`` to the tile loaders that compute the values.
+        reference_op: ``(x, options_text, io)``, computes the same without kernels.
+        loaders: ``(options_text, x)`` to the tile loaders that compute the values.
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: PlainKey, config: str, *given: Any) -> Op:
+    def plan(device: torch.device, x_key: PlainKey, options_text: str, *given: Any) -> Op:
         x = TensorKey(*x_key, device)
-        variant = cast_variant(device, config, *given)
+        variant = cast_variant(device, options_text, *given)
         options = variant.options
         check_not_empty(x.shape)
         if not x.has_contiguous_rows:
-            return lambda x, config, io: op(x.contiguous(), config, *io)
-        loader, wide, columns = loaders(config, x)
+            return lambda x, options_text, io: op(x.contiguous(), options_text, *io)
+        loader, wide, columns = loaders(options_text, x)
         # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
         narrow = options.columnwise or options.layout.block == (1, 128)
         amax_loader = wide or loader if options.layout.has_one_scale else loader
@@ -54,21 +54,21 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
         launches = cast_launches(options.layout)(device, amax_loader, x.rows, columns, variant, store_loader).cast
         pointer = launch.address_on(device)
         stride = x.stride
-        return lambda x, config, io: launches((pointer(x), stride), io)
+        return lambda x, options_text, io: launches((pointer(x), stride), io)
 
     def op(
-        x: Tensor, config: str, scale: Tensor | None = None, amax: Tensor | None = None,
+        x: Tensor, options_text: str, scale: Tensor | None = None, amax: Tensor | None = None,
         overflow_counts: Tensor | None = None,
     ) -> Outputs:  # fmt: skip
         return plan(
-            x.device, x.is_cuda and current_device(), tensor_key(x), config, scale is not None, amax is not None,
+            x.device, x.is_cuda and current_device(), tensor_key(x), options_text, scale is not None, amax is not None,
             None if overflow_counts is None else overflow_counts_key(overflow_counts),
-        )(x, config, (scale, amax, overflow_counts))  # fmt: skip
+        )(x, options_text, (scale, amax, overflow_counts))  # fmt: skip
 
     return op
 
 
-def tensor_loaders(config: str, x: TensorKey) -> Loaders:
+def tensor_loaders(options_text: str, x: TensorKey) -> Loaders:
     """The loaders of a tensor's own values."""
     vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
     wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None

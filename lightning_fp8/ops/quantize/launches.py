@@ -19,7 +19,7 @@ from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, memoryless_key
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
+from lightning_fp8.ops.quantize.options import QuantizeOptions, parse_quantize_options, refuse_scale
 from lightning_fp8.ops.quantize.outputs import CastOutputs, Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, check_cast_io, check_overflow_counts
 from lightning_fp8.scaled import Layout
@@ -33,7 +33,7 @@ RunCast = Callable[..., Outputs]
 class CastVariant(NamedTuple):
     """A kind of cast, for which kernels are compiled: its options, and which tensors of :data:`CastIO` are given."""
 
-    options: QuantizeConfig
+    options: QuantizeOptions
     has_scale: bool
     has_amax: bool
     has_overflow_counts: bool
@@ -64,7 +64,7 @@ def overflow_counts_key(overflow_counts: Tensor) -> KeyAndDevice:
 
 
 def cast_variant(
-    device: torch.device, config: str, has_scale: bool, has_amax: bool, overflow_counts: KeyAndDevice | None
+    device: torch.device, options_text: str, has_scale: bool, has_amax: bool, overflow_counts: KeyAndDevice | None
 ) -> CastVariant:
     """Make a cast's variant of what its plan is kept by: planners get the last three as ``*given``.
 
@@ -72,10 +72,10 @@ def cast_variant(
         overflow_counts: their key, if they are given.
 
     Raises:
-        TypeError, ValueError: ``overflow_counts`` have another dtype, shape or device; ``config`` has another form.
+        TypeError, ValueError: ``overflow_counts`` have another dtype, shape or device; ``options`` has another form.
     """
     check_overflow_counts(device, None if overflow_counts is None else TensorKey(*overflow_counts))
-    return CastVariant(parse_quantize_config(config), has_scale, has_amax, overflow_counts is not None)
+    return CastVariant(parse_quantize_options(options_text), has_scale, has_amax, overflow_counts is not None)
 
 
 def num_blocks(device: torch.device, rows: int, columns: int) -> int:

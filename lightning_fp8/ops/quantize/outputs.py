@@ -11,13 +11,13 @@ from torch import Tensor
 from lightning_fp8.ops.core.alignment import operand_allocations
 from lightning_fp8.ops.core.allocation import Allocation, copy_bits, maker
 from lightning_fp8.ops.core.dispatch import Op
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config
+from lightning_fp8.ops.quantize.options import QuantizeOptions, parse_quantize_options
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """``data``, ``scale_inv``, and the same of the transposed copy; what was not asked for is empty."""
 
 
-def output_allocations(options: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
+def output_allocations(options: QuantizeOptions, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as kernels lay them out."""
 
     def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
@@ -26,7 +26,7 @@ def output_allocations(options: QuantizeConfig, rows: int, columns: int) -> tupl
     return _allocations(options, rows, columns, describe_operand)
 
 
-def reference_allocations(options: QuantizeConfig, rows: int, columns: int) -> tuple[Allocation, ...]:
+def reference_allocations(options: QuantizeOptions, rows: int, columns: int) -> tuple[Allocation, ...]:
     """The memory of the results, as the reference lays them out: codes in x's order, so that those of xᵀ are a view."""
 
     def describe_operand(r: int, k: int, transposed: bool) -> tuple[Allocation, Allocation]:
@@ -38,7 +38,10 @@ def reference_allocations(options: QuantizeConfig, rows: int, columns: int) -> t
 
 
 def _allocations(
-    options: QuantizeConfig, rows: int, columns: int, describe_operand: Callable[[int, int, bool], Sequence[Allocation]]
+    options: QuantizeOptions,
+    rows: int,
+    columns: int,
+    describe_operand: Callable[[int, int, bool], Sequence[Allocation]],
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(options.float8.dtype), Allocation.absent(options.layout.scale_dtype)
     row = describe_operand(rows, columns, False) if options.rowwise else absent
@@ -48,7 +51,7 @@ def _allocations(
     return *row, *column
 
 
-def fake_outputs(x: Tensor, options: QuantizeConfig, rows: int, columns: int) -> Outputs:
+def fake_outputs(x: Tensor, options: QuantizeOptions, rows: int, columns: int) -> Outputs:
     """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
     allocations = output_allocations if x.device.type == "cuda" else reference_allocations
     data, scale_inv, data_t, scale_inv_t = (each.empty(x.device) for each in allocations(options, rows, columns))
@@ -63,7 +66,7 @@ class CastOutputs:
             scales; of x's operand, and of xᵀ's.
     """
 
-    def __init__(self, device: torch.device, options: QuantizeConfig, rows: int, columns: int) -> None:
+    def __init__(self, device: torch.device, options: QuantizeOptions, rows: int, columns: int) -> None:
         allocations = output_allocations(options, rows, columns)
         self._makers = tuple(maker(device, allocation) for allocation in allocations)
         along = 1 if options.layout.scale_major == "mn" else 0
@@ -79,10 +82,10 @@ class CastOutputs:
 
 
 def with_kernel_strides(reference_op: Op) -> Op:
-    """An op ``(*inputs, config, io)`` of the reference, with its operands copied into kernels' layout."""
+    """An op ``(*inputs, options_text, io)`` of the reference, with its operands copied into kernels' layout."""
 
     def op(*args: Any) -> tuple[Tensor, ...]:
-        options = parse_quantize_config(args[-2])
+        options = parse_quantize_options(args[-2])
         results = reference_op(*args)
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if options.rowwise else data_t.t().shape if options.columnwise else (0, 0)

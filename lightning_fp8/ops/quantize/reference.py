@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8
 from lightning_fp8.ops.core.checks import require
-from lightning_fp8.ops.core.config import HIGH_PRECISION
+from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
-from lightning_fp8.ops.quantize.config import QuantizeConfig, parse_quantize_config, refuse_scale
+from lightning_fp8.ops.quantize.options import QuantizeOptions, parse_quantize_options, refuse_scale
 from lightning_fp8.ops.quantize.outputs import Outputs
 from lightning_fp8.ops.quantize.schema import CastIO, cast_op, check_cast_io, implement_cast
 
@@ -53,14 +53,14 @@ def observe(x: Tensor, amax: Tensor) -> None:
     torch.maximum(amax, tensor_amax(x), out=amax)
 
 
-def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
+def cast(x: Tensor, options_text: str, io: CastIO) -> Outputs:
     """Scale ``x`` by one given scale, or by x's own where that is 0; else each tensor, row or block from itself.
 
     See :func:`lightning_fp8.ops.quantize`.
     """
     check_cast_io(x.device, io)
     scale, amax, overflow_counts = io
-    options = parse_quantize_config(config)
+    options = parse_quantize_options(options_text)
     x = x.contiguous()
     if scale is not None:
         refuse_scale(options.layout)
@@ -82,7 +82,7 @@ def cast(x: Tensor, config: str, io: CastIO) -> Outputs:
 quantize = cast_op(cast, num_inputs=1)
 
 
-def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, options: QuantizeConfig) -> Tensor:
+def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, options: QuantizeOptions) -> Tensor:
     """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
     # Asking a GPU for the scale would wait for it.
     is_nonzero = options.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
@@ -94,7 +94,7 @@ def _given_scale(x: Tensor, scale: Tensor, amax: Tensor | None, options: Quantiz
     return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, options.float8.max), scale)
 
 
-def _absent(x: Tensor, options: QuantizeConfig) -> tuple[Tensor, Tensor]:
+def _absent(x: Tensor, options: QuantizeOptions) -> tuple[Tensor, Tensor]:
     return x.new_empty(0, dtype=options.float8.dtype), x.new_empty(0, dtype=options.layout.scale_dtype)
 
 
@@ -105,7 +105,7 @@ def _count(overflow_counts: Tensor | None, values: Tensor, scale: Tensor, codes:
         overflow_counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
 
 
-def _quantize_tensor(x: Tensor, scale: Tensor, options: QuantizeConfig, overflow_counts: Tensor | None) -> Outputs:
+def _quantize_tensor(x: Tensor, scale: Tensor, options: QuantizeOptions, overflow_counts: Tensor | None) -> Outputs:
     data = saturating_cast(x.to(torch.float32, copy=True), scale, options.float8)
     scale_inv = 1.0 / scale
     _count(overflow_counts, x.float(), scale, data, options.float8)
@@ -117,7 +117,7 @@ def _quantize_tensor(x: Tensor, scale: Tensor, options: QuantizeConfig, overflow
 
 
 def _quantize_blocks(
-    x: Tensor, block: tuple[int, int], options: QuantizeConfig, overflow_counts: Tensor | None
+    x: Tensor, block: tuple[int, int], options: QuantizeOptions, overflow_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape

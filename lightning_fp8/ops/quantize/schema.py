@@ -1,6 +1,6 @@
 """The schemas of ``quantize`` and ``observe``, and of what all ops that cast have in common.
 
-Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``config`` asks for them, the operand of x
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``options`` asks for them, the operand of x
 (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). An operand that was not asked for
 comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_fp8.ops.core.checks import Described, require, require_contiguous
 from lightning_fp8.ops.core.registration import define, fake, implement, refuse_vmap
-from lightning_fp8.ops.quantize.config import parse_quantize_config
+from lightning_fp8.ops.quantize.options import parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
 
-CAST = "str config, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? overflow_counts=None"
+CAST = "str options, Tensor? scale=None, Tensor(a!)? amax=None, Tensor(b!)? overflow_counts=None"
 """The last arguments of every op that casts."""
 
 UNOBSERVED = "_unobserved"
@@ -79,7 +79,7 @@ def implement_cast(name: str, device_type: str, function: Callable[..., Any]) ->
 
 
 def cast_op(cast: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-    """The op ``(*inputs, config, scale, amax, overflow_counts)`` of a function ``(*inputs, config, io)``."""
+    """The op ``(*inputs, options_text, scale, amax, overflow_counts)`` of a ``(*inputs, options_text, io)``."""
 
     def op(*args: Any, **named: Any) -> Any:
         inputs_and_config = args[: num_inputs + 1]
@@ -95,8 +95,8 @@ refuse_vmap("quantize", "observe")
 
 
 @fake("quantize", "quantize" + UNOBSERVED)
-def _quantize(x: Tensor, config: str, *io: Tensor | None) -> Outputs:
-    return fake_outputs(x, parse_quantize_config(config), x.shape[0], x.shape[1])
+def _quantize(x: Tensor, options_text: str, *io: Tensor | None) -> Outputs:
+    return fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1])
 
 
 @fake("observe")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fp8.ops.core.config import DTYPES, NAMES
+from lightning_fp8.ops.core.options import DTYPES, NAMES
 from lightning_fp8.scaled import Layout
 
 
-class ScaledMMConfig(NamedTuple):
+class ScaledMMOptions(NamedTuple):
     """The options of a GEMM.
 
     Attributes:
@@ -26,19 +26,21 @@ class ScaledMMConfig(NamedTuple):
     fast_accum: bool
 
 
-def scaled_mm_config(layout_a: Layout, layout_b: Layout, out_dtype: torch.dtype, fast_accum: bool = False) -> str:
+def format_scaled_mm_options(
+    layout_a: Layout, layout_b: Layout, out_dtype: torch.dtype, fast_accum: bool = False
+) -> str:
     """The text form of a GEMM's options."""
     return f"{layout_a.value} {layout_b.value} {NAMES[out_dtype]}" + " fast" * fast_accum
 
 
 @lru_cache
-def parse_scaled_mm_config(text: str) -> ScaledMMConfig:
-    """Parse what :func:`scaled_mm_config` gives.
+def parse_scaled_mm_options(text: str) -> ScaledMMOptions:
+    """Parse what :func:`format_scaled_mm_options` gives.
 
     Raises:
         ValueError: ``text`` has another form.
     """
     words = text.split()
     if len(words) not in (3, 4) or words[2] not in DTYPES or words[3:] not in ([], ["fast"]):
-        raise ValueError(f"config={text!r} is not two layouts and one of {', '.join(DTYPES)}, with or without fast")
-    return ScaledMMConfig(Layout(words[0]), Layout(words[1]), DTYPES[words[2]], len(words) == 4)
+        raise ValueError(f"options={text!r} is not two layouts and one of {', '.join(DTYPES)}, with or without fast")
+    return ScaledMMOptions(Layout(words[0]), Layout(words[1]), DTYPES[words[2]], len(words) == 4)

@@ -1,7 +1,7 @@
 """The text form of ops' options: ``"e4m3 tensor epsilon=0.5"``.
 
 An op takes its options as one string, because each argument costs the dispatcher time at every call. The string is
-parsed once, when a plan is made. In ``ops`` such a string is called ``config``, and what it says, parsed, ``options``.
+parsed once, when a plan is made. In ``ops`` such a string is called ``options_text``, and what it says ``options``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_fp8.formats import FORMATS, Float8
-from lightning_fp8.ops.core.config import parse_options
+from lightning_fp8.ops.core.options import parse_options
 from lightning_fp8.scaled import Cast, Layout
 
 
-class QuantizeConfig(NamedTuple):
+class QuantizeOptions(NamedTuple):
     """The options of a cast.
 
     Attributes:
@@ -45,7 +45,9 @@ def refuse_scale(layout: Layout) -> None:
         raise ValueError(f"layout {layout.value!r} scales each block from itself; scale must be None")
 
 
-def quantize_config(cast: Cast, rowwise: bool = True, columnwise: bool = False, scale_is_nonzero: bool = False) -> str:
+def format_quantize_options(
+    cast: Cast, rowwise: bool = True, columnwise: bool = False, scale_is_nonzero: bool = False
+) -> str:
     """The text form of the options of a recipe's ``cast``."""
     return cast.text + _USAGE[rowwise, columnwise, scale_is_nonzero]
 
@@ -59,18 +61,18 @@ _USAGE = {
 
 
 @lru_cache(maxsize=4096)
-def parse_quantize_config(text: str) -> QuantizeConfig:
-    """Parse what :func:`quantize_config` gives, with or without words before a comma.
+def parse_quantize_options(text: str) -> QuantizeOptions:
+    """Parse what :func:`format_quantize_options` gives, with or without words before a comma.
 
     Raises:
-        ValueError: it names no format and layout first, or an option that :class:`QuantizeConfig` does not have.
+        ValueError: it names no format and layout first, or an option that :class:`QuantizeOptions` does not have.
     """
     name, _, rest = text.rpartition(", ")[2].partition(" ")
     layout, _, words = rest.partition(" ")
     if name not in FORMATS:
-        raise ValueError(f"config={text!r} names the format {name!r}; use one of {', '.join(FORMATS)}")
+        raise ValueError(f"options={text!r} names the format {name!r}; use one of {', '.join(FORMATS)}")
     options = parse_options(words, ("power_2", "epsilon", "rowwise", "columnwise", "nonzero"))
-    return QuantizeConfig(
+    return QuantizeOptions(
         FORMATS[name],
         Layout(layout),
         power_2="power_2" in options,
