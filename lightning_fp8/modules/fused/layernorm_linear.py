@@ -96,7 +96,7 @@ class LayerNormLinear(NormedLayer):
         require_bools(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         require_init_method("init_method", init_method)
         refuse_parallel("LayerNormLinear", parallel)
-        rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
+        split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.norm = checked_norm(normalization, eps, zero_centered_gamma)
         self.return_bias = return_bias
@@ -107,8 +107,8 @@ class LayerNormLinear(NormedLayer):
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **factory)) if bias else None)
         reset_norm(self, self.norm)
         initialize(self.weight, init_method, parallel)
-        if rows is not None:
-            self._split_parameters(rows)
+        if split_rows is not None:
+            self._split_parameters(split_rows)
         self.ensure_slots()
 
     def forward(  # type: ignore[override]
