@@ -16,7 +16,7 @@ from lightning_fp8.modules.attention.arguments import Sizes
 from lightning_fp8.modules.fused import LayerNormLinear
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.transformer.arguments import (
-    AttentionCall,
+    AttentionArguments,
     InitMethod,
     Mask,
     check_call,
@@ -188,7 +188,7 @@ class MultiheadAttention(nn.Module):
         attn_mask_type: str | None = None,
         window_size: Sequence[int] | None = None,
         bottom_right_diagonal: bool | None = None,
-        **call: Unpack[AttentionCall],
+        **call: Unpack[AttentionArguments],
     ) -> Tensor | tuple[Tensor | None, ...]:
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
@@ -197,7 +197,7 @@ class MultiheadAttention(nn.Module):
             attention_mask: True is masked out; see :meth:`lightning_fp8.DotProductAttention.forward`.
             encoder_output: what keys and values of cross attention are made of, of the queries' format.
             attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
-            call: :class:`lightning_fp8.modules.transformer.AttentionCall`.
+            call: :class:`lightning_fp8.modules.transformer.AttentionArguments`.
 
         Returns:
             The output; with ``return_bias`` and ``return_layernorm_output`` a tuple of it, the bias and the normalized
@@ -240,7 +240,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = heads
         return q, k, v, normalized
 
-    def _positioned(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, call: AttentionArguments, step: Step | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normalized by head, and turned by their positions."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
