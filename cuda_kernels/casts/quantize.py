@@ -75,8 +75,8 @@ def quantize_tensor_kernel(
         clear(running_max)
         for step in range(WARP_ROWS):
             quad = decode(registers, step)
-            packed[step], found = cast(quad, factor, factor, factor, factor)
-            overflows += found
+            packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+            overflows += num_overflows
             if observe:
                 fold(registers, step, quad, running_max)
         if rowwise:
@@ -128,8 +128,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 quad = decode(registers, step)
                 if step & (quads_of_row - 1) == 0:
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                packed[step], found = cast_row(quad, factor, factor, factor, factor)
-                overflows += found
+                packed[step], num_overflows = cast_row(quad, factor, factor, factor, factor)
+                overflows += num_overflows
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
             scales = cuda.local.array(4, f32)
@@ -142,8 +142,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
                 quad = decode(registers, step)
-                packed[step], found = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
-                overflows += found
+                packed[step], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
+                overflows += num_overflows
             store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)

@@ -163,8 +163,8 @@ def quantize_blocks_kernel(
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
-                packed[step], found = cast(decode(registers, step), factor, factor, factor, factor)
-                overflows += found
+                packed[step], num_overflows = cast(decode(registers, step), factor, factor, factor, factor)
+                overflows += num_overflows
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
         else:
@@ -193,8 +193,8 @@ def quantize_blocks_kernel(
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    packed[step], found = cast(quad, factor, factor, factor, factor)
-                    overflows += found
+                    packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+                    overflows += num_overflows
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
                 p, q, r, s = columns_of(column_maxima)
@@ -230,8 +230,8 @@ def quantize_blocks_kernel(
                 scales = shared_load_16(shared + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
-                    packed[step], found = cast_columns(decode(registers, step), e, f, g, h)
-                    overflows += found
+                    packed[step], num_overflows = cast_columns(decode(registers, step), e, f, g, h)
+                    overflows += num_overflows
         if columnwise:
             store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
