@@ -52,10 +52,14 @@ class _Part(NamedTuple):
 
 
 def _part(spec: AttentionSpec, keys: int) -> _Part:
-    count = keys // 2
-    zero_scores, scores_of = zeros(count), make_product(keys, spec.k_steps, spec.panels)
-    scores_wait_1, scores_wait_0 = wgmma_wait(count, 1), wgmma_wait(count, 0)
-    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+    num_registers = keys // 2
+    zero_scores, scores_of = zeros(num_registers), make_product(keys, spec.k_steps, spec.panels)
+    scores_wait_1, scores_wait_0 = wgmma_wait(num_registers, 1), wgmma_wait(num_registers, 0)
+    hide, exp2, gradients_of = (
+        make_band_mask(num_registers),
+        exp2_rows(num_registers),
+        score_gradients_rows(num_registers),
+    )
 
     @device
     def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
@@ -74,7 +78,7 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
         p = exp2(scores, factor, -total, -total_below)
         return gradients_of(scores_wait_0(dp), p, gradient_factor, delta, delta_below)
 
-    return _Part(gradients, rows_amax(count), rows_sum(count), make_row_codes(count))
+    return _Part(gradients, rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers))
 
 
 def make_wide_tiles(spec: AttentionSpec) -> DqTiles:

@@ -64,11 +64,11 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
-    count = ROWS // 2
+    num_registers = ROWS // 2
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
-    amax_of, sum_of = rows_amax(count), rows_sum(count)
-    codes_of = make_row_codes(count)
+    amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
+    codes_of = make_row_codes(num_registers)
     zero_sums, store = zeros(head_dim // 2), make_gradient_store(spec)
 
     @device
@@ -170,8 +170,12 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     It takes the keys from ``start`` on, some at a time. ``addresses``: of Q, dO, K and V for ldmatrix. ``scales``: of Q
     times c, of K, dO and V. ``rows``: of both rows the total and D. ``partial``: whether ``visible`` matters.
     """
-    product, count = make_product(_KEYS, k_steps, first=start), _KEYS // 2
-    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+    product, num_registers = make_product(_KEYS, k_steps, first=start), _KEYS // 2
+    hide, exp2, gradients_of = (
+        make_band_mask(num_registers),
+        exp2_rows(num_registers),
+        score_gradients_rows(num_registers),
+    )
 
     @device
     def some(addresses, scales, rows, partial, visible, first_key):
