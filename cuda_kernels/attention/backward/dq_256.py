@@ -62,9 +62,9 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
     )
 
     @device
-    def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
+    def gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden):
         """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
-        _, _, total, total_below, delta, delta_below = statistics
+        _, _, total, total_below, delta, delta_below = row_terms
         desc_q = descriptor(found_again(own))
         desc_do = desc_q + (WIDE_TILE >> 4)
         wgmma_fence()
@@ -138,9 +138,9 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
+    def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale = statistics[0], statistics[1]
+        query_factor, gradient_scale = row_terms[0], row_terms[1]
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
@@ -160,13 +160,13 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             hidden, start = j < whole_first or j >= whole_last, i32(j * ROWS)
             wait_for(smem, k_stage, fill >> 2 & 1)
             wait_for(smem, v_stage, (fill + 1) >> 2 & 1)
-            ds = gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden)
+            ds = gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden)
             ds_2 = gradients_32(
-                own, k + 64 * 128, v + 64 * 128, factor, gradient_factor, statistics, seen,
+                own, k + 64 * 128, v + 64 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 64), hidden,
             )  # fmt: skip
             ds_3 = gradients_32(
-                own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, statistics, seen,
+                own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 96), hidden,
             )  # fmt: skip
             if thread == 0:

@@ -78,16 +78,16 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         copy_rows(smem + v_offset, v + start, i64(head_dim))
 
     @device
-    def attend(smem, tile, operands, statistics, scales, left, right):
+    def attend(smem, tile, operands, row_terms, scales, left, right):
         """dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
 
         ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, and
-        the last one's stride. ``statistics``: Q's scale times c, dO's, and of both rows the total and D.
+        the last one's stride. ``row_terms``: Q's scale times c, dO's, and of both rows the total and D.
         """
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
+        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -136,7 +136,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         line, _ = own_place()
         mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
         of_each = i64(rows_q) * 4
-        known = (
+        row_terms = (
             load_f32(mine + QUERY_SCALE * of_each) * c, load_f32(mine + GRADIENT_SCALE * of_each),
             load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
             load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
@@ -148,7 +148,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         dq, rest, rest_below = attend(
             smem, tile,
             (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
-            known, (scale_k + block, scale_v + block), left, right,
+            row_terms, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
         tile, head = tile_again(table, heads)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
