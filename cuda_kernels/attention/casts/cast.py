@@ -176,8 +176,8 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
                 store_4(address, packed[step])
                 address += head_dim
         if columnwise:
-            first = out_t + i64(head) * head_dim * packed_rows + row
-            store_columns(packed, smem, group, quad, thread, first, i64(packed_rows))
+            out_address = out_t + i64(head) * head_dim * packed_rows + row
+            store_columns(packed, smem, group, quad, thread, out_address, i64(packed_rows))
 
     return Kernel(
         f"quantize_heads({spec}, {rowwise=}, {columnwise=}, {centered=})",

@@ -118,8 +118,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
         which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
         if which < STATISTICS - CORRECTED:
-            first = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
-            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + first * 4 + 16 * part, 16)
+            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
 
     @device
     def rounded(x, factor, amax, amax_below, limits):
@@ -221,7 +221,7 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     ``a``, ``b``: addresses of V and dO for ldmatrix, whose product times ``factor`` is dP. ``delta``: the address of D
     of the thread's first column.
     """
-    product, num_registers = make_product(_AT_ONCE, k_steps, first=start), _AT_ONCE // 2
+    product, num_registers = make_product(_AT_ONCE, k_steps, start=start), _AT_ONCE // 2
     part, gradients_of = (
         slice_fragment(_QUERIES // 2, start // 2, num_registers),
         score_gradients_columns(num_registers),

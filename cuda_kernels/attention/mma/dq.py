@@ -170,7 +170,7 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     It takes the keys from ``start`` on, some at a time. ``addresses``: of Q, dO, K and V for ldmatrix. ``scales``: of Q
     times c, of K, dO and V. ``rows``: of both rows the total and D. ``partial``: whether ``visible`` matters.
     """
-    product, num_registers = make_product(_KEYS, k_steps, first=start), _KEYS // 2
+    product, num_registers = make_product(_KEYS, k_steps, start=start), _KEYS // 2
     hide, exp2, gradients_of = (
         make_band_mask(num_registers),
         exp2_rows(num_registers),
