@@ -28,9 +28,9 @@ def tile_scales(amax, amax_below):
 
 
 @cache
-def make_row_codes(count: int) -> Any:
-    """A device function ``(x, scale, scale_below) -> words``: a fragment of ``count`` as codes, an operand A."""
-    scale_x, pack = scale_rows(count), pack_a_words(count, "e4m3")
+def make_row_codes(num_registers: int) -> Any:
+    """A device function ``(x, scale, scale_below) -> words``: so many registers of float32 as codes, an operand A."""
+    scale_x, pack = scale_rows(num_registers), pack_a_words(num_registers, "e4m3")
 
     @device
     def codes_of(x, scale, scale_below):

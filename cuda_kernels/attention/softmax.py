@@ -55,8 +55,13 @@ def make_softmax(keys: int) -> Any:
     probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of both rows' sums so far. Sums are
     of this thread's columns, and of probabilities before they are rounded.
     """
-    count = keys // 2
-    largest_of, sum_of, power, pack = rows_max(count), rows_sum(count), exp2_rows(count), pack_a_words(count, "e4m3")
+    num_registers = keys // 2
+    largest_of, sum_of, power, pack = (
+        rows_max(num_registers),
+        rows_sum(num_registers),
+        exp2_rows(num_registers),
+        pack_a_words(num_registers, "e4m3"),
+    )
 
     @device
     def softmax(scores, factor, state):

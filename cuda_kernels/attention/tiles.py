@@ -66,13 +66,13 @@ def visible_columns(tile, row, column, left, right):
 
 
 @cache
-def make_band_mask(count: int) -> Any:
+def make_band_mask(num_registers: int) -> Any:
     """A device function ``(scores, visible, start) -> scores``, -inf where a row does not see a column.
 
     ``visible``: :func:`visible_columns` of the first of the thread's two rows. ``start``: the column that the scores
     begin with.
     """
-    hide = mask_rows(count)
+    hide = mask_rows(num_registers)
 
     @device
     def mask(scores, visible, start):

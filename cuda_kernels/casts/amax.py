@@ -102,14 +102,14 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
         if by_row and lane < WARP_ROWS and row + lane < rows:
             atomic_max(rows_amax + i64(row + lane) * 4, row_max)
         if by_column:
-            shared = dynamic_shared()
+            smem = dynamic_shared()
             a, b, c, d = columns_of(column_maxima)
-            shared_store_16(shared + warp * (4 * TILE) + lane * 16, a, b, c, d)
+            shared_store_16(smem + warp * (4 * TILE) + lane * 16, a, b, c, d)
             cuda.syncthreads()
             if thread < TILE and first_column + thread < columns:
                 amax_bits = u32(0)
                 for other_warp in range(WARPS):
-                    amax_bits = unsigned_max(amax_bits, shared_load_4(shared + other_warp * (4 * TILE) + thread * 4))
+                    amax_bits = unsigned_max(amax_bits, shared_load_4(smem + other_warp * (4 * TILE) + thread * 4))
                 atomic_max(columns_amax + i64(first_column + thread) * 4, amax_bits)
 
     return Kernel(

@@ -81,13 +81,13 @@ def column_sums_kernel(dtype: str) -> Kernel:
             for step in range(_AHEAD):
                 total += loaded[step]
             first += _WARPS * _AHEAD
-        shared = dynamic_shared()
-        shared_store_4(shared + thread * 4, bits(total))
+        smem = dynamic_shared()
+        shared_store_4(smem + thread * 4, bits(total))
         cuda.syncthreads()
         if warp == 0 and inside:
             total = _ZERO
             for other_warp in range(_WARPS):
-                total += from_bits(shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
+                total += from_bits(shared_load_4(smem + (other_warp * COLUMNS + lane) * 4))
             store(out + i64(column) * item, total)
 
     return Kernel(

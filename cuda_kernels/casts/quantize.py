@@ -57,7 +57,7 @@ def quantize_tensor_kernel(
         rows, columns, num_block_amax, power_2, epsilon, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
         first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
 
@@ -65,7 +65,7 @@ def quantize_tensor_kernel(
         if scale != 0:
             factor = load_f32(scale)
         if factor == _ZERO:
-            amax = from_bits(reduce_block_amax(block_amax, num_block_amax, shared + TRANSPOSED_BYTES, thread))
+            amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
             factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale, divide(_ONE, factor))
@@ -75,8 +75,8 @@ def quantize_tensor_kernel(
         clear(running_max)
         for step in range(WARP_ROWS):
             quad = decode(registers, step)
-            packed[step], found = cast(quad, factor, factor, factor, factor)
-            overflows += found
+            packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+            overflows += num_overflows
             if observe:
                 fold(registers, step, quad, running_max)
         if rowwise:
@@ -84,11 +84,11 @@ def quantize_tensor_kernel(
         if count:
             add_overflow_counts(counts, overflows, thread & 31)
         if observe:
-            amax_bits = block_max(amax_of(running_max), shared + TRANSPOSED_BYTES + 32, thread)
+            amax_bits = block_max(amax_of(running_max), smem + TRANSPOSED_BYTES + 32, thread)
             if thread == 0:
                 update_amax(amax_out, amax_bits)
         if columnwise:
-            store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
 
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
     parameters = loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64
@@ -128,8 +128,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 quad = decode(registers, step)
                 if step & (quads_of_row - 1) == 0:
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                packed[step], found = cast_row(quad, factor, factor, factor, factor)
-                overflows += found
+                packed[step], num_overflows = cast_row(quad, factor, factor, factor, factor)
+                overflows += num_overflows
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
             scales = cuda.local.array(4, f32)
@@ -142,8 +142,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
             for step in range(WARP_ROWS):
                 quad = decode(registers, step)
-                packed[step], found = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
-                overflows += found
+                packed[step], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
+                overflows += num_overflows
             store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)

@@ -126,7 +126,7 @@ def quantize_blocks_kernel(
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
         first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
@@ -155,7 +155,7 @@ def quantize_blocks_kernel(
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
         if block_2d:
-            amax = from_bits(block_max(largest_of(column_maxima), shared + amax_smem, thread))
+            amax = from_bits(block_max(largest_of(column_maxima), smem + amax_smem, thread))
             factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
             if thread == 0:
                 if rowwise:
@@ -163,8 +163,8 @@ def quantize_blocks_kernel(
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
             for step in range(WARP_ROWS):
-                packed[step], found = cast(decode(registers, step), factor, factor, factor, factor)
-                overflows += found
+                packed[step], num_overflows = cast(decode(registers, step), factor, factor, factor, factor)
+                overflows += num_overflows
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
         else:
@@ -193,22 +193,22 @@ def quantize_blocks_kernel(
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    packed[step], found = cast(quad, factor, factor, factor, factor)
-                    overflows += found
+                    packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+                    overflows += num_overflows
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
                 p, q, r, s = columns_of(column_maxima)
-                shared_store_16(shared + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
+                shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
                 cuda.syncthreads()
                 if microscaled:
                     for half in range(2):
                         index = thread + THREADS * half
                         group = index >> 7
                         col_in_tile = index & 127
-                        amax_address = shared + amax_smem + (2 * group * TILE + col_in_tile) * 4
+                        amax_address = smem + amax_smem + (2 * group * TILE + col_in_tile) * 4
                         amax_bits = unsigned_max(shared_load_4(amax_address), shared_load_4(amax_address + 4 * TILE))
                         code = e8m0_code(from_bits(amax_bits), reciprocal_max)
-                        shared_store_4(shared + scale_smem + index * 4, magnitude(e8m0_scale(code)))
+                        shared_store_4(smem + scale_smem + index * 4, magnitude(e8m0_scale(code)))
                         if first_column + col_in_tile < columns and first_row + 32 * group < rows:
                             scale_offset = (block_row * 4 + i64(group)) * out_t_scale_stride + i64(
                                 first_column + col_in_tile
@@ -218,22 +218,22 @@ def quantize_blocks_kernel(
                     amax_bits = u32(0)
                     for other_warp in range(WARPS):
                         amax_bits = unsigned_max(
-                            amax_bits, shared_load_4(shared + amax_smem + (other_warp * TILE + thread) * 4)
+                            amax_bits, shared_load_4(smem + amax_smem + (other_warp * TILE + thread) * 4)
                         )
                     scale = amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
-                    shared_store_4(shared + scale_smem + thread * 4, magnitude(scale))
+                    shared_store_4(smem + scale_smem + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
                         scale_offset = block_row * out_t_scale_stride + i64(first_column + thread)
                         store_f32(out_t_scale + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 group = warp >> 1 if microscaled else 0
-                scales = shared_load_16(shared + scale_smem + (group * TILE + 4 * lane) * 4)
+                scales = shared_load_16(smem + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
                 for step in range(WARP_ROWS):
-                    packed[step], found = cast_columns(decode(registers, step), e, f, g, h)
-                    overflows += found
+                    packed[step], num_overflows = cast_columns(decode(registers, step), e, f, g, h)
+                    overflows += num_overflows
         if columnwise:
-            store_transposed(packed, shared, thread, out_t, out_t_stride, first_row, first_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 

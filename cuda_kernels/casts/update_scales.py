@@ -73,9 +73,9 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
             elif inside and first == 0:
                 store_f32(amax_history + byte_offset, _ZERO)
             start += WARPS * ROWS
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         if use_history_max:
-            shared_store_4(shared + thread * 4, bits(largest))
+            shared_store_4(smem + thread * 4, bits(largest))
             cuda.syncthreads()
         if warp == 0 and inside:
             if usable:
@@ -83,7 +83,7 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
                 if use_history_max:
                     highest = u32(0)
                     for other_warp in range(WARPS):
-                        highest = unsigned_max(highest, shared_load_4(shared + (other_warp * COLUMNS + lane) * 4))
+                        highest = unsigned_max(highest, shared_load_4(smem + (other_warp * COLUMNS + lane) * 4))
                     amax = from_bits(highest)
                 new = divide(load_f32(fp8_max + byte_offset) * power, amax)
                 store_f32(scale + byte_offset, new if new < _LARGEST else _LARGEST)

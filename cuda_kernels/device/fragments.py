@@ -5,9 +5,9 @@ from __future__ import annotations
 from cuda_kernels.device.language import UniTuple, f32, lowered
 
 
-def fragment_type(count: int) -> UniTuple:
-    """The type of a fragment of ``count`` float32."""
-    return UniTuple(f32, count)
+def fragment_type(num_registers: int) -> UniTuple:
+    """The type of a fragment of ``num_registers`` float32."""
+    return UniTuple(f32, num_registers)
 
 
 zeros = lowered("fragments", "zeros")

@@ -36,9 +36,9 @@ class UniTuple:
     count: int
 
 
-def u32x(count: int) -> UniTuple:
-    """The type of ``count`` 32-bit registers."""
-    return UniTuple(u32, count)
+def u32x(num_registers: int) -> UniTuple:
+    """The type of ``num_registers`` 32-bit registers."""
+    return UniTuple(u32, num_registers)
 
 
 class Cuda:

@@ -20,14 +20,14 @@ load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
 _STREAMED, _CACHED = ".L1::no_allocate", ""
 
 
-def _load_if(cache: str, registers: int) -> Any:
-    """A load of ``registers`` 32-bit words, side by side, where its last operand is not 0; else they are 0."""
-    words = ", ".join(f"${index}" for index in range(registers))
-    vector, words = (f"v{registers}.", f"{{{words}}}") if registers > 1 else ("", words)
-    zeros = " ".join(f"mov.b32 ${index}, 0;" for index in range(registers))
-    address, flag = f"${registers}", f"${registers + 1}"
+def _load_if(cache: str, num_registers: int) -> Any:
+    """A load of ``num_registers`` 32-bit words, side by side, where its last operand is not 0; else they are 0."""
+    words = ", ".join(f"${index}" for index in range(num_registers))
+    vector, words = (f"v{num_registers}.", f"{{{words}}}") if num_registers > 1 else ("", words)
+    zeros = " ".join(f"mov.b32 ${index}, 0;" for index in range(num_registers))
+    address, flag = f"${num_registers}", f"${num_registers + 1}"
     load = f"ld.global.nc{cache}.{vector}b32 {words}, [{address}];"
-    return asm(GUARDED % (flag, f"{zeros} @p {load}"), u32x(registers) if registers > 1 else u32, i64, i32)
+    return asm(GUARDED % (flag, f"{zeros} @p {load}"), u32x(num_registers) if num_registers > 1 else u32, i64, i32)
 
 
 load_2_if = asm(
@@ -35,8 +35,8 @@ load_2_if = asm(
     " cvt.u32.u16 $0, h; }",
     u32, i64, i32,
 )  # fmt: skip
-load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, registers) for registers in (1, 2, 4))
-cached_8_if, cached_16_if = (_load_if(_CACHED, registers) for registers in (2, 4))
+load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, num_registers) for num_registers in (1, 2, 4))
+cached_8_if, cached_16_if = (_load_if(_CACHED, num_registers) for num_registers in (2, 4))
 """The same of what other rows read again."""
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)

@@ -90,12 +90,12 @@ def wgmma(n: int, a: str, b: str) -> Any:
 
     ``x``, ``y``: matrix descriptors, :func:`cuda_kernels.device.swizzle.smem_descriptor`.
     """
-    count = n // 2
-    acc = ", ".join(f"${index}" for index in range(count))
+    num_registers = n // 2
+    acc = ", ".join(f"${index}" for index in range(num_registers))
     return asm(
-        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 2}, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}",
-        fragment_type(count), fragment_type(count), i64, i64, i32,
+        f"{{ .reg .pred p; setp.ne.b32 p, ${n + 2}, 0;"
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${n}, ${n + 1}, p, 1, 1; }}",
+        fragment_type(num_registers), fragment_type(num_registers), i64, i64, i32,
     )  # fmt: skip
 
 
@@ -107,13 +107,13 @@ def wgmma_rs(n: int, a: str, b: str) -> Any:
     ``4 (lane mod 4)`` and on, then the same two rows 16 columns further (PTX ISA, "Register fragments for
     wgmma.mma_async.m64nNk32").
     """
-    count = n // 2
-    acc = ", ".join(f"${index}" for index in range(count))
-    x = ", ".join(f"${2 * count + index}" for index in range(4))
+    num_registers = n // 2
+    acc = ", ".join(f"${index}" for index in range(num_registers))
+    x = ", ".join(f"${n + index}" for index in range(4))
     return asm(
-        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count + 5}, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, {{{x}}}, ${2 * count + 4}, p, 1, 1; }}",
-        fragment_type(count), fragment_type(count), u32x(4), i64, i32,
+        f"{{ .reg .pred p; setp.ne.b32 p, ${n + 5}, 0;"
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, {{{x}}}, ${n + 4}, p, 1, 1; }}",
+        fragment_type(num_registers), fragment_type(num_registers), u32x(4), i64, i32,
     )  # fmt: skip
 
 
@@ -122,6 +122,6 @@ wgmma_commit = asm("wgmma.commit_group.sync.aligned;")
 
 
 @cache
-def wgmma_wait(count: int, pending: int) -> Any:
+def wgmma_wait(num_registers: int, pending: int) -> Any:
     """``acc -> acc`` after all but ``pending`` groups of wgmmas are complete."""
-    return asm(f"wgmma.wait_group.sync.aligned {pending};", fragment_type(count), fragment_type(count))
+    return asm(f"wgmma.wait_group.sync.aligned {pending};", fragment_type(num_registers), fragment_type(num_registers))

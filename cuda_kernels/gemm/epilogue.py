@@ -38,7 +38,7 @@ from cuda_kernels.gemm.spec import (
 
 
 @cache
-def make_epilogue(spec: GemmSpec, count: int, even: bool) -> Any:
+def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     """A device function ``(acc, epi_args, row, m, column, n) -> acc`` that scales, adds the bias and observes the amax.
 
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax. ``row``,
@@ -46,15 +46,15 @@ def make_epilogue(spec: GemmSpec, count: int, even: bool) -> Any:
     """
     steps: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        scale_acc = scale_all(count)
+        scale_acc = scale_all(num_registers)
         steps.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
     if spec.scaling is Scaling.ROW:
-        steps.append(_make_row_scaler(count, even))
+        steps.append(_make_row_scaler(num_registers, even))
     if spec.bias:
-        add_bias = add_columns(count, spec.bias, even)
+        add_bias = add_columns(num_registers, spec.bias, even)
         steps.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
     if spec.amax:
-        steps.append(_make_amax_observer(count, spec.out))
+        steps.append(_make_amax_observer(num_registers, spec.out))
     return _composed(steps)
 
 
@@ -74,9 +74,9 @@ def _composed(steps: list[Any]) -> Any:
     return composed
 
 
-def _make_row_scaler(count: int, even: bool) -> Any:
-    scale_by_rows = scale_rows(count)
-    scale_by_columns = scale_columns(count, even)
+def _make_row_scaler(num_registers: int, even: bool) -> Any:
+    scale_by_rows = scale_rows(num_registers)
+    scale_by_columns = scale_columns(num_registers, even)
 
     @device
     def scale_rows_and_columns(acc, epi_args, row, m, column, n):
@@ -87,8 +87,8 @@ def _make_row_scaler(count: int, even: bool) -> Any:
     return scale_rows_and_columns
 
 
-def _make_amax_observer(count: int, out: str) -> Any:
-    largest = largest_of_rows(count)
+def _make_amax_observer(num_registers: int, out: str) -> Any:
+    largest = largest_of_rows(num_registers)
     rounded = round_to[out]
 
     @device
@@ -111,9 +111,9 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
     """
     if config.smem_epilogue:
         return _make_smem_store(0, spec, config)
-    count = config.tile_n // 2
-    finish = make_epilogue(spec, count, config.even)
-    store = store_fragment_global(count, spec.out, config.even, spec.accumulate)
+    num_registers = config.tile_n // 2
+    finish = make_epilogue(spec, num_registers, config.even)
+    store = store_fragment_global(num_registers, spec.out, config.even, spec.accumulate)
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
@@ -134,7 +134,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     columns = epi_tile_columns(spec.out)
     epi_tiles = num_epi_tiles(config, spec)
     start = min(epi_tile * columns, config.tile_n - columns)
-    count = columns // 2
+    num_registers = columns // 2
     buffers = config.epi_stages
     is_last = epi_tile == epi_tiles - 1
     buffer_idx = epi_tile % buffers
@@ -142,9 +142,9 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     drain_first = epi_tiles % buffers > 0
     pending_stores = 0 if drain_first and epi_tile == 0 else buffers - 1
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
-    slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, count)
-    finish = make_epilogue(spec, count, config.even)
-    copy_r2s = store_fragment_shared(count, spec.out)
+    slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, num_registers)
+    finish = make_epilogue(spec, num_registers, config.even)
+    copy_r2s = store_fragment_shared(num_registers, spec.out)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
 

@@ -195,11 +195,11 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     It takes the 16-row strips from ``strip`` on. ``row_scale_smem``, ``col_scale_smem``: shared-memory addresses of the
     scales of this thread's first row and column. ``scale``: the one scale of all columns with blocks of 128x128.
     """
-    count = WARP_COLUMNS // 2
-    slice_strip = slice_fragment(strips * count, strip * count, count)
+    num_registers = WARP_COLUMNS // 2
+    slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
     b_by_128x128 = spec.scaling.b_along_k_by_block
-    plus_rows = add_rows(count)
-    plus_both = add_rows_and_columns(count)
+    plus_rows = add_rows(num_registers)
+    plus_both = add_rows_and_columns(num_registers)
 
     @device
     def promote_add(acc, partial, row_scale_smem, col_scale_smem, scale):
@@ -227,10 +227,10 @@ def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0
 
     It takes the 16-row strips from ``strip`` on. ``row``, ``column``: of this thread's first register.
     """
-    count = WARP_COLUMNS // 2
-    slice_strip = slice_fragment(strips * count, strip * count, count)
-    finish = make_epilogue(spec, count, even)
-    store = store_fragment_global(count, spec.out, even, spec.accumulate)
+    num_registers = WARP_COLUMNS // 2
+    slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
+    finish = make_epilogue(spec, num_registers, even)
+    store = store_fragment_global(num_registers, spec.out, even, spec.accumulate)
 
     @device
     def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):

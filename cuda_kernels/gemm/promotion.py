@@ -69,14 +69,14 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
 
     ``block_scales``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
     """
-    count = config.tile_n // 2
-    add_partial = add(count)
-    add_row_scaled = add_rows(count)
-    add_row_scaled_by_two = add_rows_of_two(count)
+    num_registers = config.tile_n // 2
+    add_partial = add(num_registers)
+    add_row_scaled = add_rows(num_registers)
+    add_row_scaled_by_two = add_rows_of_two(num_registers)
     if not spec.scaling.along_k:
         return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
     if spec.scaling.b_along_k_by_row:
-        add_row_col_scaled = add_rows_and_columns(count, reads_scales_early(spec, config))
+        add_row_col_scaled = add_rows_and_columns(num_registers, reads_scales_early(spec, config))
         return device(
             lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
                 acc, partial, scales[0][0], scales[0][1], scales[1]

@@ -79,7 +79,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     stages, cluster = config.stages, config.cluster
     pingpong, warpgroups_per_tile = config.pingpong, config.warpgroups_per_tile
     tiles_in_flight = mma_warpgroups // warpgroups_per_tile
-    count = tile_n // 2
+    num_registers = tile_n // 2
     offsets = smem_offsets(config, scaling)
     a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
@@ -93,9 +93,9 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     work_rows, work_columns = config.cluster_tile
     mcast_mask = (1 << cluster) - 1
     empty_arrivals = warpgroups_per_tile * cluster * (_WARPGROUP_WARPS if scaling.along_k else 1)
-    zero_acc = zeros(count)
+    zero_acc = zeros(num_registers)
     wgmma_k32 = wgmma(tile_n, spec.a, spec.b)
-    wgmma_wait_0, wgmma_wait_1 = wgmma_wait(count, 0), wgmma_wait(count, 1)
+    wgmma_wait_0, wgmma_wait_1 = wgmma_wait(num_registers, 0), wgmma_wait(num_registers, 1)
     epilogue_store = make_epilogue_store(spec, config)
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k

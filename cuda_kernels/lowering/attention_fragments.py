@@ -31,7 +31,7 @@ def _row_of(index: int) -> int:
     return index >> 1 & 1
 
 
-def _reduced(name: str, instruction: str, count: int) -> Any:
+def _reduced(name: str, instruction: str, num_registers: int) -> Any:
     """``acc -> (x, y)``: each row's registers of this thread, taken together two by two."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
@@ -45,23 +45,25 @@ def _reduced(name: str, instruction: str, count: int) -> Any:
             results += left
         return pack_array(builder, results)
 
-    return intrinsic_of(name, 1, lambda context, acc: (signature(UniTuple(f32, 2), fragment_type(count)), lower))
+    return intrinsic_of(
+        name, 1, lambda context, acc: (signature(UniTuple(f32, 2), fragment_type(num_registers)), lower)
+    )
 
 
 @cache
-def rows_max(count: int) -> Any:
+def rows_max(num_registers: int) -> Any:
     """``acc -> (x, y)``: the largest value of each row that this thread holds; NaN if there is one."""
-    return _reduced("rows_max", "max.NaN.f32 $0, $1, $2;", count)
+    return _reduced("rows_max", "max.NaN.f32 $0, $1, $2;", num_registers)
 
 
 @cache
-def rows_sum(count: int) -> Any:
+def rows_sum(num_registers: int) -> Any:
     """``acc -> (x, y)``: the sum of each row's values that this thread holds."""
-    return _reduced("rows_sum", "add.rn.f32 $0, $1, $2;", count)
+    return _reduced("rows_sum", "add.rn.f32 $0, $1, $2;", num_registers)
 
 
 @cache
-def exp2_rows(count: int) -> Any:
+def exp2_rows(num_registers: int) -> Any:
     """``(acc, c, s, t) -> 2 ** (acc c + s)``, ``t`` in place of ``s`` in the row eight below; below 2**-126 it is 0."""
     template = "{ .reg .f32 x; fma.rn.f32 x, $1, $2, $3; ex2.approx.ftz.f32 $0, x; }"
 
@@ -72,11 +74,11 @@ def exp2_rows(count: int) -> Any:
             for index, x in enumerate(acc)
         ]
 
-    return _mapped("exp2_rows", count, (f32, f32, f32), each)
+    return _mapped("exp2_rows", num_registers, (f32, f32, f32), each)
 
 
 @cache
-def rescale_add_rows(count: int) -> Any:
+def rescale_add_rows(num_registers: int) -> Any:
     """``(acc, part, s, t) -> acc s + part``, ``t`` in place of ``s`` in the row eight below."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -86,11 +88,11 @@ def rescale_add_rows(count: int) -> Any:
             for index, (x, y) in enumerate(zip(acc, part))
         ]
 
-    return _mapped("rescale_add_rows", count, (fragment_type(count), f32, f32), each)
+    return _mapped("rescale_add_rows", num_registers, (fragment_type(num_registers), f32, f32), each)
 
 
 @cache
-def scale_seen_rows(count: int) -> Any:
+def scale_seen_rows(num_registers: int) -> Any:
     """``(acc, s, t, i, j) -> acc s`` where ``i`` is not 0, else 0; ``t`` and ``j`` are of the row eight below."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -102,11 +104,11 @@ def scale_seen_rows(count: int) -> Any:
             results.append(builder.select(seen[row], scaled, _F32(0)))
         return results
 
-    return _mapped("scale_seen_rows", count, (f32, f32, i32, i32), each)
+    return _mapped("scale_seen_rows", num_registers, (f32, f32, i32, i32), each)
 
 
 @cache
-def mask_rows(count: int) -> Any:
+def mask_rows(num_registers: int) -> Any:
     """``(acc, first, last, first_below, last_below) -> acc``, -inf in columns that are not first to last.
 
     Columns count from the thread's first one; ``first_below`` and ``last_below`` are of the row eight below.
@@ -121,12 +123,12 @@ def mask_rows(count: int) -> Any:
             results.append(builder.select(inside, x, _MINUS_INFINITY))
         return results
 
-    return _mapped("mask_rows", count, (i32, i32, i32, i32), each)
+    return _mapped("mask_rows", num_registers, (i32, i32, i32, i32), each)
 
 
 @cache
-def pack_a_words(count: int, fp8: str) -> Any:
-    """``acc -> count / 4`` words of codes, an operand A of wgmma without a shuffle.
+def pack_a_words(num_registers: int, fp8: str) -> Any:
+    """``acc -> num_registers / 4`` words of codes, an operand A of wgmma without a shuffle.
 
     Of 16 columns of the accumulator a thread has 2q, 2q + 1, 2q + 8 and 2q + 9, where the operand wants 4q to 4q + 3.
     The product is the same if B's rows of K lie in the order :data:`cuda_kernels.attention.spec.ORDER_A`.
@@ -140,21 +142,23 @@ def pack_a_words(count: int, fp8: str) -> Any:
         acc = unpack_tuple(builder, values[0])
         words = [
             _pure(builder, template, _I32, "=r,f,f,f,f", *(acc[first + 2 * row + index] for index in (0, 1, 4, 5)))
-            for first in range(0, count, 8)
+            for first in range(0, num_registers, 8)
             for row in range(2)
         ]
         return pack_array(builder, words)
 
     return intrinsic_of(
-        "pack_a_words", 1, lambda context, acc: (signature(u32x(count // 4), fragment_type(count)), lower)
+        "pack_a_words",
+        1,
+        lambda context, acc: (signature(u32x(num_registers // 4), fragment_type(num_registers)), lower),
     )
 
 
 @cache
-def slice_words(count: int, start: int, size: int) -> Any:
-    """``words -> size`` of its ``count`` words."""
+def slice_words(num_registers: int, start: int, size: int) -> Any:
+    """``words -> size`` of its ``num_registers`` words."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
 
-    return intrinsic_of("slice_words", 1, lambda context, words: (signature(u32x(size), u32x(count)), lower))
+    return intrinsic_of("slice_words", 1, lambda context, words: (signature(u32x(size), u32x(num_registers)), lower))

@@ -145,10 +145,8 @@ def _instruction(word: Instruction) -> Any:
             tied = isinstance(operand, types.BaseTuple) and operand == result
             constraints += [str(index) if tied else _REGISTER[str(part.type)] for index, part in enumerate(parts)]
             inputs += parts
-        registers = [context.get_value_type(kind) for kind in results]
-        returned = (
-            ir.VoidType() if not registers else registers[0] if len(registers) == 1 else ir.LiteralStructType(registers)
-        )
+        result_types = [context.get_value_type(kind) for kind in results]
+        returned = ir.LiteralStructType(result_types) if len(results) > 1 else (result_types or [ir.VoidType()])[0]
         value = inline(
             builder, word.template, returned, ",".join(constraints), inputs, pure=word.pure, convergent=not word.pure
         )

@@ -22,7 +22,7 @@ _TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, 
 
 
 @cache
-def store_fragment_shared(count: int, dtype: str) -> Any:
+def store_fragment_shared(num_registers: int, dtype: str) -> Any:
     """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
 
     The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``, which is
@@ -36,7 +36,7 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         fragment, base, first, mask = values
         acc = unpack_tuple(builder, fragment)
-        for j in range(count // (8 if rounded else 4)):
+        for j in range(num_registers // (8 if rounded else 4)):
             swizzled_chunk = builder.xor(builder.add(first, _I32(2 * j)), mask)
             address = builder.add(base, builder.shl(swizzled_chunk, _I32(4)))
             if rounded:
@@ -49,7 +49,7 @@ def store_fragment_shared(count: int, dtype: str) -> Any:
                 inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
         return context.get_dummy_value()
 
-    kinds = fragment_type(count), i32, i32, i32
+    kinds = fragment_type(num_registers), i32, i32, i32
     return intrinsic_of("store_fragment_shared", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
@@ -68,7 +68,7 @@ _ADDED = {
 
 
 @cache
-def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) -> Any:
+def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate: bool) -> Any:
     """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
 
     ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
@@ -86,7 +86,7 @@ def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) 
             row_of_half = builder.add(row, _I32(8 * half))
             in_rows = builder.icmp_signed("<", row_of_half, rows)
             start = builder.mul(builder.sext(row_of_half, _I64), stride)
-            for first in range(0, count, 4):
+            for first in range(0, num_registers, 4):
                 for index in range(0, 2, step):
                     col = builder.add(column, _I32(2 * first + index))
                     in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
@@ -96,5 +96,5 @@ def store_fragment_global(count: int, dtype: str, even: bool, accumulate: bool) 
                     inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
         return context.get_dummy_value()
 
-    kinds = fragment_type(count), i64, i64, i32, i32, i32, i32
+    kinds = fragment_type(num_registers), i64, i64, i32, i32, i32, i32
     return intrinsic_of("store_fragment_global", 7, lambda context, *args: (signature(void, *kinds), lower))

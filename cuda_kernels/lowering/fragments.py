@@ -43,9 +43,11 @@ def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _F32, "=f,f,f,f", x, y, z)
 
 
-def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]) -> Any:
-    """A function of ``count`` registers and ``operands`` that gives as many registers."""
-    fragment = fragment_type(count)
+def _mapped(
+    name: str, num_registers: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]
+) -> Any:
+    """A function of ``num_registers`` registers and ``operands`` that gives as many registers."""
+    fragment = fragment_type(num_registers)
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         unpacked = [
@@ -60,65 +62,68 @@ def _mapped(name: str, count: int, operands: Sequence[Any], each: Callable[[Any,
 
 
 @cache
-def zeros(count: int) -> Any:
-    """``() -> count`` zeros."""
+def zeros(num_registers: int) -> Any:
+    """``() -> num_registers`` zeros."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
-    return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(count)), lower))
+    return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(num_registers)), lower))
 
 
 @cache
-def slice_fragment(count: int, start: int, size: int) -> Any:
+def slice_fragment(num_registers: int, start: int, size: int) -> Any:
     """``acc -> size`` of its registers."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
 
     return intrinsic_of(
-        "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(count)), lower)
+        "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(num_registers)), lower)
     )
 
 
 @cache
-def scale_all(count: int) -> Any:
+def scale_all(num_registers: int) -> Any:
     """``(acc, s) -> acc s``."""
-    return _mapped("scale_all", count, (f32,), lambda b, acc, rest: [_multiply(b, x, rest[0]) for x in acc])
+    return _mapped("scale_all", num_registers, (f32,), lambda b, acc, rest: [_multiply(b, x, rest[0]) for x in acc])
 
 
 @cache
-def scale_rows(count: int) -> Any:
+def scale_rows(num_registers: int) -> Any:
     """``(acc, s, t) -> acc`` with its first row times ``s`` and the row eight below times ``t``."""
     return _mapped(
         "scale_rows",
-        count,
+        num_registers,
         (f32, f32),
         lambda b, acc, rest: [_multiply(b, x, rest[index >> 1 & 1]) for index, x in enumerate(acc)],
     )
 
 
 @cache
-def add(count: int) -> Any:
+def add(num_registers: int) -> Any:
     """``(acc, part) -> acc + part``."""
     return _mapped(
-        "add", count, (fragment_type(count),), lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])]
+        "add",
+        num_registers,
+        (fragment_type(num_registers),),
+        lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])],
     )
 
 
 @cache
-def add_rows(count: int) -> Any:
+def add_rows(num_registers: int) -> Any:
     """``(acc, part, s, t) -> acc + part`` with part's rows scaled as :func:`scale_rows` does."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, *scales = rest
         return [_fused(builder, y, scales[index >> 1 & 1], x) for index, (x, y) in enumerate(zip(acc, part))]
 
-    return _mapped("add_rows", count, (fragment_type(count), f32, f32), each)
+    return _mapped("add_rows", num_registers, (fragment_type(num_registers), f32, f32), each)
 
 
 @cache
-def add_rows_of_two(count: int) -> Any:
+def add_rows_of_two(num_registers: int) -> Any:
     """``(acc, part, s, t, v, w, cols_in_first) -> acc + part``: part's rows scaled, by v and w in a second block.
 
     ``cols_in_first``: the column, a multiple of 32, from which on v and w are taken in place of s and t.
@@ -127,14 +132,14 @@ def add_rows_of_two(count: int) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, *scales, cols_in_first = rest
         results = []
-        for start in range(0, count, 16):  # of 32 columns
+        for start in range(0, num_registers, 16):  # of 32 columns
             first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
             factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
-            for index in range(start, min(start + 16, count)):
+            for index in range(start, min(start + 16, num_registers)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results
 
-    return _mapped("add_rows_of_two", count, (fragment_type(count), f32, f32, f32, f32, i32), each)
+    return _mapped("add_rows_of_two", num_registers, (fragment_type(num_registers), f32, f32, f32, f32, i32), each)
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
@@ -146,17 +151,19 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 
 
 @cache
-def column_pairs(count: int) -> Any:
-    """``shared -> count / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
+def column_pairs(num_registers: int) -> Any:
+    """``shared -> num_registers / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
 
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        return pack_array(builder, [x for j in range(count // 4) for x in _column_pair(builder, values[0], j)])
+        return pack_array(builder, [x for j in range(num_registers // 4) for x in _column_pair(builder, values[0], j)])
 
-    return intrinsic_of("column_pairs", 1, lambda context, shared: (signature(fragment_type(count // 2), i32), lower))
+    return intrinsic_of(
+        "column_pairs", 1, lambda context, shared: (signature(fragment_type(num_registers // 2), i32), lower)
+    )
 
 
 @cache
-def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
+def add_rows_and_columns(num_registers: int, loaded: bool = False) -> Any:
     """``(acc, part, s, t, columns) -> acc + part`` with part's rows scaled by ``s`` and ``t``, and its columns as well.
 
     ``columns``: the scales that :func:`column_pairs` loaded, if ``loaded``; else their address, and each pair is loaded
@@ -166,15 +173,15 @@ def add_rows_and_columns(count: int, loaded: bool = False) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, s, t, columns = rest
         results = []
-        for j in range(count // 4):
+        for j in range(num_registers // 4):
             pair = columns[2 * j : 2 * j + 2] if loaded else _column_pair(builder, columns, j)
             for index in range(4):
                 factor = _multiply(builder, pair[index & 1], (s, t)[index >> 1])
                 results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
         return results
 
-    kind = fragment_type(count // 2) if loaded else i32
-    return _mapped("add_rows_and_columns", count, (fragment_type(count), f32, f32, kind), each)
+    kind = fragment_type(num_registers // 2) if loaded else i32
+    return _mapped("add_rows_and_columns", num_registers, (fragment_type(num_registers), f32, f32, kind), each)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
@@ -212,37 +219,37 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
     return values
 
 
-def _with_columns(name: str, count: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
+def _with_columns(name: str, num_registers: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
         offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
         start = builder.add(vector, offset)
         results = []
-        for j in range(count // 4):
+        for j in range(num_registers // 4):
             values = _column_values(builder, dtype, even, start, column, columns, j)
             results += [op(builder, acc[4 * j + index], values[index & 1]) for index in range(4)]
         return results
 
-    return _mapped(name, count, (i64, i32, i32), each)
+    return _mapped(name, num_registers, (i64, i32, i32), each)
 
 
 @cache
-def scale_columns(count: int, even: bool) -> Any:
+def scale_columns(num_registers: int, even: bool) -> Any:
     """``(acc, vector, column, columns) -> acc`` with its columns times the float32 ``vector [columns]``.
 
     ``column``: the thread's first. ``even``: ``columns`` is, and the vector's address a multiple of two elements.
     """
-    return _with_columns("scale_columns", count, "float32", even, _multiply)
+    return _with_columns("scale_columns", num_registers, "float32", even, _multiply)
 
 
 @cache
-def add_columns(count: int, dtype: str, even: bool) -> Any:
+def add_columns(num_registers: int, dtype: str, even: bool) -> Any:
     """``(acc, vector, column, columns) -> acc`` plus ``vector [columns]`` of ``dtype`` in each row."""
-    return _with_columns("add_columns", count, dtype, even, _add)
+    return _with_columns("add_columns", num_registers, dtype, even, _add)
 
 
 @cache
-def largest_of_rows(count: int) -> Any:
+def largest_of_rows(num_registers: int) -> Any:
     """``(acc, cols_left) -> (bits, bits)`` of the largest magnitudes in its first row and in the row eight below.
 
     ``cols_left``: columns from the thread's first one to the edge of the matrix.
@@ -262,5 +269,5 @@ def largest_of_rows(count: int) -> Any:
 
     results = UniTuple(u32, 2)
     return intrinsic_of(
-        "largest_of_rows", 2, lambda context, *args: (signature(results, fragment_type(count), i32), lower)
+        "largest_of_rows", 2, lambda context, *args: (signature(results, fragment_type(num_registers), i32), lower)
     )

@@ -35,23 +35,23 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 
 
 @cache
-def exp2_columns(count: int) -> Any:
+def exp2_columns(num_registers: int) -> Any:
     """``(acc, c, shared) -> 2 ** (acc c - m)``; ``shared``: the address of ``m`` of the thread's first column."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         factor, shared = rest
         results = []
-        for j in range(count // 4):
+        for j in range(num_registers // 4):
             pair = _column_pair(builder, shared, j)
             for index in range(4 * j, 4 * j + 4):
                 results.append(_pure(builder, _POWER, _F32, "=f,f,f,f", acc[index], factor, pair[index & 1]))
         return results
 
-    return _mapped("exp2_columns", count, (f32, i32), each)
+    return _mapped("exp2_columns", num_registers, (f32, i32), each)
 
 
 @cache
-def score_gradients_rows(count: int) -> Any:
+def score_gradients_rows(num_registers: int) -> Any:
     """``(dp, p, c, d, e) -> p (dp c - d)``, ``e`` in place of ``d`` in the row eight below."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -61,35 +61,35 @@ def score_gradients_rows(count: int) -> Any:
             for index, (x, y) in enumerate(zip(acc, p))
         ]
 
-    return _mapped("score_gradients_rows", count, (fragment_type(count), f32, f32, f32), each)
+    return _mapped("score_gradients_rows", num_registers, (fragment_type(num_registers), f32, f32, f32), each)
 
 
 @cache
-def score_gradients_columns(count: int) -> Any:
+def score_gradients_columns(num_registers: int) -> Any:
     """``(dp, p, c, shared) -> p (dp c - d)``; ``shared``: the address of ``d`` of the thread's first column."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         p, factor, shared = rest
         results = []
-        for j in range(count // 4):
+        for j in range(num_registers // 4):
             pair = _column_pair(builder, shared, j)
             for index in range(4 * j, 4 * j + 4):
                 operands = acc[index], factor, pair[index & 1], p[index]
                 results.append(_pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", *operands))
         return results
 
-    return _mapped("score_gradients_columns", count, (fragment_type(count), f32, i32), each)
+    return _mapped("score_gradients_columns", num_registers, (fragment_type(num_registers), f32, i32), each)
 
 
 @cache
-def rows_amax(count: int) -> Any:
+def rows_amax(num_registers: int) -> Any:
     """``acc -> (x, y)``: the largest magnitude of each row that this thread holds; NaN if there is one."""
     template = "{ .reg .f32 x, y; abs.f32 x, $1; abs.f32 y, $2; max.NaN.f32 $0, x, y; }"
-    return _reduced("rows_amax", template, count)
+    return _reduced("rows_amax", template, num_registers)
 
 
 @cache
-def add_rows_to_global(count: int, threads: int) -> Any:
+def add_rows_to_global(num_registers: int, threads: int) -> Any:
     """``(acc, s, t, address)``: add ``acc``, rows scaled as ``scale_rows`` does, to float32 numbers in global memory.
 
     Register ``i`` is added at ``address + 4 threads i``: those of ``threads`` threads lie side by side. Nothing is
@@ -104,12 +104,12 @@ def add_rows_to_global(count: int, threads: int) -> Any:
             inline(builder, "red.global.add.f32 [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
         return context.get_dummy_value()
 
-    kinds = fragment_type(count), f32, f32, i64
+    kinds = fragment_type(num_registers), f32, f32, i64
     return intrinsic_of("add_rows_to_global", 4, lambda context, *args: (signature(void, *kinds), lower))
 
 
 @cache
-def add_from_global(count: int, threads: int) -> Any:
+def add_from_global(num_registers: int, threads: int) -> Any:
     """``(acc, address) -> acc`` plus what :func:`add_rows_to_global` left at ``address``."""
 
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
@@ -120,4 +120,4 @@ def add_from_global(count: int, threads: int) -> Any:
             results.append(_pure(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, kept))
         return results
 
-    return _mapped("add_from_global", count, (i64,), each)
+    return _mapped("add_from_global", num_registers, (i64,), each)

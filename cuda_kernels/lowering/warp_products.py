@@ -43,7 +43,7 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
     ``acc``: ``4 parts`` registers for each strip. ``x``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
     bytes 0 to 15, then of 16 to 31. ``y``: two registers for each part.
     """
-    count = 4 * strips * parts
+    num_registers = 4 * strips * parts
     four = ir.LiteralStructType([_F32] * 4)
     template = (
         f"mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"
@@ -62,5 +62,5 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)
 
-    kinds = fragment_type(count), u32x(4 * strips), u32x(2 * parts)
-    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(fragment_type(count), *kinds), lower))
+    kinds = fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
+    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(fragment_type(num_registers), *kinds), lower))

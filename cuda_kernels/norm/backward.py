@@ -4,7 +4,7 @@ With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g -
 ``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is dropped (Ba et al.,
 arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Each block takes every n-th row and
 stores its part of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
-kernel of ``column_sums.py`` adds them up.
+kernel of ``cuda_kernels/casts/column_sums.py`` adds them up.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, row_layout: RowLayout) -> Ke
 
     def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
         thread = cuda.threadIdx.x
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         sum_buffer = i32(0)
         weight_sums, bias_sums = cuda.local.array(elements, f32), cuda.local.array(elements, f32)
         xs, dys = cuda.local.array(num_x_registers, u32), cuda.local.array(num_dy_registers, u32)
@@ -192,8 +192,8 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, row_layout: RowLayout) -> Ke
             if ahead and next_row < rows:
                 mean, rstd = load(x, stride, dy, dy_stride, means, next_row, rows, columns, thread, xs, dys)
             if has_mean:
-                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
-            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+                g_mean = divide(total(g_mean, smem + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, smem + sum_buffer + sum_bytes, thread), f32(columns))
             sum_buffer ^= i32(buffer_bytes)  # a warp may write its sums of the next row before another has read these
             for quad in range(quads):
                 p = 4 * quad
@@ -255,7 +255,7 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
         x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset
     ):  # fmt: skip
         thread = cuda.threadIdx.x
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         sum_buffer = i32(0)
         weight_partials = partials + i64(cuda.blockIdx.x) * partial_stride * 4
         bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
@@ -283,8 +283,8 @@ def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kerne
                             add(bias_partials + byte_offset, d[index], begun)
                 column += 4 * THREADS
             if has_mean:
-                g_mean = divide(total(g_mean, shared + sum_buffer, thread), f32(columns))
-            product_mean = divide(total(product_mean, shared + sum_buffer + sum_bytes, thread), f32(columns))
+                g_mean = divide(total(g_mean, smem + sum_buffer, thread), f32(columns))
+            product_mean = divide(total(product_mean, smem + sum_buffer + sum_bytes, thread), f32(columns))
             sum_buffer ^= i32(buffer_bytes)
             column = i64(4 * thread)
             while column < columns:

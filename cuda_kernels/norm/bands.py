@@ -43,13 +43,13 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
         rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
         first = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
             row = first + warp + i32(WARPS * index)
             address = x[0] + i64(row) * x[1] * itemsize
-            m, r = statistics(address, columns, row < rows, lane, eps, shared, thread)
+            m, r = statistics(address, columns, row < rows, lane, eps, smem, thread)
             if lane == 0 and row < rows:
                 if has_mean:
                     store_f32(x[4] + i64(row) * 4, m)
@@ -82,7 +82,7 @@ def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, o
                     )
             start = i32(start + 4 * THREADS)
         if observe:
-            amax_bits = block_max(amax_of(running_max), shared, thread)
+            amax_bits = block_max(amax_of(running_max), smem, thread)
             if thread == 0:
                 update_amax(amax_out, amax_bits)
 

@@ -130,7 +130,7 @@ def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool)
         rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         lane = thread & lane_mask
         factor = _ZERO
         if scale != 0:
@@ -146,7 +146,7 @@ def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool)
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
             load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, lane, registers)
-            m, r = statistics(registers, columns, lane, eps, shared + sum_buffer, thread)
+            m, r = statistics(registers, columns, lane, eps, smem + sum_buffer, thread)
             if lane == 0 and in_bounds:
                 if has_mean:
                     store_f32(means + row * 4, m)
@@ -158,7 +158,7 @@ def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool)
             first += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
-            block_max_bits = block_max(magnitude(largest), shared + 128, thread)
+            block_max_bits = block_max(magnitude(largest), smem + 128, thread)
             if thread == 0:
                 if factor == _ZERO:
                     store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(block_max_bits))

@@ -109,9 +109,9 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
 
 
 class Padded(NamedTuple):
-    """A band, and of each sequence the keys that count: bool ``[B, Lk]``."""
+    """A band, and of each sequence the keys that count: ``key_mask``, bool ``[B, Lk]``."""
 
-    keys: Tensor
+    key_mask: Tensor
     band: Band
 
 
@@ -122,7 +122,7 @@ def carried(padded: Padded) -> Tensor:
     a model could mean otherwise has five dimensions.
     """
     sizes = [1 if limit is None else limit + 2 for limit in (padded.band.left, padded.band.right)]
-    return padded.keys[:, :, None, None, None].expand(-1, -1, 1, *sizes)
+    return padded.key_mask[:, :, None, None, None].expand(-1, -1, 1, *sizes)
 
 
 def from_carried(mask: Tensor) -> Padded:
@@ -138,9 +138,11 @@ def is_carried(mask: Tensor | None) -> bool:
 
 def dense(padded: Padded, queries: int) -> Tensor:
     """What a query sees, bool ``[B, 1, queries, Lk]``."""
-    keys, band = padded
-    offset = torch.arange(keys.shape[1], device=keys.device) - torch.arange(queries, device=keys.device)[:, None]
-    seen = keys[:, None, None, :]
+    key_mask, band = padded
+    offset = (
+        torch.arange(key_mask.shape[1], device=key_mask.device) - torch.arange(queries, device=key_mask.device)[:, None]
+    )
+    seen = key_mask[:, None, None, :]
     if band.left is not None:
         seen = seen & (offset >= -band.left)
     if band.right is not None:
@@ -148,6 +150,6 @@ def dense(padded: Padded, queries: int) -> Tensor:
     return seen.expand(-1, 1, queries, -1)
 
 
-def ends_padded(keys: Tensor) -> Tensor:
+def ends_padded(key_mask: Tensor) -> Tensor:
     """Whether of all sequences only the end is padding: a bool of no dimensions."""
-    return ~(keys[:, 1:] & ~keys[:, :-1]).any()
+    return ~(key_mask[:, 1:] & ~key_mask[:, :-1]).any()

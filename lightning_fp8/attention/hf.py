@@ -65,16 +65,18 @@ def attention(
     if attention_mask is not None and is_carried(attention_mask):
         padded, queries = from_carried(attention_mask), query.shape[2]
         band = padded.band
-        lengths = shared(query.device, (attention_mask,), ("lengths", queries), lambda: _lengths(padded.keys, queries))
+        lengths = shared(
+            query.device, (attention_mask,), ("lengths", queries), lambda: _lengths(padded.key_mask, queries)
+        )
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
     return o, None
 
 
-def _lengths(keys: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     """``cu_seqlens`` of all queries, which are as in transformers' own masks, and of the keys that count."""
-    counts = keys.sum(1, dtype=torch.int32)
-    of_queries = torch.arange(keys.shape[0] + 1, device=keys.device, dtype=torch.int32) * queries
+    counts = key_mask.sum(1, dtype=torch.int32)
+    of_queries = torch.arange(key_mask.shape[0] + 1, device=key_mask.device, dtype=torch.int32) * queries
     return of_queries, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 

@@ -80,7 +80,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     With ``attention``, for every module that computes attention, too.
     """
     attentions = {planned.row.name: planned.row for planned in _attentions(model, policy)} if attention else {}
-    heads = find_heads(model)
+    output_heads = find_heads(model)
     places = find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
     names = _all_names(model)
@@ -94,7 +94,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 reason_ineligible(module, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
                 or _skipped_by(_with_gemms(module, names[id(module)]), policy)
-                or _reason_for_bf16(name, module, heads, places.get(name), policy)
+                or _reason_for_bf16(name, module, output_heads, places.get(name), policy)
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -272,10 +272,10 @@ def _share_history(model: nn.Module) -> AmaxHistory:
 
 
 def _reason_for_bf16(
-    name: str, module: nn.Module, heads: Mapping[str, str], place: Place | None, policy: Policy
+    name: str, module: nn.Module, output_heads: Mapping[str, str], place: Place | None, policy: Policy
 ) -> str:
-    if name in heads and not isinstance(module, LinearLayer):
-        return f"output head: {heads[name]}"
+    if name in output_heads and not isinstance(module, LinearLayer):
+        return f"output head: {output_heads[name]}"
     if place is not None and policy.first_last_layers_bf16:
         if place.index < policy.num_layers_at_start_in_bf16:
             return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"

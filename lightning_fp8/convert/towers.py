@@ -101,7 +101,7 @@ def find_heads(model: nn.Module) -> dict[str, str]:
     """
     linears = {clean_name(name): module for name, module in model.named_modules() if is_linear(module)}
     embeddings = {clean_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    heads = {
+    output_heads = {
         name: f"shares its weight with {embedding_name}"
         for name, module in linears.items()
         for embedding_name, embedding in embeddings.items()
@@ -109,32 +109,32 @@ def find_heads(model: nn.Module) -> dict[str, str]:
     }
     named_by_model = [head for module in model.modules() if (head := _output_embeddings(module)) is not None]
     head_ids = {id(module) for head in named_by_model for module in head.modules()}  # adapters wrap a head
-    heads |= {
+    output_heads |= {
         name: "the model's get_output_embeddings()"
         for name, module in linears.items()
-        if id(module) in head_ids and name not in heads
+        if id(module) in head_ids and name not in output_heads
     }
     vocabulary = max((embedding.num_embeddings for embedding in embeddings.values()), default=0)
     towers = _towers(model)
     candidates = [name for name in linears if not _is_of_a_loss(name)]
-    for name in _last(towers, candidates, heads):
+    for name in _last(towers, candidates, output_heads):
         if features_of(linears[name])[0] == vocabulary:
-            heads[name] = f"the last linear layer, out_features={vocabulary} is the vocabulary"
+            output_heads[name] = f"the last linear layer, out_features={vocabulary} is the vocabulary"
         elif towers:
-            heads[name] = "the last linear layer, after the blocks"
+            output_heads[name] = "the last linear layer, after the blocks"
     for name in _behind(model, towers, linears):
-        heads.setdefault(name, "the last linear layer of its part, after the blocks")
-    return _with_adapters(heads, linears)
+        output_heads.setdefault(name, "the last linear layer of its part, after the blocks")
+    return _with_adapters(output_heads, linears)
 
 
 def _is_of_a_loss(name: str) -> bool:
     return any("loss" in part or "criterion" in part for part in name.lower().split("."))
 
 
-def _with_adapters(heads: dict[str, str], linears: Mapping[str, nn.Module]) -> dict[str, str]:
-    """``heads`` and the layers that adapt them, or that they adapt."""
-    found = dict(heads)
-    for name, why in heads.items():
+def _with_adapters(output_heads: dict[str, str], linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """``output_heads`` and the layers that adapt them, or that they adapt."""
+    found = dict(output_heads)
+    for name, why in output_heads.items():
         parts = name.split(".")
         for depth in range(len(parts) - 1, 0, -1):
             wrapper = ".".join(parts[:depth])

@@ -2,7 +2,8 @@
 
 When it is time, the plugin says (``update_scales`` in ``plugin/fabric.py``, after a step), or, for histories that no
 plugin looks after, ``fp8_autocast`` on entering its outermost region. ``delayed/steps.py`` counts the steps;
-:func:`lightning_fp8.scaling.delayed_scale` is the formula.
+:func:`lightning_fp8.scaling.delayed_scale` is the formula, and
+:meth:`lightning_fp8.delayed.history.AmaxHistory.advance` writes the scales.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         require_bools(bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         require_init_method("init_method", init_method)
         refuse_parallel("Linear", parallel)
-        rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
+        split_rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
         dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
@@ -76,8 +76,8 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         if init_method is not None:
             with torch.no_grad(), initialization_rng(parallel):
                 init_method(self.weight)
-        if rows is not None:
-            self._split_parameters(rows)
+        if split_rows is not None:
+            self._split_parameters(split_rows)
         self.ensure_slots()
 
     def extra_repr(self) -> str:

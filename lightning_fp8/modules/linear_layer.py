@@ -115,17 +115,17 @@ class LinearLayer(WeightCachingModule):
         context = autocast.current_context()
         return (self._last_context or context) if autocast.in_backward() else context
 
-    def _split_parameters(self, rows: Mapping[str, int]) -> None:
+    def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
-        sizes = list(rows.values())
+        sizes = list(split_rows.values())
         weights = self.weight.detach().split(sizes)
         biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
         del self.weight, self.bias
-        for name, weight, bias in zip(rows, weights, biases):
+        for name, weight, bias in zip(split_rows, weights, biases):
             self.register_parameter(f"{name}_weight", nn.Parameter(weight.clone()))
             self.register_parameter(f"{name}_bias", nn.Parameter(bias.clone()) if bias is not None else None)
-        self.weight_names = tuple(f"{name}_weight" for name in rows)
-        self.bias_names = tuple(f"{name}_bias" for name in rows)
+        self.weight_names = tuple(f"{name}_weight" for name in split_rows)
+        self.bias_names = tuple(f"{name}_bias" for name in split_rows)
 
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:

@@ -176,10 +176,10 @@ def test_activation(name: str, layout: Layout) -> None:
 def test_limits(name: str) -> None:
     """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
     x = torch.tensor([-math.inf, -1e30, -200.0, 200.0, 1e30, math.inf, math.nan])
-    value, backward = activation_reference.ACTIVATIONS[name]
+    forward, backward = activation_reference.ACTIVATIONS[name]
     right = {"srelu": x[3:6] ** 2}.get(name, x[3:6])
     slopes = {"srelu": 2 * x[3:6]}.get(name, torch.ones(3))
-    torch.testing.assert_close(value(x), torch.cat([torch.zeros(3), right, x[6:]]), equal_nan=True)
+    torch.testing.assert_close(forward(x), torch.cat([torch.zeros(3), right, x[6:]]), equal_nan=True)
     torch.testing.assert_close(
         backward(torch.ones(7), x)[:6], torch.cat([torch.zeros(3), slopes]), equal_nan=True, atol=1e-6, rtol=0.0
     )

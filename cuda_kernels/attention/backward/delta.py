@@ -78,11 +78,11 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         table, do, scale_do, scale_q, o, m, l, statistics, heads, rows_q, stride_b, stride_l, stride_h,  # noqa: E741
     ):  # fmt: skip
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
-        first, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
-        block = (i64(head) * (rows_q >> 7) + (first >> 7)) * 4
+        first_row, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
+        block = (i64(head) * (rows_q >> 7) + (first_row >> 7)) * 4
         gradient_scale = load_f32(scale_do + block)
-        packed = i64(head) * rows_q + first
-        mine = statistics + (i64(head) * STATISTICS * rows_q + first) * 4
+        packed = i64(head) * rows_q + first_row
+        mine = statistics + (i64(head) * STATISTICS * rows_q + first_row) * 4
         lane = remainder(cuda.threadIdx.x, i32(lanes))
         for step in range(passes):
             row = i32(step * rows_at_once + quotient(cuda.threadIdx.x, i32(lanes)))

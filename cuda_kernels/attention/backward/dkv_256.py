@@ -5,7 +5,7 @@ the probabilities again: 10 products of 64 by 64 by 256 instead of 8, while two 
 both would make 12, and read twice as much for each.
 
 A block has 128 keys, 64 for each warpgroup. The codes of 128 queries are 32 KB for each copy; Q, for dK dO, and a
-transposed one take turns in a ring of :data:`SLOTS`, each filled as soon as it is empty.
+transposed one take turns in a ring of :data:`WIDE_STAGES`, each filled as soon as it is empty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cuda_kernels.attention.backward.dkv import DkvTiles, dkv_of_tiles, make_sta
 from cuda_kernels.attention.backward.memory import (
     FLUSH,
     QUERIES,
-    SLOT,
-    SLOTS,
     STATISTICS_BYTES,
+    WIDE_STAGES,
+    WIDE_TILE,
     scratch_floats,
     wide_dkv_offsets,
 )
@@ -69,7 +69,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     k_offset, v_offset, ring, statistics_offset, full_kv, full, empty = (
         offsets[name] for name in ("k", "v", "ring", "statistics", "full_kv", "full", "empty")
     )
-    own_bytes = 2 * SLOT if is_dk else SLOT
+    own_bytes = 2 * WIDE_TILE if is_dk else WIDE_TILE
     scores_count, sums_count = QUERIES // 2, 128
     flush_steps, copies = flush // ROWS, 3 if is_dk else 2
     block_floats = scratch_floats(spec)
@@ -83,7 +83,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out)
-    next_slot, _ = stage_counters(SLOTS)
+    next_stage, _ = stage_counters(WIDE_STAGES)
 
     @device
     def scratch_of(scratch):
@@ -100,25 +100,25 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + row)
         if is_dk:
             load_rows(smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
-        slot, phase = i32(0), i32(0)
+        stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
             for i in range(first >> 1, (last + 1) >> 1):
                 query = queries + i * ROWS
-                barrier = smem + full + 8 * slot
-                fill_stage(barrier, smem + empty + 8 * slot, phase, SLOT + STATISTICS_BYTES)
-                load_rows(smem + ring + slot * SLOT, map_q, barrier, head * rows_q + query)
-                load_statistics(smem, map_statistics, barrier, slot, query, head)
-                slot, phase = next_slot(slot, phase)
+                barrier = smem + full + 8 * stage_idx
+                fill_stage(barrier, smem + empty + 8 * stage_idx, phase, WIDE_TILE + STATISTICS_BYTES)
+                load_rows(smem + ring + stage_idx * WIDE_TILE, map_q, barrier, head * rows_q + query)
+                load_statistics(smem, map_statistics, barrier, stage_idx, query, head)
+                stage_idx, phase = next_stage(stage_idx, phase)
                 if is_dk:
-                    barrier = smem + full + 8 * slot
-                    fill_stage(barrier, smem + empty + 8 * slot, phase, SLOT)
-                    load_rows(smem + ring + slot * SLOT, map_do, barrier, head * rows_q + query)
-                    slot, phase = next_slot(slot, phase)
-                barrier = smem + full + 8 * slot
-                fill_stage(barrier, smem + empty + 8 * slot, phase, SLOT)
-                tma_load(smem + ring + slot * SLOT, map_t, barrier, query, head * 256)
-                tma_load(smem + ring + slot * SLOT + TILE, map_t, barrier, query, head * 256 + 128)
-                slot, phase = next_slot(slot, phase)
+                    barrier = smem + full + 8 * stage_idx
+                    fill_stage(barrier, smem + empty + 8 * stage_idx, phase, WIDE_TILE)
+                    load_rows(smem + ring + stage_idx * WIDE_TILE, map_do, barrier, head * rows_q + query)
+                    stage_idx, phase = next_stage(stage_idx, phase)
+                barrier = smem + full + 8 * stage_idx
+                fill_stage(barrier, smem + empty + 8 * stage_idx, phase, WIDE_TILE)
+                tma_load(smem + ring + stage_idx * WIDE_TILE, map_t, barrier, query, head * 256)
+                tma_load(smem + ring + stage_idx * WIDE_TILE + TILE, map_t, barrier, query, head * 256 + 128)
+                stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
@@ -135,43 +135,45 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     leave(sums, limits, scratch_of(scratch))
                     sums, flushed = zero_sums(), steps
                 fill = i32(steps * copies)
-                q_slot, do_slot, t_slot = i32(fill & 3), i32((fill + 1) & 3), i32((fill + copies - 1) & 3)
-                mbarrier_wait(smem + full + 8 * q_slot, fill >> 2 & 1)
+                q_stage, do_stage, t_stage = i32(fill & 3), i32((fill + 1) & 3), i32((fill + copies - 1) & 3)
+                mbarrier_wait(smem + full + 8 * q_stage, fill >> 2 & 1)
                 if is_dk:
-                    mbarrier_wait(smem + full + 8 * do_slot, (fill + 1) >> 2 & 1)
+                    mbarrier_wait(smem + full + 8 * do_stage, (fill + 1) >> 2 & 1)
                 for half in range(2):
                     of_rows = half * (QUERIES * 128)
                     desc_k = descriptor(found_again(own))
-                    desc_v = desc_k + (SLOT >> 4)
+                    desc_v = desc_k + (WIDE_TILE >> 4)
                     wgmma_fence()
-                    scores = scores_of(zero_scores(), desc_k, descriptor(smem + ring + q_slot * SLOT + of_rows), 0)
+                    scores = scores_of(
+                        zero_scores(), desc_k, descriptor(smem + ring + q_stage * WIDE_TILE + of_rows), 0
+                    )
                     dp = zero_scores()
                     if is_dk:
-                        dp = scores_of(dp, desc_v, descriptor(smem + ring + do_slot * SLOT + of_rows), 0)
+                        dp = scores_of(dp, desc_v, descriptor(smem + ring + do_stage * WIDE_TILE + of_rows), 0)
                     query = i32(half * QUERIES + column)
-                    query_scale, gradient_scale = scales_of(smem, q_slot, query)
+                    query_scale, gradient_scale = scales_of(smem, q_stage, query)
                     scores = scores_wait_1(scores) if is_dk else scores_wait_0(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale, SMALLEST)
-                    x = exp2(scores, factor, statistic(smem, q_slot, TOTAL, query))
+                    x = exp2(scores, factor, statistic(smem, q_stage, TOTAL, query))
                     scale = gradient_scale
                     if is_dk:
-                        corrected = statistic(smem, q_slot, CORRECTED, query)
+                        corrected = statistic(smem, q_stage, CORRECTED, query)
                         x = gradients_of(scores_wait_0(dp), x, value_scale * gradient_scale, corrected)
                         scale = query_scale
                     amax, amax_below = amax_of(x)
                     words, sums, limits = rounded(x, amax, amax_below, scale, sums, limits)
-                    mbarrier_wait(smem + full + 8 * t_slot, (fill + copies - 1) >> 2 & 1)
+                    mbarrier_wait(smem + full + 8 * t_stage, (fill + copies - 1) >> 2 & 1)
                     wgmma_fence()
-                    desc_t = descriptor(smem + ring + t_slot * SLOT + half * QUERIES)
+                    desc_t = descriptor(smem + ring + t_stage * WIDE_TILE + half * QUERIES)
                     sums = sums_wait_0(add_products(sums, words, desc_t, 1))
                 syncwarp()  # the warp's lanes have read the statistics
                 if cuda.threadIdx.x & 31 == 0:
-                    mbarrier_arrive(smem + empty + 8 * q_slot)
+                    mbarrier_arrive(smem + empty + 8 * q_stage)
                     if is_dk:
-                        mbarrier_arrive(smem + empty + 8 * do_slot)
-                    mbarrier_arrive(smem + empty + 8 * t_slot)
+                        mbarrier_arrive(smem + empty + 8 * do_stage)
+                    mbarrier_arrive(smem + empty + 8 * t_stage)
                 steps += 1
         sums = finished(sums, limits)
         if flushed:
@@ -183,5 +185,5 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
         store_rows(sums, factor, shared, out, tile, head, warp, strides)
 
-    tiles = DkvTiles(offsets, SLOTS, produce, consume, store)
-    return dkv_of_tiles(spec, "attention_dkv_256", f"attention_{result}({spec}, stages={SLOTS}, {flush=})", tiles)
+    tiles = DkvTiles(offsets, WIDE_STAGES, produce, consume, store)
+    return dkv_of_tiles(spec, "attention_dkv_256", f"attention_{result}({spec}, stages={WIDE_STAGES}, {flush=})", tiles)

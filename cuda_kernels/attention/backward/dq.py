@@ -81,12 +81,12 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             line = i64(rows_q) * 4
             delta, delta_below = load_f32(mine + DELTA * line), load_f32(mine + DELTA * line + 32)
-            known = (
+            row_terms = (
                 load_f32(mine + QUERY_SCALE * line) * c, load_f32(mine + GRADIENT_SCALE * line),
                 load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
             )  # fmt: skip
             key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
-            dq, rest, rest_below = consume(smem, tile, wg_idx, known, scale_k, scale_v, key_block, left, right)
+            dq, rest, rest_below = consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right)
             if wide:
                 tile, head = tile_again(table, heads)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4

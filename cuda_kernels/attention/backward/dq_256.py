@@ -3,8 +3,8 @@
 A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64,
 32 and 32 keys, and rounded when the largest gradient of all is known. The product with K adds 64 channels at a time.
 K, V and transposed K of a tile are 96 KB, of which two do not fit beside Q and dO: they take turns in a ring of
-:data:`SLOTS`, each filled as soon as it is empty. Each half of a place has a barrier of its own: a wait between two
-products with transposed K keeps the assembler from starting one before the sums of the others are added.
+:data:`WIDE_STAGES`, each filled as soon as it is empty. Each half of a stage has a barrier of its own: a wait between
+two products with transposed K keeps the assembler from starting one before the sums of the others are added.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuda_kernels.attention.backward.dq_tiles import DqTiles
-from cuda_kernels.attention.backward.memory import SLOT, SLOTS, wide_dq_offsets
+from cuda_kernels.attention.backward.memory import WIDE_STAGES, WIDE_TILE, wide_dq_offsets
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage
 from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
@@ -52,17 +52,21 @@ class _Part(NamedTuple):
 
 
 def _part(spec: AttentionSpec, keys: int) -> _Part:
-    count = keys // 2
-    zero_scores, scores_of = zeros(count), make_product(keys, spec.k_steps, spec.panels)
-    scores_wait_1, scores_wait_0 = wgmma_wait(count, 1), wgmma_wait(count, 0)
-    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+    num_registers = keys // 2
+    zero_scores, scores_of = zeros(num_registers), make_product(keys, spec.k_steps, spec.panels)
+    scores_wait_1, scores_wait_0 = wgmma_wait(num_registers, 1), wgmma_wait(num_registers, 0)
+    hide, exp2, gradients_of = (
+        make_band_mask(num_registers),
+        exp2_rows(num_registers),
+        score_gradients_rows(num_registers),
+    )
 
     @device
-    def gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden):
+    def gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden):
         """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
-        _, _, total, total_below, delta, delta_below = statistics
+        _, _, total, total_below, delta, delta_below = row_terms
         desc_q = descriptor(found_again(own))
-        desc_do = desc_q + (SLOT >> 4)
+        desc_do = desc_q + (WIDE_TILE >> 4)
         wgmma_fence()
         scores = scores_of(zero_scores(), desc_q, descriptor(k), 0)
         dp = scores_of(zero_scores(), desc_do, descriptor(v), 0)
@@ -74,7 +78,7 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
         p = exp2(scores, factor, -total, -total_below)
         return gradients_of(scores_wait_0(dp), p, gradient_factor, delta, delta_below)
 
-    return _Part(gradients, rows_amax(count), rows_sum(count), make_row_codes(count))
+    return _Part(gradients, rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers))
 
 
 def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
@@ -85,19 +89,19 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     first_part, part = _part(spec, 64), _part(spec, 32)
     products_of = make_register_product(64, ROWS // 32)
     store_0, store_1, store_2, store_3 = (
-        make_gradient_store(64, spec.out, first, again=first > 0) for first in range(0, 256, 64)
+        make_gradient_store(64, spec.out, start, again=start > 0) for start in range(0, 256, 64)
     )
     gradients, amax_of, sum_of, codes = first_part
     gradients_32, amax_of_32, sum_of_32, codes_32 = part
-    next_slot, _ = stage_counters(SLOTS)
+    next_stage, _ = stage_counters(WIDE_STAGES)
 
     @device
-    def open_slot(smem, slot, phase):
+    def open_stage(smem, stage_idx, phase):
         """Its memory and the barriers of its halves, once it is empty."""
-        barrier = smem + full + 16 * slot
-        fill_stage(barrier, smem + empty + 8 * slot, phase, TILE)
+        barrier = smem + full + 16 * stage_idx
+        fill_stage(barrier, smem + empty + 8 * stage_idx, phase, TILE)
         mbarrier_arrive_expect_tx(barrier + 8, TILE)
-        return smem + ring + slot * SLOT, barrier
+        return smem + ring + stage_idx * WIDE_TILE, barrier
 
     @device
     def load_rows(shared, tensor, barrier, row):
@@ -105,38 +109,38 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         tma_load(shared + TILE, tensor, barrier + 8, 128, row)
 
     @device
-    def wait_for(smem, slot, phase):
-        mbarrier_wait(smem + full + 16 * slot, phase)
-        mbarrier_wait(smem + full + 16 * slot + 8, phase)
+    def wait_for(smem, stage_idx, phase):
+        mbarrier_wait(smem + full + 16 * stage_idx, phase)
+        mbarrier_wait(smem + full + 16 * stage_idx + 8, phase)
 
     @device
     def init_ring(smem):
-        for slot in range(SLOTS):
-            mbarrier_init(smem + full + 16 * slot, 1)
-            mbarrier_init(smem + full + 16 * slot + 8, 1)
-            mbarrier_init(smem + empty + 8 * slot, 2)
+        for stage_idx in range(WIDE_STAGES):
+            mbarrier_init(smem + full + 16 * stage_idx, 1)
+            mbarrier_init(smem + full + 16 * stage_idx + 8, 1)
+            mbarrier_init(smem + empty + 8 * stage_idx, 2)
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
         keys, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
-        slot, phase = i32(0), i32(0)
+        stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
             key = keys + j * ROWS
-            shared, barrier = open_slot(smem, slot, phase)
+            shared, barrier = open_stage(smem, stage_idx, phase)
             load_rows(shared, map_k, barrier, kv_head * rows_k + key)
-            slot, phase = next_slot(slot, phase)
-            shared, barrier = open_slot(smem, slot, phase)
+            stage_idx, phase = next_stage(stage_idx, phase)
+            shared, barrier = open_stage(smem, stage_idx, phase)
             load_rows(shared, map_v, barrier, kv_head * rows_k + key)
-            slot, phase = next_slot(slot, phase)
-            shared, barrier = open_slot(smem, slot, phase)
+            stage_idx, phase = next_stage(stage_idx, phase)
+            shared, barrier = open_stage(smem, stage_idx, phase)
             tma_load(shared, map_kt, barrier, key, kv_head * 256)
             tma_load(shared + TILE, map_kt, barrier + 8, key, kv_head * 256 + 128)
-            slot, phase = next_slot(slot, phase)
+            stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
+    def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale = statistics[0], statistics[1]
+        query_factor, gradient_scale = row_terms[0], row_terms[1]
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
@@ -149,25 +153,25 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             of_block = i64(found_again(i32(first_block + j))) * 4
             key_scale, value_scale = load_f32(scale_k + of_block), load_f32(scale_v + of_block)
             fill = i32((j - first) * 3)
-            k_slot, v_slot, kt_slot = i32(fill & 3), i32((fill + 1) & 3), i32((fill + 2) & 3)
-            k, v = smem + ring + k_slot * SLOT, smem + ring + v_slot * SLOT
+            k_stage, v_stage, kt_stage = i32(fill & 3), i32((fill + 1) & 3), i32((fill + 2) & 3)
+            k, v = smem + ring + k_stage * WIDE_TILE, smem + ring + v_stage * WIDE_TILE
             factor = float_max(query_factor * key_scale, SMALLEST)
             gradient_factor = gradient_scale * value_scale
             hidden, start = j < whole_first or j >= whole_last, i32(j * ROWS)
-            wait_for(smem, k_slot, fill >> 2 & 1)
-            wait_for(smem, v_slot, (fill + 1) >> 2 & 1)
-            ds = gradients(own, k, v, factor, gradient_factor, statistics, seen, start, hidden)
+            wait_for(smem, k_stage, fill >> 2 & 1)
+            wait_for(smem, v_stage, (fill + 1) >> 2 & 1)
+            ds = gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden)
             ds_2 = gradients_32(
-                own, k + 64 * 128, v + 64 * 128, factor, gradient_factor, statistics, seen,
+                own, k + 64 * 128, v + 64 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 64), hidden,
             )  # fmt: skip
             ds_3 = gradients_32(
-                own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, statistics, seen,
+                own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 96), hidden,
             )  # fmt: skip
             if thread == 0:
-                mbarrier_arrive(smem + empty + 8 * k_slot)
-                mbarrier_arrive(smem + empty + 8 * v_slot)
+                mbarrier_arrive(smem + empty + 8 * k_stage)
+                mbarrier_arrive(smem + empty + 8 * v_stage)
             (x, x_below), (y, y_below), (z, z_below) = sum_of(ds), sum_of_32(ds_2), sum_of_32(ds_3)
             rest, rest_below = rest + (x + y + z), rest_below + (x_below + y_below + z_below)
             (x, x_below), (y, y_below), (z, z_below) = amax_of(ds), amax_of_32(ds_2), amax_of_32(ds_3)
@@ -176,23 +180,23 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             words = (
                 codes(ds, scale, scale_below) + codes_32(ds_2, scale, scale_below) + codes_32(ds_3, scale, scale_below)
             )
-            desc_kt = descriptor(smem + ring + kt_slot * SLOT)
+            desc_kt = descriptor(smem + ring + kt_stage * WIDE_TILE)
             unit, unit_below = unit * key_scale, unit_below * key_scale
-            mbarrier_wait(smem + full + 16 * kt_slot, (fill + 2) >> 2 & 1)
+            mbarrier_wait(smem + full + 16 * kt_stage, (fill + 2) >> 2 & 1)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))
             dq_0 = promote(dq_0, part, unit, unit_below)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt + _NEXT_CHANNELS, 0))
             dq_1 = promote(dq_1, part, unit, unit_below)
-            mbarrier_wait(smem + full + 16 * kt_slot + 8, (fill + 2) >> 2 & 1)
+            mbarrier_wait(smem + full + 16 * kt_stage + 8, (fill + 2) >> 2 & 1)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 2 * _NEXT_CHANNELS, 0))
             dq_2 = promote(dq_2, part, unit, unit_below)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 3 * _NEXT_CHANNELS, 0))
             if thread == 0:
-                mbarrier_arrive(smem + empty + 8 * kt_slot)
+                mbarrier_arrive(smem + empty + 8 * kt_stage)
             dq_3 = promote(dq_3, part, unit, unit_below)
         return (dq_0, dq_1, dq_2, dq_3), rest, rest_below
 
@@ -203,4 +207,4 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         store_2(dq[2], factor, shared, out, tile, head, warp, strides)
         store_3(dq[3], factor, shared, out, tile, head, warp, strides)
 
-    return DqTiles(offsets, SLOTS, init_ring, load_keys, consume, store)
+    return DqTiles(offsets, WIDE_STAGES, init_ring, load_keys, consume, store)

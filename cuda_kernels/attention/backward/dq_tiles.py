@@ -35,9 +35,9 @@ class DqTiles(NamedTuple):
         stages: of the ring.
         init_ring: a device function of shared memory's address: the barriers of the ring.
         load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` of the thread that copies.
-        consume: a device function ``(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right) -> dq,
+        consume: a device function ``(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right) -> dq,
             rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both
-            rows. ``statistics``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
+            rows. ``row_terms``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
             sequence's first block of scales.
         store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, of what ``consume`` gives.
     """
@@ -85,10 +85,10 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, statistics, scale_k, scale_v, key_block, left, right):
+    def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
         scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
+        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)

@@ -46,21 +46,29 @@ def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
     return placed(k=TILE, v=TILE, **ring, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
 
 
-SLOT = 2 * TILE
-"""Bytes of 128 rows of 256 channels, or of 256 channels of 128 rows: of a place in the ring of the wide kernels."""
-SLOTS = 4
+WIDE_TILE = 2 * TILE
+"""Bytes of 128 rows of 256 channels, or of 256 channels of 128 rows: of a stage in the ring of the wide kernels."""
+WIDE_STAGES = 4
 
 
 def wide_dq_offsets() -> dict[str, int]:
     """As :func:`dq_offsets`, for 256 channels: K, V and transposed K take turns in the ring."""
-    barriers = per_stage(SLOTS, full=16, empty=8)
-    return placed(q=SLOT, do=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, full_q=8, **barriers)
+    barriers = per_stage(WIDE_STAGES, full=16, empty=8)
+    return placed(q=WIDE_TILE, do=WIDE_TILE, ring=WIDE_STAGES * WIDE_TILE, out=8 * WARP_BYTES, full_q=8, **barriers)
 
 
 def wide_dkv_offsets() -> dict[str, int]:
     """As :func:`dkv_offsets`, for 256 channels: Q, dO and a transposed one take turns in the ring."""
-    statistics, barriers = SLOTS * STATISTICS_BYTES, per_stage(SLOTS, full=8, empty=8)
-    return placed(k=SLOT, v=SLOT, ring=SLOTS * SLOT, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
+    statistics, barriers = WIDE_STAGES * STATISTICS_BYTES, per_stage(WIDE_STAGES, full=8, empty=8)
+    return placed(
+        k=WIDE_TILE,
+        v=WIDE_TILE,
+        ring=WIDE_STAGES * WIDE_TILE,
+        out=8 * WARP_BYTES,
+        statistics=statistics,
+        full_kv=8,
+        **barriers,
+    )
 
 
 def scratch_floats(spec: AttentionSpec) -> int:

@@ -135,7 +135,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences, stride_b, stride_l, stride_h
     ):
         thread = i32(cuda.threadIdx.x)
-        shared = dynamic_shared()
+        smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
         head, sequence, row, rows, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
         mean = (_ZERO, _ZERO, _ZERO, _ZERO)
@@ -147,7 +147,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         clear(kept)
         for step in range(GROUP):
             fold(registers, step, decode(registers, step, mean, rows), kept)
-        amax = block_max(largest(kept), shared + amax_smem, thread)
+        amax = block_max(largest(kept), smem + amax_smem, thread)
         if centered:
             mean = _same_again(mean, thread & 31)
         finite = amax < INFINITY_BITS
@@ -157,7 +157,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
                 values, raw = decode(registers, step, mean, rows), decode_raw(registers, step, mean, rows)
                 for index in range(4):
                     of_finite = unsigned_max(of_finite, _finite_magnitude(values[index], raw[index]))
-            amax = block_max(of_finite, shared + amax_smem + 64, thread)
+            amax = block_max(of_finite, smem + amax_smem + 64, thread)
         scale = amax_to_scale(from_bits(amax), fp8_max, False, _ZERO)
         if thread == 0:
             store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (row >> 7)) * 4, divide(_ONE, scale))
@@ -176,8 +176,8 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
                 store_4(address, packed[step])
                 address += head_dim
         if columnwise:
-            first = out_t + i64(head) * head_dim * packed_rows + row
-            store_columns(packed, shared, group, quad, thread, first, i64(packed_rows))
+            out_address = out_t + i64(head) * head_dim * packed_rows + row
+            store_columns(packed, smem, group, quad, thread, out_address, i64(packed_rows))
 
     return Kernel(
         f"quantize_heads({spec}, {rowwise=}, {columnwise=}, {centered=})",

@@ -118,11 +118,11 @@ def mean_heads_kernel(head_dim: int) -> Kernel:
         sequence = quotient(cuda.blockIdx.x, heads)
         head = i32(cuda.blockIdx.x - sequence * heads)
         entry = load_8_if(table + i64(sequence) * 8, True)
-        first, rows = i32(entry[0]), i32(entry[1])
+        first_block, rows = i32(entry[0]), i32(entry[1])
         group = quotient(thread, quads)
         quad = i32(thread - group * quads)
         a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
-        start = (i64(head) * (packed_rows >> 7) + first) * head_dim + 4 * quad
+        start = (i64(head) * (packed_rows >> 7) + first_block) * head_dim + 4 * quad
         for block in range(group, i32(i32(rows + ROWS - 1) >> 7), _GROUPS):
             found = load_16_if(sums + (start + i64(block) * head_dim) * 4, True)
             a += from_bits(found[0])

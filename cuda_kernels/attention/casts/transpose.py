@@ -72,8 +72,8 @@ def transpose_heads_kernel(head_dim: int) -> Kernel:
         for step in range(GROUP):
             packed[step] = load_4_if(address, True)
             address += head_dim
-        first = out + i64(head) * head_dim * packed_rows + block * ROWS
-        store_columns(packed, dynamic_shared(), group, quad, thread, first, i64(packed_rows))
+        out_address = out + i64(head) * head_dim * packed_rows + block * ROWS
+        store_columns(packed, dynamic_shared(), group, quad, thread, out_address, i64(packed_rows))
 
     return Kernel(
         f"transpose_heads(d={head_dim})",

@@ -89,16 +89,16 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     dot_offset = qt_offset + head_dim * LINE
     statistics_offset = dot_offset + head_dim * LINE
-    count, sums_count = _QUERIES // 2, head_dim // 2
+    num_registers, sums_count = _QUERIES // 2, head_dim // 2
     copy_keys, copy_queries, copy_half = (
         make_copy(ROWS, head_dim),
         make_copy(_QUERIES, head_dim),
         make_half_copy(head_dim),
     )
     product, add_product = make_product(_QUERIES, spec.k_steps), make_add_product(head_dim, _QUERIES // STEP)
-    hide, exp2, gradients_of = make_band_mask(count), exp2_columns(count), _make_gradients(spec.k_steps)
-    max_of, amax_of = rows_max(count), rows_amax(count)
-    codes_of, zero_sums, store = make_row_codes(count), zeros(sums_count), make_gradient_store(spec)
+    hide, exp2, gradients_of = make_band_mask(num_registers), exp2_columns(num_registers), _make_gradients(spec.k_steps)
+    max_of, amax_of = rows_max(num_registers), rows_amax(num_registers)
+    codes_of, zero_sums, store = make_row_codes(num_registers), zeros(sums_count), make_gradient_store(spec)
 
     @device
     def statistic(stage, which, query):
@@ -118,8 +118,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
         which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
         if which < STATISTICS - CORRECTED:
-            first = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
-            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + first * 4 + 16 * part, 16)
+            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
 
     @device
     def rounded(x, factor, amax, amax_below, limits):
@@ -221,8 +221,11 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     ``a``, ``b``: addresses of V and dO for ldmatrix, whose product times ``factor`` is dP. ``delta``: the address of D
     of the thread's first column.
     """
-    product, count = make_product(_AT_ONCE, k_steps, first=start), _AT_ONCE // 2
-    part, gradients_of = slice_fragment(_QUERIES // 2, start // 2, count), score_gradients_columns(count)
+    product, num_registers = make_product(_AT_ONCE, k_steps, start=start), _AT_ONCE // 2
+    part, gradients_of = (
+        slice_fragment(_QUERIES // 2, start // 2, num_registers),
+        score_gradients_columns(num_registers),
+    )
 
     @device
     def some(p, a, b, factor, delta):

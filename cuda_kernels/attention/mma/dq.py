@@ -64,11 +64,11 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
-    count = ROWS // 2
+    num_registers = ROWS // 2
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
-    amax_of, sum_of = rows_amax(count), rows_sum(count)
-    codes_of = make_row_codes(count)
+    amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
+    codes_of = make_row_codes(num_registers)
     zero_sums, store = zeros(head_dim // 2), make_gradient_store(spec)
 
     @device
@@ -78,16 +78,16 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         copy_rows(smem + v_offset, v + start, i64(head_dim))
 
     @device
-    def attend(smem, tile, operands, statistics, scales, left, right):
+    def attend(smem, tile, operands, row_terms, scales, left, right):
         """dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
 
         ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, and
-        the last one's stride. ``statistics``: Q's scale times c, dO's, and of both rows the total and D.
+        the last one's stride. ``row_terms``: Q's scale times c, dO's, and of both rows the total and D.
         """
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = statistics
+        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -136,7 +136,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         line, _ = own_place()
         mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
         of_each = i64(rows_q) * 4
-        known = (
+        row_terms = (
             load_f32(mine + QUERY_SCALE * of_each) * c, load_f32(mine + GRADIENT_SCALE * of_each),
             load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
             load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
@@ -148,7 +148,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         dq, rest, rest_below = attend(
             smem, tile,
             (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
-            known, (scale_k + block, scale_v + block), left, right,
+            row_terms, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
         tile, head = tile_again(table, heads)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
@@ -170,8 +170,12 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     It takes the keys from ``start`` on, some at a time. ``addresses``: of Q, dO, K and V for ldmatrix. ``scales``: of Q
     times c, of K, dO and V. ``rows``: of both rows the total and D. ``partial``: whether ``visible`` matters.
     """
-    product, count = make_product(_KEYS, k_steps, first=start), _KEYS // 2
-    hide, exp2, gradients_of = make_band_mask(count), exp2_rows(count), score_gradients_rows(count)
+    product, num_registers = make_product(_KEYS, k_steps, start=start), _KEYS // 2
+    hide, exp2, gradients_of = (
+        make_band_mask(num_registers),
+        exp2_rows(num_registers),
+        score_gradients_rows(num_registers),
+    )
 
     @device
     def some(addresses, scales, rows, partial, visible, first_key):

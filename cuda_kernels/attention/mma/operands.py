@@ -68,8 +68,8 @@ def _make_copy(rows: int, row_bytes: int) -> Any:
         if chunk < chunks:
             shared += row * LINE + swizzle_128b(row, chunk + first_chunk)
             address += i64(row) * stride + 16 * chunk
-            for first in range(0, rows, rows_at_once):
-                cp_async_16(shared + first * LINE, address, 16)
+            for start in range(0, rows, rows_at_once):
+                cp_async_16(shared + start * LINE, address, 16)
                 address += rows_at_once * stride
 
     return copy

@@ -25,8 +25,8 @@ def make_gradient_store(spec: AttentionSpec) -> Any:
     sequence to the next, a row and a head.
     """
     head_dim, item = spec.head_dim, 4 if spec.out == "float32" else 2
-    count = head_dim // 2
-    finish, store_rows = scale_seen_rows(count), store_fragment_global(count, spec.out, True, False)
+    num_registers = head_dim // 2
+    finish, store_rows = scale_seen_rows(num_registers), store_fragment_global(num_registers, spec.out, True, False)
 
     @device
     def store(acc, factor, out, tile, head, strides):

@@ -85,20 +85,20 @@ class CoreAttention(FP8Module):
         if observe:
             self._follow(recipe, q.device)
         dtype = autocast_dtype(q.device.type) or q.dtype
-        rows = call.sequences
+        sequences = call.sequences
         o = fp8_attention(
-            *rows.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
-            qkv_format=rows.qkv_format,
+            *sequences.without_gaps(q.to(dtype), k.to(dtype), v.to(dtype)),
+            qkv_format=sequences.qkv_format,
             band=call.band,
             softmax_scale=self.softmax_scale,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            cu_seqlens_kv=rows.cu_seqlens_kv,
-            max_seqlen_q=rows.max_seqlen_q,
+            cu_seqlens_q=sequences.cu_seqlens_q,
+            cu_seqlens_kv=sequences.cu_seqlens_kv,
+            max_seqlen_q=sequences.max_seqlen_q,
             center_keys=self.center_keys,
             slots=self.slots,
             observe=observe,
         )
-        return rows.with_gaps(o)
+        return sequences.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
         """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
@@ -124,8 +124,8 @@ class CoreAttention(FP8Module):
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
     def _high_precision(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, tracker = call.sequences, self._rng_state_tracker
-        heads, lengths = rows.to_heads(*rows.without_gaps(q, k, v))
+        sequences, tracker = call.sequences, self._rng_state_tracker
+        heads, lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
-        return rows.with_gaps(rows.from_heads(o))
+        return sequences.with_gaps(sequences.from_heads(o))

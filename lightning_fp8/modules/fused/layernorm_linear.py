@@ -93,7 +93,7 @@ class LayerNormLinear(NormedLayer):
         require_bools(bias=bias)
         sizes = {"in_features": in_features, "out_features": out_features}
         self._keep(sizes, flags, {"init_method": init_method}, parallel)
-        rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
+        split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.norm = checked_norm(normalization, eps, zero_centered_gamma)
         register_norm(self, self.norm, self.in_features, **factory)
@@ -101,8 +101,8 @@ class LayerNormLinear(NormedLayer):
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **factory)) if bias else None)
         reset_norm(self, self.norm)
         initialize(self.weight, init_method, parallel)
-        if rows is not None:
-            self._split_parameters(rows)
+        if split_rows is not None:
+            self._split_parameters(split_rows)
         self.ensure_slots()
 
     def forward(  # type: ignore[override]

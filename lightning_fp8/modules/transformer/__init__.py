@@ -1,13 +1,13 @@
 """MultiheadAttention and TransformerLayer, rotary position embeddings, and a cache of keys for generation."""
 
-from lightning_fp8.modules.transformer.arguments import AttentionCall
+from lightning_fp8.modules.transformer.arguments import AttentionArguments
 from lightning_fp8.modules.transformer.inference import InferenceParams
 from lightning_fp8.modules.transformer.multihead_attention import MultiheadAttention
 from lightning_fp8.modules.transformer.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from lightning_fp8.modules.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
-    "AttentionCall",
+    "AttentionArguments",
     "InferenceParams",
     "MultiheadAttention",
     "RotaryPositionEmbedding",

@@ -15,7 +15,7 @@ InitMethod = Callable[[Tensor], Any]
 Mask = Tensor | tuple[Tensor, Tensor]
 
 
-class AttentionCall(TypedDict, total=False):
+class AttentionArguments(TypedDict, total=False):
     """Arguments of a forward that all attention of a layer is called with.
 
     Attributes:
@@ -74,9 +74,9 @@ def mask_type_over_cache(attn_mask_type: str, attention_mask: Mask | None, padde
 
 def check_call(layer: str, call: Mapping[str, Any]) -> None:
     """Raises:
-    TypeError: an argument that :class:`AttentionCall` does not have, or of another type.
+    TypeError: an argument that :class:`AttentionArguments` does not have, or of another type.
     """
-    if unknown := [name for name in call if name not in AttentionCall.__annotations__]:
+    if unknown := [name for name in call if name not in AttentionArguments.__annotations__]:
         raise TypeError(f"{layer}.forward got an unexpected keyword argument {unknown[0]!r}")
     params = call.get("inference_params")
     if params is not None and not isinstance(params, InferenceParams):

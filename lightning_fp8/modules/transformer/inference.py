@@ -14,8 +14,8 @@ from lightning_fp8.arguments import one_of
 from lightning_fp8.ops.attention import FORMATS
 
 
-class Step(NamedTuple):
-    """The rows that each sequence of a batch had before a step, and those that it brings."""
+class Batch(NamedTuple):
+    """The rows that each sequence of a batch had before a step of generation, and those that it brings."""
 
     before: tuple[int, ...]
     new: tuple[int, ...]
@@ -38,10 +38,10 @@ class Step(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """The keys and values of all rows of a step's sequences.
+    """The keys and values of all rows of a batch's sequences.
 
     Attributes:
-        k, v: in the format of the step's own, with as many rows as the longest sequence has.
+        k, v: in the format of the batch's own, with as many rows as the longest sequence has.
         cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``, lengths added up; None where rows are of one number.
     """
 
@@ -105,12 +105,12 @@ class InferenceParams:
         one_of("qkv_format", qkv_format, FORMATS)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.sequence_len_offset = 0
-        self._step: dict[Any, tuple[int, int]] | None = None  # before and new rows by sequence
+        self._batch: dict[Any, tuple[int, int]] | None = None  # before and new rows by sequence
         self._caches: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
     def reset(self) -> None:
         """Forget all sequences; the memory that they lay in is used again."""
-        self._step, self.sequence_len_offset = None, 0
+        self._batch, self.sequence_len_offset = None, 0
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Begin a step: the rows that each sequence of the batch brings, by the sequence's name, in the batch's order.
@@ -120,49 +120,49 @@ class InferenceParams:
         Raises:
             ValueError: more sequences or rows than the cache has.
         """
-        lengths = {name: sum(rows) for name, rows in (self._step or {}).items()}
-        step = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
-        self._check([*step], [*step.values()])
+        lengths = {name: sum(rows) for name, rows in (self._batch or {}).items()}
+        batch = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
+        self._check([*batch], [*batch.values()])
         old = {name: place for place, name in enumerate(lengths)}
-        moves = [(old[name], place) for place, name in enumerate(step) if name in old]
+        moves = [(old[name], place) for place, name in enumerate(batch) if name in old]
         if any(source != target for source, target in moves):
             sources, targets = map(list, zip(*moves))
             for cache in self._caches.values():
                 for x in cache:
                     x[targets] = x[sources]
-        self._step = step
+        self._batch = batch
 
     def get_seqlens_pre_step(self) -> Tensor:
         """The rows that each sequence had before this step: int32 ``[b]``."""
-        return torch.tensor([before for before, _ in (self._step or {}).values()], dtype=torch.int32, device="cpu")
+        return torch.tensor([before for before, _ in (self._batch or {}).values()], dtype=torch.int32, device="cpu")
 
-    def step_of(self, k: Tensor, qkv_format: str) -> Step:
-        """The step that brings keys ``k``.
+    def batch_of(self, k: Tensor, qkv_format: str) -> Batch:
+        """The sequences that bring keys ``k``, in a step of generation.
 
         Raises:
             ValueError: other sequences or rows than :meth:`pre_step` was told.
         """
-        if self._step is None:
+        if self._batch is None:
             if qkv_format == "thd":
                 raise ValueError("qkv_format='thd' needs InferenceParams.pre_step, which says where sequences begin")
             rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
             self._check([*range(sequences)], [(self.sequence_len_offset, rows)])
-            return Step((self.sequence_len_offset,) * sequences, (rows,) * sequences)
-        step = Step(*zip(*self._step.values())) if self._step else Step((), ())
+            return Batch((self.sequence_len_offset,) * sequences, (rows,) * sequences)
+        batch = Batch(*zip(*self._batch.values())) if self._batch else Batch((), ())
         if qkv_format == "thd":
-            fits = len(k) == sum(step.new)
+            fits = len(k) == sum(batch.new)
         else:
             rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
-            fits = sequences == len(step.new) and rows >= max(step.new, default=0)
+            fits = sequences == len(batch.new) and rows >= max(batch.new, default=0)
         if not fits:
             raise ValueError(
                 f"keys of shape {list(k.shape)} in {qkv_format!r} do not fit the step that pre_step was told: rows of "
-                f"each sequence {list(step.new)}"
+                f"each sequence {list(batch.new)}"
             )
-        return step
+        return batch
 
-    def append(self, module: nn.Module, step: Step, k: Tensor, v: Tensor, qkv_format: str) -> CachedKeys:
-        """Keep the step's keys and values of ``module``, and give them with those of earlier steps.
+    def append(self, module: nn.Module, batch: Batch, k: Tensor, v: Tensor, qkv_format: str) -> CachedKeys:
+        """Keep the batch's keys and values of ``module``, and give them with those of earlier steps.
 
         Raises:
             RuntimeError: gradients are asked for, which would not reach the rows of earlier steps.
@@ -175,18 +175,18 @@ class InferenceParams:
                 self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
         k_cache, v_cache = self._caches[module]
         for cache, x in ((k_cache, k), (v_cache, v)):
-            _write(cache, x, step, qkv_format)
-        lengths = step.lengths
+            _write(cache, x, batch, qkv_format)
+        lengths = batch.lengths
         if qkv_format == "thd":
             all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in (k_cache, v_cache))
-            return CachedKeys(all_k, all_v, step.cu_seqlens_q(k.device), _added_up(lengths, k.device))
+            return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
         all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in (k_cache, v_cache))
         rows = k.shape[1]
         if qkv_format == "sbhd":
             rows, all_k, all_v = k.shape[0], all_k.transpose(0, 1), all_v.transpose(0, 1)
-        if step.is_even(rows):
+        if batch.is_even(rows):
             return CachedKeys(all_k, all_v, None, None)
-        return CachedKeys(all_k, all_v, step.cu_seqlens_q(k.device), _added_up(lengths, k.device))
+        return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
 
     def _check(self, names: Sequence[Any], rows: Sequence[tuple[int, int]]) -> None:
         if len(names) > self.max_batch_size:
@@ -199,13 +199,13 @@ class InferenceParams:
                 )
 
 
-def _write(cache: Tensor, x: Tensor, step: Step, qkv_format: str) -> None:
+def _write(cache: Tensor, x: Tensor, batch: Batch, qkv_format: str) -> None:
     if qkv_format == "thd":
-        sequences = x.split(step.new)
+        sequences = x.split(batch.new)
     else:
-        batch = x.transpose(0, 1) if qkv_format == "sbhd" else x
-        sequences = tuple(row[:new] for row, new in zip(batch, step.new))
-    for place, (before, new, rows) in enumerate(zip(step.before, step.new, sequences)):
+        batch_first = x.transpose(0, 1) if qkv_format == "sbhd" else x
+        sequences = tuple(row[:new] for row, new in zip(batch_first, batch.new))
+    for place, (before, new, rows) in enumerate(zip(batch.before, batch.new, sequences)):
         cache[place, before : before + new] = rows
 
 

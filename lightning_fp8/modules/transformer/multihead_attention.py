@@ -16,7 +16,7 @@ from lightning_fp8.modules.attention.arguments import Sizes
 from lightning_fp8.modules.fused import LayerNormLinear
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.transformer.arguments import (
-    AttentionCall,
+    AttentionArguments,
     InitMethod,
     Mask,
     check_call,
@@ -26,7 +26,7 @@ from lightning_fp8.modules.transformer.arguments import (
     mask_type_over_cache,
 )
 from lightning_fp8.modules.transformer.head_norms import head_norms
-from lightning_fp8.modules.transformer.inference import Step
+from lightning_fp8.modules.transformer.inference import Batch
 from lightning_fp8.modules.transformer.projections import ProjectionRows
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
 
@@ -188,7 +188,7 @@ class MultiheadAttention(nn.Module):
         attn_mask_type: str | None = None,
         window_size: Sequence[int] | None = None,
         bottom_right_diagonal: bool | None = None,
-        **call: Unpack[AttentionCall],
+        **call: Unpack[AttentionArguments],
     ) -> Tensor | tuple[Tensor | None, ...]:
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
@@ -197,7 +197,7 @@ class MultiheadAttention(nn.Module):
             attention_mask: True is masked out; see :meth:`lightning_fp8.DotProductAttention.forward`.
             encoder_output: what keys and values of cross attention are made of, of the queries' format.
             attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
-            call: :class:`lightning_fp8.modules.transformer.AttentionCall`.
+            call: :class:`lightning_fp8.modules.transformer.AttentionArguments`.
 
         Returns:
             The output; with ``return_bias`` and ``return_layernorm_output`` a tuple of it, the bias and the normalized
@@ -210,12 +210,12 @@ class MultiheadAttention(nn.Module):
         check_encoder_output("attention_type", self.attention_type, "cross", encoder_output)
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
-        step = None if params is None else params.step_of(q, self.qkv_format)
-        q, k = self._positioned(q, k, call, step)
+        batch = None if params is None else params.batch_of(q, self.qkv_format)
+        q, k = self._positioned(q, k, call, batch)
         core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
         kind = attn_mask_type or self.core_attention.attn_mask_type
-        if params is not None and step is not None and self.attention_type == "self":
-            k, v, *cu_seqlens = params.append(self, step, k, v, self.qkv_format)
+        if params is not None and batch is not None and self.attention_type == "self":
+            k, v, *cu_seqlens = params.append(self, batch, k, v, self.qkv_format)
             kind = mask_type_over_cache(kind, attention_mask, padded=cu_seqlens[0] is not None)
             bottom_right_diagonal = True
             core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None]))
@@ -240,17 +240,17 @@ class MultiheadAttention(nn.Module):
         q, k, v = heads
         return q, k, v, normalized
 
-    def _positioned(self, q: Tensor, k: Tensor, call: AttentionCall, step: Step | None) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, call: AttentionArguments, batch: Batch | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normalized by head, and turned by their positions."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
             of_q, of_k = rotary if isinstance(rotary, (tuple, list)) else (rotary, rotary)
             starts_q, starts_kv = _starts(call, "q"), _starts(call, "kv")
-            position = None if step is None else step.start_positions()
+            position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"
-            if step is not None and self.qkv_format == "thd":
-                starts_q = step.cu_seqlens_q(q.device)
+            if batch is not None and self.qkv_format == "thd":
+                starts_q = batch.cu_seqlens_q(q.device)
                 starts_kv = starts_q if own else starts_kv
             layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
             q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q)

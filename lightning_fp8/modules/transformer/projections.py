@@ -16,7 +16,7 @@ class ProjectionRows:
 
     Attributes:
         names: what is projected to: ``("query", "key", "value")``, or some of them.
-        heads: of each, for one group.
+        heads_per_group: the number of heads of each.
         groups: heads of keys and values.
         channels: of a head.
         interleaved: groups follow each other, each with its query heads, its key and its value; else all queries come
@@ -24,7 +24,7 @@ class ProjectionRows:
     """
 
     names: tuple[str, ...]
-    heads: tuple[int, ...]
+    heads_per_group: tuple[int, ...]
     groups: int
     channels: int
     interleaved: bool
@@ -32,17 +32,18 @@ class ProjectionRows:
     @property
     def sizes(self) -> dict[str, int]:
         """Rows by name."""
-        return {name: heads * self.groups * self.channels for name, heads in zip(self.names, self.heads)}
+        return {name: heads * self.groups * self.channels for name, heads in zip(self.names, self.heads_per_group)}
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """``[..., rows]`` as ``[..., heads, channels]`` of each name; views, where they are not interleaved."""
         if not self.interleaved:
             parts = x.split([*self.sizes.values()], -1)
             return tuple(
-                part.unflatten(-1, (heads * self.groups, self.channels)) for part, heads in zip(parts, self.heads)
+                part.unflatten(-1, (heads * self.groups, self.channels))
+                for part, heads in zip(parts, self.heads_per_group)
             )
-        grouped = x.unflatten(-1, (self.groups, sum(self.heads), self.channels))
-        return tuple(part.flatten(-3, -2) for part in grouped.split(self.heads, -2))
+        grouped = x.unflatten(-1, (self.groups, sum(self.heads_per_group), self.channels))
+        return tuple(part.flatten(-3, -2) for part in grouped.split(self.heads_per_group, -2))
 
     def split_parameter(self, fused: Tensor) -> dict[str, Tensor]:
         """A weight ``[rows, in]`` or a bias ``[rows]`` by names, each with the rows of its heads in their order."""
@@ -54,7 +55,8 @@ class ProjectionRows:
         if not self.interleaved:
             return torch.cat([parts[name] for name in self.names])
         grouped = [
-            parts[name].unflatten(0, (self.groups, heads, self.channels)) for name, heads in zip(self.names, self.heads)
+            parts[name].unflatten(0, (self.groups, heads, self.channels))
+            for name, heads in zip(self.names, self.heads_per_group)
         ]
         return torch.cat(grouped, 1).flatten(0, 2)
 

@@ -13,7 +13,7 @@ from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, 
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.transformer.arguments import (
-    AttentionCall,
+    AttentionArguments,
     InitMethod,
     Mask,
     check_call,
@@ -210,7 +210,7 @@ class TransformerLayer(nn.Module):
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: Sequence[int] | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
-        **call: Unpack[AttentionCall],
+        **call: Unpack[AttentionArguments],
     ) -> Tensor:
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
@@ -221,8 +221,8 @@ class TransformerLayer(nn.Module):
             enc_dec_attn_mask: of cross attention.
             self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal: the constructor's where None.
-            call: :class:`lightning_fp8.modules.transformer.AttentionCall`; both attentions are called with it, as in
-                Transformer Engine. Lengths of self attention's keys are those of its queries.
+            call: :class:`lightning_fp8.modules.transformer.AttentionArguments`; both attentions are called with it, as
+                in Transformer Engine. Lengths of self attention's keys are those of its queries.
 
         Raises:
             ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -232,7 +232,7 @@ class TransformerLayer(nn.Module):
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
-        own: AttentionCall = {**call, "cu_seqlens_kv": cu_seqlens, "cu_seqlens_kv_padded": padded}
+        own: AttentionArguments = {**call, "cu_seqlens_kv": cu_seqlens, "cu_seqlens_kv_padded": padded}
         attended = self.self_attention(
             hidden_states, attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal, **own
         )

@@ -22,9 +22,9 @@ from lightning_fp8.ops.quantize.schema import CastIO, cast_op, implement_cast
 
 
 class Activation(NamedTuple):
-    """An activation in float32: ``value(x)``, and its gradient ``backward(dy, x)``."""
+    """An activation in float32: ``forward(x)``, and its gradient ``backward(dy, x)``."""
 
-    value: Callable[[Tensor], Tensor]
+    forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -91,8 +91,8 @@ def _srelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    name: Activation(value, backward)
-    for names, value, backward in (
+    name: Activation(forward, backward)
+    for names, forward, backward in (
         (("gelu", "geglu"), _gelu, _gelu_backward),
         (("qgelu", "qgeglu"), _qgelu, _qgelu_backward),
         (("relu", "reglu"), _relu, _relu_backward),
@@ -108,12 +108,12 @@ ACTIVATIONS = {
 def activate(x: Tensor, options_text: str, io: CastIO) -> Outputs:
     """See :func:`lightning_fp8.ops.activation_quantize`."""
     name = parse_activation_options(options_text).name
-    value, _ = ACTIVATIONS[name]
+    forward, _ = ACTIVATIONS[name]
     if is_gated(name):
         x, gate = x.float().chunk(2, 1)
-        y = value(x) * gate
+        y = forward(x) * gate
     else:
-        y = value(x.float())
+        y = forward(x.float())
     return cast(y, options_text, io)
 
 
@@ -124,11 +124,11 @@ def activate_backward(dy: Tensor, x: Tensor, options_text: str, io: CastIO) -> t
     """See :func:`lightning_fp8.ops.activation_backward_quantize`."""
     options = parse_activation_options(options_text)
     require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), x.device)
-    value, backward = ACTIVATIONS[options.name]
+    forward, backward = ACTIVATIONS[options.name]
     dy, x = dy.float(), x.float()
     if is_gated(options.name):
         x, gate = x.chunk(2, 1)
-        dx = torch.cat([backward(dy * gate, x), dy * value(x)], 1)
+        dx = torch.cat([backward(dy * gate, x), dy * forward(x)], 1)
     else:
         dx = backward(dy, x)
     dbias = dx.sum(0).to(options.bias_dtype) if options.bias_dtype else dx.new_empty(0)

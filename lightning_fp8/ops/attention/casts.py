@@ -37,13 +37,13 @@ class Codes(NamedTuple):
         """Each row's ``scale_inv``: float32 ``[B, H, L]``."""
         return self.scale_inv.repeat_interleave(BLOCK, 2)[:, :, : self.data.shape[2]]
 
-    def values(self) -> Tensor:
+    def decode(self) -> Tensor:
         """The codes as float32 numbers ``[B, H, L, D]``, without the scale."""
         return decode(self.data).float()
 
     def dequantize(self) -> Tensor:
         """float32 ``[B, H, L, D]``."""
-        return self.values() * self.by_row()[..., None]
+        return self.decode() * self.by_row()[..., None]
 
 
 def rows_of_mean(band: Band) -> int | None:

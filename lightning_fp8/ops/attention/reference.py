@@ -72,7 +72,7 @@ def forward(
         sees no key, and padding, has ``o = 0``, ``m = -inf``, ``l = 0``.
     """
     call = Call(q, k, softmax_scale, band, lengths)
-    queries, keys, values = call.grouped(q.values()), _flat(k.values()), _flat(v.values())
+    queries, keys, values = call.grouped(q.decode()), _flat(k.decode()), _flat(v.decode())
     score_of_row, score_of_key = call.grouped(q.by_row()) * call.c, _flat(k.scale_inv)
     value_scale = _flat(v.scale_inv)
 
@@ -121,7 +121,7 @@ def backward(
     # 2**(score - total) is a probability; 0 where there is none
     total = torch.where(l == 0, torch.inf, m + torch.log2(l))
     # D = rowsum(P dP), of the same codes that dP multiplies: the rounding of dO would not cancel otherwise
-    delta = (do.values() * o.to(torch.bfloat16).float()).sum(3) * do.by_row()
+    delta = (do.decode() * o.to(torch.bfloat16).float()).sum(3) * do.by_row()
     dq, rest = _dq(call, do, q, k, v, call.grouped(total), call.grouped(delta))
     dk, dv = _dk_dv(call, do, q, k, v, call.grouped(total), call.grouped(delta) + rest)
     return call.apart(dq).to(dtype), dk.view(k.data.shape).to(dtype), dv.view(v.data.shape).to(dtype)
@@ -129,8 +129,8 @@ def backward(
 
 def _dq(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dQ, and each row's sum of dS: what is missing in D for the rows of the exact gradient to sum to 0."""
-    queries, keys = call.grouped(q.values()), _flat(k.values())
-    gradients, values = call.grouped(do.values()), _flat(v.values())
+    queries, keys = call.grouped(q.decode()), _flat(k.decode())
+    gradients, values = call.grouped(do.decode()), _flat(v.decode())
     score_of_row, gradient_scale = call.grouped(q.by_row()) * call.c, call.grouped(do.by_row())
     key_scale, value_scale = _flat(k.scale_inv), _flat(v.scale_inv)
 
@@ -151,8 +151,8 @@ def _dq(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delt
 
 def _dk_dv(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dK and dV: the heads that share a key one after the other, the queries of each in tiles."""
-    queries, keys = call.grouped(q.values()), _flat(k.values())
-    gradients, values = call.grouped(do.values()), _flat(v.values())
+    queries, keys = call.grouped(q.decode()), _flat(k.decode())
+    gradients, values = call.grouped(do.decode()), _flat(v.decode())
     query_scale, gradient_scale = call.grouped(q.scale_inv), call.grouped(do.scale_inv)
     score_of_key, value_scale = _flat(k.by_row()) * call.c, _flat(v.by_row())
 

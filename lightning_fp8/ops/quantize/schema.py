@@ -82,9 +82,9 @@ def cast_op(cast: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
     """The op ``(*inputs, options_text, scale, amax, overflow_counts)`` of a ``(*inputs, options_text, io)``."""
 
     def op(*args: Any, **named: Any) -> Any:
-        inputs_and_config = args[: num_inputs + 1]
+        inputs_and_options = args[: num_inputs + 1]
         io = dict(zip(("scale", "amax", "overflow_counts"), args[num_inputs + 1 :])) | named
-        return cast(*inputs_and_config, (io.get("scale"), io.get("amax"), io.get("overflow_counts")))
+        return cast(*inputs_and_options, (io.get("scale"), io.get("amax"), io.get("overflow_counts")))
 
     return op
 
