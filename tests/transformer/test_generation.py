@@ -101,6 +101,30 @@ def test_what_is_forgotten_is_used_again() -> None:
     assert torch.equal(forward(model, x, inference_params=params), first)
 
 
+@pytest.mark.parametrize("counted_by", ["pre_step", "sequence_len_offset"])
+@torch.no_grad()
+def test_a_module_that_two_layers_share_overwrites_no_rows(counted_by: str) -> None:
+    layer, x = layers("sbhd")[0], torch.randn(4, 1, 32)
+    whole = layer(layer(x))
+    caches, parts = (InferenceParams(1, 4), InferenceParams(1, 4)), []
+    for rows in x.split([3, 1]):
+        if counted_by == "pre_step":
+            for params in caches:
+                params.pre_step({"a": len(rows)})
+        y = layer(rows, inference_params=caches[0])
+        with pytest.raises(RuntimeError, match=r"once in a step.*share one module.*InferenceParams of its own.*reset"):
+            layer(y, inference_params=caches[0])
+        parts.append(layer(y, inference_params=caches[1]))
+        if counted_by == "sequence_len_offset":
+            for params in caches:
+                params.sequence_len_offset += len(rows)
+    torch.testing.assert_close(torch.cat(parts), whole)
+    caches[0].reset()
+    first = layer(x, inference_params=caches[0])
+    caches[0].sequence_len_offset = 0  # once more from the start
+    assert torch.equal(layer(x, inference_params=caches[0]), first)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     layer, x, params = layers("sbhd")[0], torch.randn(3, 2, 32), InferenceParams(2, 8)
     with pytest.raises(RuntimeError, match=r"keep no gradients: call the model under torch\.no_grad"):

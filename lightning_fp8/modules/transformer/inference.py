@@ -64,6 +64,9 @@ class InferenceParams:
 
     or, as before Transformer Engine 2.2, ``sequence_len_offset`` is raised after it.
 
+    An attention module keeps its rows once in a step; a call of :meth:`pre_step` or :meth:`reset`, or a value given to
+    ``sequence_len_offset``, the same one too, begins the next.
+
     Args:
         max_batch_size: sequences at a time.
         max_sequence_length: rows of each.
@@ -104,9 +107,20 @@ class InferenceParams:
             )
         one_of("qkv_format", qkv_format, FORMATS)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self._step = 0
+        self._step_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # in which a module last kept rows
         self.sequence_len_offset = 0
         self._batch: dict[Any, tuple[int, int]] | None = None  # before and new rows by sequence
         self._caches: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+    @property
+    def sequence_len_offset(self) -> int:
+        return self._sequence_len_offset
+
+    @sequence_len_offset.setter
+    def sequence_len_offset(self, rows: int) -> None:
+        self._sequence_len_offset = rows
+        self._step += 1
 
     def reset(self) -> None:
         """Forget all sequences; the memory that they lay in is used again."""
@@ -131,6 +145,7 @@ class InferenceParams:
                 for x in cache:
                     x[targets] = x[sources]
         self._batch = batch
+        self._step += 1
 
     def get_seqlens_pre_step(self) -> Tensor:
         """The rows that each sequence had before this step: int32 ``[b]``."""
@@ -165,10 +180,17 @@ class InferenceParams:
         """Keep the batch's keys and values of ``module``, and give them with those of earlier steps.
 
         Raises:
-            RuntimeError: gradients are asked for, which would not reach the rows of earlier steps.
+            RuntimeError: gradients are asked for, which would not reach the rows of earlier steps; or ``module`` has
+                kept rows in this step already, which others would overwrite.
         """
         if k.requires_grad or v.requires_grad:
             raise RuntimeError("inference_params keep no gradients: call the model under torch.no_grad()")
+        if self._step_of.get(module) == self._step:
+            raise RuntimeError(
+                "inference_params keep rows of an attention module once in a step, and this one has been called before "
+                "in it. Where layers share one module, call each with InferenceParams of its own; else begin a step: "
+                "pre_step, a value for sequence_len_offset, or reset"
+            )
         if module not in self._caches:
             sizes = (self.max_batch_size, self.max_sequence_length)
             with torch.inference_mode(False):  # else nothing could write to them outside it
@@ -176,6 +198,7 @@ class InferenceParams:
         k_cache, v_cache = self._caches[module]
         for cache, x in ((k_cache, k), (v_cache, v)):
             _write(cache, x, batch, qkv_format)
+        self._step_of[module] = self._step
         lengths = batch.lengths
         if qkv_format == "thd":
             all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in (k_cache, v_cache))
