@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed import instances
-from lightning_fp8.delayed.marks import compared_marks
+from lightning_fp8.delayed.marks import compared_marks, new_mark
 from lightning_fp8.delayed.nonzero_scales import NonzeroScales
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.slot import Slot
@@ -122,6 +122,11 @@ class AmaxHistory:
             rows = torch.stack([self.scale, self.amax, self.num_observed])
             self._marks = compared_marks(torch.cat([rows, self.amax_history]))
         return self._marks
+
+    def note_fed_alone(self, row: int) -> None:
+        """Note that a tensor feeds ``row`` and no other; where no marks are known yet, their comparison will tell."""
+        if self._marks is not None:
+            self._marks[row] = new_mark()
 
     def forget_marks(self) -> None:
         """Note that rows have other values than the host knows of."""

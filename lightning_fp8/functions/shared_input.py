@@ -137,6 +137,8 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
     """
     conditions = _conditions(x, dtype, slot)
     if conditions is None:
+        if observe and x.is_inference() and isinstance(recipe, DelayedScaling):
+            slot.history.note_fed_alone(slot.row)
         return None
     for input, cast in _thread.casts:
         if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):

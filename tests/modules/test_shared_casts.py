@@ -191,6 +191,18 @@ def another_recipe_inside(block: Block) -> None:
     block.k.forward = fp8_autocast(fp8_recipe="mxfp8")(forward)
 
 
+def one_fed_an_inference_tensor(block: Block) -> None:
+    """Such a tensor has no version, so that its cast is never shared; k's row has a larger amax then than q's."""
+
+    def fed(h: Tensor, reader: int) -> None:
+        if reader == 0:
+            with torch.inference_mode():
+                large = torch.full((4, 32), 100.0, dtype=h.dtype)
+            block.k(large)
+
+    block.between = fed
+
+
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -204,6 +216,7 @@ def another_recipe_inside(block: Block) -> None:
         other_rows,
         scales_updated_within,
         another_recipe_inside,
+        one_fed_an_inference_tensor,
     ],
     ids=lambda hostile: hostile.__name__,
 )
