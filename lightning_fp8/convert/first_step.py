@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
 from lightning_fp8.convert.attention_ran import judged
-from lightning_fp8.convert.norms.fuse import CAST_NOTHING, judged_norm
+from lightning_fp8.convert.norms.fuse import CAST_NOTHING, forget_what_ran, judged_norm
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.modules import LayerNormLinear, LayerNormMLP
 from lightning_fp8.modules.base import FP8Module
@@ -90,6 +90,8 @@ class FirstStep:
         self._before = {
             name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
         }
+        for norm in summary.norms:
+            forget_what_ran(norm, self._modules.get(norm.name))
         self._attentions = {
             layer.name: owner
             for layer in summary.layers

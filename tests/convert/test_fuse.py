@@ -258,3 +258,13 @@ def test_the_table_says_that_norms_cast_nothing_under_autocast() -> None:
         assert precisions == {"FP8" if casts else "BF16"}
         sentences = list(idle_layers(found.idle))
         assert sentences == [] if casts else "without compute_dtype" in sentences[0]
+
+
+def test_the_table_of_a_second_training_says_nothing_of_the_first() -> None:
+    model = converted(True)
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False, fuse=True))
+    for autocast, precision in ((False, "FP8"), (True, "BF16"), (False, "FP8")):
+        watch = FirstStep(model, plan)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            step(model)
+        assert {norm.precision for norm in watch.finish().norms if norm.fp8} == {precision}

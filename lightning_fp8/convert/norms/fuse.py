@@ -42,8 +42,14 @@ def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
             cast_for(modules[norm.name], [modules[name] for name in _readers(norm.name)])  # type: ignore[misc]
 
 
+def forget_what_ran(norm: LayerDecision, module: nn.Module | None) -> None:
+    """Let :func:`judged_norm` tell of forwards from now on alone."""
+    if norm.fp8 and isinstance(module, CastingNorm):
+        module.cast = None
+
+
 def judged_norm(norm: LayerDecision, module: nn.Module | None) -> LayerDecision:
-    """``norm`` with what it did in training forwards."""
+    """``norm`` with what it did in training forwards since :func:`forget_what_ran`."""
     if not norm.fp8 or not isinstance(module, CastingNorm) or module.cast is None:
         return norm
     return replace(norm, ran=module.cast, reason=norm.reason if module.cast else CAST_NOTHING)

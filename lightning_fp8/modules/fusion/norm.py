@@ -37,7 +37,8 @@ class CastingNorm(nn.Module):
     variance_epsilon: float
     _readers: tuple[LinearLayer, ...] = ()
     cast: bool | None = None
-    """Whether a training forward inside an FP8 context has cast; None before the first, and of compiled code."""
+    """Whether a training forward inside an FP8 context has cast, since somebody watches; None before the first of them,
+    and of compiled code."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
