@@ -98,6 +98,16 @@ def checked_length(name: str, length: Any) -> int | None:
     return length
 
 
+def check_layer_number(layer_number: Any) -> None:
+    """Raises:
+    ValueError: neither None nor a positive integer.
+    """
+    if layer_number is None:
+        return
+    if isinstance(layer_number, bool) or not isinstance(layer_number, int) or layer_number < 1:
+        raise ValueError(f"layer_number={layer_number!r} must be a positive integer, the first layer's 1, or None")
+
+
 @torch.compiler.assume_constant_result
 def tell(text: str) -> None:
     """Warn, also while torch.compile traces."""

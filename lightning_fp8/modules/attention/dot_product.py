@@ -105,6 +105,7 @@ class DotProductAttention(CoreAttention):
         self.attn_mask_type = masks.mask_type(attn_mask_type)
         self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
         self.bottom_right_diagonal = bottom_right_diagonal
+        arguments.check_layer_number(layer_number)
         self.layer_number, self.name = layer_number, name
         require_bool("center_keys", center_keys)
         self.center_keys = center_keys
@@ -182,6 +183,7 @@ class DotProductAttention(CoreAttention):
             },
             arguments.INSTEAD,
         )
+        require_bool("checkpoint_core_attention", checkpoint_core_attention)
         q, k, v = query_layer, key_layer, value_layer
         qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)

@@ -23,8 +23,12 @@ Window = tuple[int, int]
 """Keys before and after the diagonal that a query sees; -1 is all of them."""
 
 
-def mask_type(name: str) -> str:
+def mask_type(name: str, argument: str = "attn_mask_type") -> str:
     """One of :data:`MASK_TYPES`; ``"causal,padding"``, ``"padding,causal"`` and ``"causal_padding"`` are the same.
+
+    Args:
+        name: as Transformer Engine has it.
+        argument: whose value it is, for the message.
 
     Raises:
         ValueError: another name.
@@ -32,7 +36,7 @@ def mask_type(name: str) -> str:
     known = name.replace(",", "_") if isinstance(name, str) else ""
     known = "padding_causal" if known == "causal_padding" else known
     if known not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type={name!r} is unknown; use one of {', '.join(map(repr, MASK_TYPES))}")
+        raise ValueError(f"{argument}={name!r} is unknown; use one of {', '.join(map(repr, MASK_TYPES))}")
     return known
 
 

@@ -83,6 +83,22 @@ def check_call(layer: str, call: Mapping[str, Any]) -> None:
         raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")
 
 
+def angles_of_both(rotary_pos_emb: Any) -> tuple[Any, Any]:
+    """The angles of queries and those of keys.
+
+    Raises:
+        ValueError: a sequence that is no pair.
+    """
+    if not isinstance(rotary_pos_emb, (tuple, list)):
+        return rotary_pos_emb, rotary_pos_emb
+    if len(rotary_pos_emb) != 2:
+        raise ValueError(
+            f"rotary_pos_emb is a sequence of {len(rotary_pos_emb)}; pass the angles, or a pair: of queries and of keys"
+        )
+    of_q, of_k = rotary_pos_emb
+    return of_q, of_k
+
+
 def check_encoder_output(argument: str, value: str, crossing: str, encoder_output: object) -> None:
     """Check that ``encoder_output`` comes where ``argument`` is ``crossing``, and only there.
 

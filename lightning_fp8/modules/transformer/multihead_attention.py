@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools
+from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
 from lightning_fp8.modules.attention import DotProductAttention
-from lightning_fp8.modules.attention.arguments import Sizes
+from lightning_fp8.modules.attention.arguments import Sizes, check_layer_number
 from lightning_fp8.modules.fused import LayerNormLinear
+from lightning_fp8.modules.fused.arguments import checked_norm
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.transformer.arguments import (
     AttentionArguments,
     InitMethod,
     Mask,
+    angles_of_both,
     check_call,
     check_encoder_output,
     default_init_method,
@@ -29,6 +31,7 @@ from lightning_fp8.modules.transformer.head_norms import head_norms
 from lightning_fp8.modules.transformer.inference import Batch
 from lightning_fp8.modules.transformer.projections import ProjectionRows
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
+from lightning_fp8.scaling import FLOAT32_MAX
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _CALL_OF_CORE = (
@@ -58,7 +61,7 @@ class MultiheadAttention(nn.Module):
         num_gqa_groups: heads of keys and values; None is as many as of queries.
         return_bias: return the output without the bias of ``proj``, and that bias.
         input_layernorm: normalize the input first; ``normalization`` is ``"LayerNorm"`` or ``"RMSNorm"``.
-        return_layernorm_output: return the normalized input, too.
+        return_layernorm_output: return the normalized input, too; needs ``input_layernorm``.
         fuse_qkv_params: one weight for queries, keys and values instead of ``query_weight``, ``key_weight``,
             ``value_weight``. ``fuse_wgrad_accumulation`` needs it.
         qkv_weight_interleaved: the order of the fused weight's rows: by groups, each with its query heads, its key and
@@ -124,6 +127,11 @@ class MultiheadAttention(nn.Module):
         require_bools(rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_before_rope=qk_norm_before_rope)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
+        checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)  # also where nothing is normalized
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError("return_layernorm_output=True needs input_layernorm=True, which normalizes the input")
+        require_number("qk_norm_eps", qk_norm_eps, largest=FLOAT32_MAX)
+        check_layer_number(layer_number)
         self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
         self.return_bias = return_bias
@@ -245,7 +253,7 @@ class MultiheadAttention(nn.Module):
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
-            of_q, of_k = rotary if isinstance(rotary, (tuple, list)) else (rotary, rotary)
+            of_q, of_k = angles_of_both(rotary)
             starts_q, starts_kv = _starts(call, "q"), _starts(call, "kv")
             position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"

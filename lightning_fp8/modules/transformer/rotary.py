@@ -94,9 +94,15 @@ def apply_rotary_pos_emb(
         cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start.
 
     Raises:
+        TypeError: ``freqs`` is no tensor.
         ValueError: fewer positions than rows, more channels than a head has, or ``"thd"`` without ``cu_seqlens``.
     """
-    turning = freqs.shape[-1]
+    if not isinstance(freqs, Tensor):
+        raise TypeError(
+            f"rotary_pos_emb={freqs!r} must be a tensor of angles [positions, 1, 1, channels], as "
+            "RotaryPositionEmbedding(channels)(positions) gives it, or a pair of such, or None"
+        )
+    turning = freqs.shape[-1] if freqs.dim() else 0
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or turning > t.shape[-1] or turning % 2:
         raise ValueError(
             f"rotary_pos_emb has shape {list(freqs.shape)}; it must be [positions, 1, 1, channels] with an even number "

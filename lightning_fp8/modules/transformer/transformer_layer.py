@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
+from lightning_fp8.modules.attention.arguments import check_layer_number
+from lightning_fp8.modules.attention.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.transformer.arguments import (
@@ -126,6 +128,10 @@ class TransformerLayer(nn.Module):
         )
         require_number("hidden_dropout", hidden_dropout, largest=1.0)
         require_number("drop_path_rate", drop_path_rate, largest=1.0)
+        mask_type(self_attn_mask_type, "self_attn_mask_type")
+        mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")  # of an encoder, too
+        checked_window(enc_dec_window_size)
+        check_layer_number(layer_number)
         self.layer_type = one_of("layer_type", layer_type, ("encoder", "decoder"))
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
@@ -168,8 +174,9 @@ class TransformerLayer(nn.Module):
             "softmax_type": softmax_type,
             **everywhere,
         }
+        own = {"return_layernorm_output": apply_residual_connection_post_layernorm and not output_layernorm}
         self.self_attention = MultiheadAttention(
-            **attention,
+            **{**attention, **own},
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
@@ -229,6 +236,8 @@ class TransformerLayer(nn.Module):
         """
         check_call("TransformerLayer", call)
         check_encoder_output("layer_type", self.layer_type, "decoder", encoder_output)
+        if enc_dec_attn_mask_type is not None:
+            mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
