@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -68,6 +69,32 @@ def test_positional_arguments_are_in_transformer_engines_order(name: str) -> Non
     parameters = inspect.signature(getattr(getattr(lightning_fp8, cls), method or "__init__")).parameters.values()
     positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert " ".join(positional[1:]) == ORDER[name]
+
+
+PADDING = torch.arange(6).expand(2, 1, 1, 6) > torch.tensor([3, 5]).reshape(2, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "call", "way_out"),
+    [
+        ("MultiheadAttention", {}, {"attention_mask": PADDING}, "'padding_causal', or 'arbitrary'"),
+        ("MultiheadAttention", {"attn_mask_type": "no_mask"}, {"attention_mask": PADDING}, "'padding', or 'arbitrary'"),
+        ("TransformerLayer", {}, {"attention_mask": PADDING}, "'padding_causal', or 'arbitrary'"),
+        ("TransformerLayer", {}, {"enc_dec_attn_mask": PADDING}, "layer_type='decoder'"),
+    ],
+)
+@torch.no_grad()
+def test_a_mask_without_effect_is_warned_of_once(
+    name: str, options: dict[str, Any], call: dict[str, Any], way_out: str
+) -> None:
+    layers, x = [made(name, **options).eval() for _ in range(2)], torch.randn(6, 2, 32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for layer in (*layers, *layers):
+            assert torch.equal(layer(x, **call), layer(x))
+    (warning,) = caught
+    assert "without effect" in str(warning.message)
+    assert way_out in str(warning.message)
 
 
 def test_what_does_not_go_together() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
-from lightning_fp8.modules.attention.arguments import check_layer_number
+from lightning_fp8.modules.attention.arguments import check_layer_number, tell
 from lightning_fp8.modules.attention.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
@@ -225,7 +225,7 @@ class TransformerLayer(nn.Module):
             hidden_states: bfloat16, float16 or float32.
             attention_mask: of self attention; True is masked out.
             encoder_output: of the same format; what a decoder's cross attention looks at.
-            enc_dec_attn_mask: of cross attention.
+            enc_dec_attn_mask: of cross attention; an encoder has none, and a warning says so.
             self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal: the constructor's where None.
             call: :class:`lightning_fp8.modules.transformer.AttentionArguments`; both attentions are called with it, as
@@ -238,6 +238,11 @@ class TransformerLayer(nn.Module):
         check_encoder_output("layer_type", self.layer_type, "decoder", encoder_output)
         if enc_dec_attn_mask_type is not None:
             mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        if enc_dec_attn_mask is not None and self.layer_type == "encoder":
+            tell(
+                "enc_dec_attn_mask without effect: layer_type='encoder' has no cross attention; pass attention_mask "
+                "for self attention, or make the layer with layer_type='decoder'"
+            )
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
