@@ -42,8 +42,8 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
         left, right = (
             products.operand(rows, work.k, layout.value, plan) for rows, layout in zip((work.m, work.n), layouts)
         )
-        config = format_scaled_mm_options(layouts[0], layouts[1], work.out, work.fast)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, config
+        options_text = format_scaled_mm_options(layouts[0], layouts[1], work.out, work.fast)
+        operands = left.data, left.scale_inv, right.data, right.scale_inv, options_text
         return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
     if name in ATTENTION:
         problem = (attention.TINY if plan.dry else attention.FULL)[0]

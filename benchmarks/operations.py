@@ -105,12 +105,12 @@ def casts(dtype: torch.dtype) -> list[Operation]:
     float8 = float8_of(dtype)
 
     def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
-        config = format_quantize_options(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
-        return lambda x: {"x": x, "config": config, **_scale(x), **({} if amax else {"amax": None})}
+        options_text = format_quantize_options(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
+        return lambda x: {"x": x, "options": options_text, **_scale(x), **({} if amax else {"amax": None})}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = not layout.has_one_scale  # as the recipes do
-        return lambda x: {"x": x, "config": format_quantize_options(Cast(float8, layout, power_2), True, columnwise)}
+        return lambda x: {"x": x, "options": format_quantize_options(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
         Operation("cast", "quantize", dtype, given(False, True, False), CAST),
@@ -137,8 +137,10 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
     def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        config = format_quantize_options(Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True)
-        return {**_scale(x), "config": f"{computed}, {config}"}
+        options_text = format_quantize_options(
+            Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True
+        )
+        return {**_scale(x), "options": f"{computed}, {options_text}"}
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
@@ -162,8 +164,8 @@ def fused(dtype: torch.dtype) -> list[Operation]:
         dy = x[:, : x.shape[1] // 2].contiguous()
         return {"dy": dy, "x": x, **cast(x, "swiglu", True)}
 
-    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **config: Any) -> Operation:
-        return Operation(name, op, dtype, arguments, target, exact=False, **config)
+    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **fields: Any) -> Operation:
+        return Operation(name, op, dtype, arguments, target, exact=False, **fields)
 
     return [
         operation("RMSNorm + cast", "norm_quantize", norm(True, False), CAST_AND_MORE),
@@ -182,17 +184,17 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
     def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
         def of(x: Tensor) -> Arguments:
-            config = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            data, scale_inv, *_ = reference.quantize(x, config)
+            options_text = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
+            data, scale_inv, *_ = reference.quantize(x, options_text)
             operand, scale = with_kernel_strides((data, scale_inv), layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {
                     **named,
                     "out": torch.zeros(len(x), len(x)),
-                    "config": format_scaled_mm_options(layout, layout, torch.float32),
+                    "options": format_scaled_mm_options(layout, layout, torch.float32),
                 }
-            return {**named, "config": format_scaled_mm_options(layout, layout, torch.bfloat16, fast_accum=True)}
+            return {**named, "options": format_scaled_mm_options(layout, layout, torch.bfloat16, fast_accum=True)}
 
         return of
 

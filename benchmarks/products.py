@@ -258,9 +258,9 @@ def _bound_gemm(work: Work, plan: Plan) -> BoundGemm:
 
 def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
-    config = f"e4m3 {layout} power_2 rowwise"
+    options_text = f"e4m3 {layout} power_2 rowwise"
     quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
-    data, scale_inv, *_ = quantize(x, config)
+    data, scale_inv, *_ = quantize(x, options_text)
     return ScaledTensor(*with_kernel_strides((data, scale_inv), Layout(layout)), Layout(layout))
 
 

@@ -58,7 +58,7 @@ def test_fake_kernels_say_what_the_ops_give(qkv_format: str, packed: bool) -> No
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(each) for each in (q, k, v, do)]
         sequences = {name: mode.from_tensor(each) for name, each in sequences.items()}
-        call = AttentionCall(call.config, **sequences)
+        call = AttentionCall(call.options_text, **sequences)
         o_fake, kept_fake = attention_forward(*fake[:3], call)
         gradients_fake = attention_backward(fake[3], o_fake, kept_fake, key_rows, call)
     for real, said in zip((o, *kept, *gradients), (o_fake, *kept_fake, *gradients_fake)):

@@ -153,7 +153,7 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "config": "no cast"})
+    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "options": "no cast"})
     absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
     path = tmp_path / "out.json"

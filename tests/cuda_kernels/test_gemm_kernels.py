@@ -122,8 +122,8 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
             data, scale = with_kernel_strides((a.data, a.scale_inv), Layout.TENSOR)
-            config = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
-            actual = gemm.scaled_mm(data, scale, data, scale, config)
+            options_text = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
+            actual = gemm.scaled_mm(data, scale, data, scale, options_text)
         errors.append(float(((actual - right) / right).abs().max()))
     fast_error, promoted_error = errors
     assert promoted_error < 1e-3 < fast_error
@@ -139,8 +139,8 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
         part for x in (a, b) for part in with_kernel_strides((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)
     ]
     with multiplying(*tile):
-        config = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32)
-        out = gemm.scaled_mm_observed(*operands, config, None, amax)
+        options_text = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        out = gemm.scaled_mm_observed(*operands, options_text, None, amax)
     torch.testing.assert_close(out, a @ b.t(), equal_nan=True, rtol=0.0, atol=0.0)
     expected = out.abs().max()
     torch.testing.assert_close(amax, expected, equal_nan=True, rtol=0.0, atol=0.0)
@@ -159,8 +159,8 @@ def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> N
     far.copy_(a.data.view(torch.uint8))
     out = torch.empty(2 * 2**30 + 16).as_strided((3, 16), (2**30, 1)).fill_(1.0)
     with multiplying(*tile):
-        config = format_scaled_mm_options(a.layout, b.layout, torch.float32)
-        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, config)
+        options_text = format_scaled_mm_options(a.layout, b.layout, torch.float32)
+        gemm.scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, options_text)
     assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
 
 
@@ -194,9 +194,9 @@ def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.Monk
     wide = torch.full((40, 300), 0x7F, dtype=torch.uint8)  # NaN
     wide[:, 5:208] = a.data.view(torch.uint8)
     places = [wide.view(E4M3)[:, 5:208], a.data.t().contiguous().t(), a.data]
-    config = format_scaled_mm_options(a.layout, b.layout, torch.float32)
+    options_text = format_scaled_mm_options(a.layout, b.layout, torch.float32)
     for data in places:
-        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), config)
+        actual = gemm.scaled_mm(data, a.scale_inv, b.data, b.scale_inv.t().contiguous().t(), options_text)
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     assert len(emulator.launched) == 3
     dispatch.clear_plan_cache()

@@ -21,8 +21,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "scaled_mm" in func.name():
-            (config,) = (arg for arg in args if isinstance(arg, str))
-            self.asked.append(config)
+            (options_text,) = (arg for arg in args if isinstance(arg, str))
+            self.asked.append(options_text)
         return func(*args, **(kwargs or {}))
 
 
@@ -38,4 +38,4 @@ def test_only_the_forward_product_is_fast(recipe: str, main_grad: bool) -> None:
         with fp8_autocast(fp8_recipe=recipe):
             y = linear(x)
         y.backward(torch.ones_like(y))
-    assert [config.endswith(" fast") for config in products.asked] == [True, False, False]
+    assert [options_text.endswith(" fast") for options_text in products.asked] == [True, False, False]

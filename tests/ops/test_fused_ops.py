@@ -75,9 +75,9 @@ def exact_activation(x: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize(("shape", "dtype", "zero_centered"), [((70, 100), BF16, False), ((33, 257), FP32, True)])
 def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dtype, zero_centered: bool) -> None:
     x, weight, bias = norm_inputs(shape, dtype, FP32, rms)
-    config = Cast(E4M3, layout, layout in POWER_2)
+    target = Cast(E4M3, layout, layout in POWER_2)
     options = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered}
-    (row, column), statistics = ops.norm_quantize(x, weight, bias, config, columnwise=True, **options)
+    (row, column), statistics = ops.norm_quantize(x, weight, bias, target, columnwise=True, **options)
     doubles = x.double(), weight.double(), None if bias is None else bias.double()
     y = exact_norm(*doubles, rms, zero_centered)
     check_operand(row, y, layout)
@@ -87,7 +87,7 @@ def test_norm(rms: bool, layout: Layout, shape: tuple[int, int], dtype: torch.dt
     torch.testing.assert_close(statistics[-1].double(), (moment + 1e-5).rsqrt(), rtol=1e-6, atol=0.0)
     if not rms:
         torch.testing.assert_close(statistics[0].double(), x.double().mean(1), rtol=1e-6, atol=1e-6)
-    only = ops.norm_quantize(x, weight, bias, config, rowwise=False, columnwise=True, **options).operands
+    only = ops.norm_quantize(x, weight, bias, target, rowwise=False, columnwise=True, **options).operands
     assert only.rowwise is None
     check_operand(only.columnwise, y.t(), layout)
 
@@ -107,10 +107,10 @@ def test_given_scale(float8: object, scale: float) -> None:
     x, weight, bias = norm_inputs((40, 56), BF16, FP32, False)
     y = exact_norm(x.double(), weight.double(), bias.double(), False, False)  # type: ignore[union-attr]
     g = exact_activation(x.double(), "swiglu")
-    config = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
+    target = Cast(float8, Layout.TENSOR)  # type: ignore[arg-type]
     for exact, run in (
-        (y, lambda **given: ops.norm_quantize(x, weight, bias, config, eps=1e-5, **given).operands),
-        (g, lambda **given: ops.activation_quantize(x, "swiglu", config, **given)),
+        (y, lambda **given: ops.norm_quantize(x, weight, bias, target, eps=1e-5, **given).operands),
+        (g, lambda **given: ops.activation_quantize(x, "swiglu", target, **given)),
     ):
         exact_amax, amax = exact.abs().max(), torch.tensor(0.25)
         row, none = run(scale=torch.tensor(scale), amax=amax)
@@ -157,16 +157,16 @@ def test_gradients_have_their_tensors_dtypes() -> None:
 def test_activation(name: str, layout: Layout) -> None:
     """Values, gradients and their sums are float64's, in both operands."""
     columns = 2 * 101 if is_gated(name) else 101
-    x, config = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
+    x, target = values(67, columns, FP32, spread=2.0), Cast(E4M3, layout, layout in POWER_2)
     leaf = x.double().requires_grad_()
     y = exact_activation(leaf, name)
-    row, column = ops.activation_quantize(x, name, config, columnwise=True)
+    row, column = ops.activation_quantize(x, name, target, columnwise=True)
     check_operand(row, y.detach(), layout)
     check_operand(column, y.detach().t(), layout)
     dy = values(67, 101, FP32, seed=1)
     y.backward(dy.double())
     assert leaf.grad is not None
-    (row, column), dbias = ops.activation_backward_quantize(dy, x, name, config, bias_dtype=FP32, columnwise=True)
+    (row, column), dbias = ops.activation_backward_quantize(dy, x, name, target, bias_dtype=FP32, columnwise=True)
     check_operand(row, leaf.grad, layout)
     check_operand(column, leaf.grad.t(), layout)
     torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
@@ -218,11 +218,11 @@ def test_registration(layout: Layout) -> None:
     torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], "rms"))
 
 
-def arguments(op: str, x: Tensor, config: str) -> tuple[object, ...]:
+def arguments(op: str, x: Tensor, options_text: str) -> tuple[object, ...]:
     """What ``op`` takes for a tensor that is cast so."""
     if op == "norm_quantize":
-        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {config}"
-    return (x, f"gelu, {config}") if op == "activation_quantize" else (x, x, f"gelu bias=float32, {config}")
+        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {options_text}"
+    return (x, f"gelu, {options_text}") if op == "activation_quantize" else (x, x, f"gelu bias=float32, {options_text}")
 
 
 CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantize")
@@ -234,15 +234,15 @@ CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantiz
 def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
     dispatch.clear_plan_cache()
-    x, config = values(35, 49, BF16), format_quantize_options(Cast(E4M3, layout), columnwise=True)
+    x, options_text = values(35, 49, BF16), format_quantize_options(Cast(E4M3, layout), columnwise=True)
     cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
-    results = getattr(cuda, op)(*arguments(op, x, config))
+    results = getattr(cuda, op)(*arguments(op, x, options_text))
     dispatch.clear_plan_cache()
-    like = CastOutputs(x.device, parse_quantize_options(config), 35, 49).allocate()
+    like = CastOutputs(x.device, parse_quantize_options(options_text), 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
     for actual, right in zip(
         results,
-        getattr(reference, op)(*arguments(op, x, config)),
+        getattr(reference, op)(*arguments(op, x, options_text)),
     ):
         assert_same(actual, right, op)
 
@@ -251,8 +251,8 @@ def test_without_kernels(op: str, layout: Layout) -> None:
 @pytest.mark.parametrize("shape", [(0, 0), (0, 8), (7, 0)])
 def test_nothing(op: str, shape: tuple[int, int]) -> None:
     """An empty tensor has empty operands and sums of nothing."""
-    config = "e4m3 tensor rowwise columnwise"
-    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), config))
+    options_text = "e4m3 tensor rowwise columnwise"
+    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), options_text))
     assert data.shape == shape
     assert data_t.shape == shape[::-1]
     assert scale_inv == 1
@@ -292,8 +292,8 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
     """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
-    config = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
-    return activation_cuda.activation_backward_quantize(dy, x, config, torch.tensor(1.0), torch.tensor(0.0))[-1]
+    options_text = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
+    return activation_cuda.activation_backward_quantize(dy, x, options_text, torch.tensor(1.0), torch.tensor(0.0))[-1]
 
 
 @needs_compilers

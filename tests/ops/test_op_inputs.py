@@ -250,7 +250,7 @@ def test_eps_may_be_any_number() -> None:
 def test_scales_that_are_not_the_operands_are_refused(layout: Layout) -> None:
     a = ops.quantize(X, Cast(E4M3, layout)).rowwise
     assert a is not None
-    config = f"{layout.value} {layout.value} float32"
+    options_text = f"{layout.value} {layout.value} float32"
     for scales, error in ((a.scale_inv[:-1], ValueError), (a.scale_inv.view(torch.uint8), TypeError)):
         with pytest.raises(error, match="^scale_inv of b"):
-            gemm_reference.scaled_mm(a.data, a.scale_inv, a.data, scales, config)
+            gemm_reference.scaled_mm(a.data, a.scale_inv, a.data, scales, options_text)

@@ -227,9 +227,9 @@ def test_products_do_not_depend_on_whether_subnormal_numbers_are_flushed(recipe:
 
 
 def test_how_to_multiply_in_words() -> None:
-    config = format_scaled_mm_options(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
-    assert config == "1x128 128x128 bfloat16 fast"
-    assert parse_scaled_mm_options(config) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    options_text = format_scaled_mm_options(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    assert options_text == "1x128 128x128 bfloat16 fast"
+    assert parse_scaled_mm_options(options_text) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
     for wrong in ("", "tensor tensor", "tensor tensor float64", "row row bfloat16 slow", "row row bfloat16 fast fast"):
         with pytest.raises(ValueError, match="is not two layouts and one of bfloat16, float16, float32"):
             parse_scaled_mm_options(wrong)
@@ -239,9 +239,9 @@ def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
         for usage in [(True, True), (True, False), (False, True)]:
-            config = format_quantize_options(Cast(E4M3, layout, True, 0.5), *usage)
-            torch.library.opcheck(library.quantize, (x, config))
-            torch.library.opcheck(library.quantize_unobserved, (x, config))
+            options_text = format_quantize_options(Cast(E4M3, layout, True, 0.5), *usage)
+            torch.library.opcheck(library.quantize, (x, options_text))
+            torch.library.opcheck(library.quantize_unobserved, (x, options_text))
     scale, amax = torch.tensor(2.0), torch.tensor(0.0)
     torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, amax))
     torch.library.opcheck(library.observe, (x, amax))
