@@ -123,7 +123,7 @@ EDITS = [
     ("device/ptx.py", "cvt.rn.satfinite.{name}x2.f32 lo", "cvt.rn.satfinite.{name}x2.f32  lo", CASTS | GEMMS),
     ("device/ptx.py", '"cvt.rn.bf16x2.f32"', '"cvt.rn.relu.bf16x2.f32"', GEMMS | {"norm_backward"}),
     ("device/ptx.py", '"cvt.rn.bf16.f32"', '"cvt.rn.relu.bf16.f32"', GEMMS),
-    ("device/fragments.py", "return UniTuple(f32, count)", "return UniTuple(f32, 1 * count)", GEMMS),
+    ("device/fragments.py", "return UniTuple(f32, num_registers)", "return UniTuple(f32, 1 * num_registers)", GEMMS),
     ("device/language.py", 'u32: Any = Type("uint32")', 'u32: Any = Type("int32")', None),
     ("kernel.py", "number = int(digits[:-1])", "number = 1 + int(digits[:-1])", None),
     ("references.py", "sorted(", "list(", None),
