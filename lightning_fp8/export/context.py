@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,7 @@ from lightning_fp8.autocast import current_context, fp8_context
 from lightning_fp8.delayed.instances import all_histories
 
 
-@contextmanager
-def onnx_export(enabled: bool = True) -> Iterator[None]:
+def onnx_export(enabled: bool = True) -> AbstractContextManager[None]:
     """Trace FP8 modules for inference inside: no gradients, no amax is written, known scales are constants.
 
     ``torch.onnx.export`` and ``torch.export.export`` belong inside it, in or around the ``fp8_autocast`` that says the
@@ -28,7 +27,12 @@ def onnx_export(enabled: bool = True) -> Iterator[None]:
         TypeError: ``enabled`` is not a bool.
         RuntimeError: it is entered inside a calibrating region.
     """
-    require_bool("enabled", enabled)
+    require_bool("enabled", enabled)  # at the call, not where the region begins
+    return _region(enabled)
+
+
+@contextmanager
+def _region(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return

