@@ -84,7 +84,7 @@ def test_blocks_need_a_newer_opset() -> None:
 def test_no_export_while_calibrating() -> None:
     with fp8_autocast(enabled=False, calibrating=True):
         assert_raises(onnx_export().__enter__, RuntimeError, "leave it")
-    assert_raises(onnx_export("yes").__enter__, TypeError, "enabled='yes'")  # type: ignore[arg-type]
+    assert_raises(lambda: onnx_export("yes"), TypeError, "enabled='yes'")  # type: ignore[arg-type]
 
 
 def test_disabled_changes_nothing() -> None:
