@@ -76,7 +76,7 @@ HYBRID, E4M3 = fp8.Format.HYBRID, fp8.Format.E4M3
 is_dtype = one_of(torch.bfloat16, torch.float32)
 is_norm_dtype = or_none(one_of(torch.bfloat16, torch.float32, torch.float64))
 is_size = means_int(1)
-SIZES = ("in_features", "out_features", "normalized_shape", "hidden_size")
+SIZES = ("in_features", "out_features", "normalized_shape", "hidden_size", "dim")
 POLICY: dict[str, Accepts] = {
     "first_last_layers_bf16": means_bool,
     "num_layers_at_start_in_bf16": means_int(0),
@@ -89,6 +89,9 @@ PLUGIN: dict[str, Accepts] = {
     "recipe": is_recipe,
     "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16"),
     "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16")),
+    "attention": means_bool,
+    "cache_fp8_weights": or_none(means_bool),
+    "fuse": means_bool,
     # Matched where a model is converted.
     "skip": lambda value: type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value),
 }
@@ -225,14 +228,25 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         {"max_batch_size": 2, "max_sequence_length": 4},
         {"max_batch_size": is_int(1), "max_sequence_length": is_int(1), "qkv_format": one_of()},
     ),
-    "RotaryPositionEmbedding": (fp8.RotaryPositionEmbedding, {"dim": 4}, {"interleaved": is_bool}),
+    "RotaryPositionEmbedding": (
+        fp8.RotaryPositionEmbedding,
+        {"dim": 4},
+        {
+            "dim": one_of(2, 4),
+            "rotary_percent": lambda value: is_epsilon(value) and value in (1, 0.5),
+            "seq_len_interpolation_factor": or_none(is_int(1)),
+            "pretrained_max_position_embeddings": or_none(is_int(1)),
+            "rotary_base": lambda value: is_epsilon(value) and value > 0,
+            "interleaved": is_bool,
+        },
+    ),
     "onnx_export": (fp8.onnx_export, {}, {"enabled": is_bool}),
     "FP8Precision": (fp8.FP8Precision, {}, PLUGIN),
     "FP8FabricPrecision": (fp8.FP8FabricPrecision, {}, PLUGIN),
     "convert_module": (
         fp8.convert_module,
         {"model": MODEL},
-        {"model": one_of(), **POLICY},
+        {"model": one_of(), **POLICY, "fuse": means_bool},
     ),
     "fp8_state_dict": (fp8.fp8_state_dict, {}, {"model": one_of()}),
     "load_fp8_state_dict": (

@@ -5,13 +5,15 @@ Source: Su et al., RoFormer, arXiv:2104.09864; arguments and shapes are Transfor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import require_bool
+from lightning_fp8.arguments import require_bool, require_number, require_positive
+from lightning_fp8.scaling import FLOAT32_MAX
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -30,7 +32,7 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + dim / 2``.
 
     Raises:
-        ValueError: channels that are no even number of at least 2.
+        ValueError, TypeError: an argument that is no such number; channels that are no even number of at least 2.
     """
 
     def __init__(
@@ -44,6 +46,20 @@ class RotaryPositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         require_bool("interleaved", interleaved)
+        require_positive("dim", dim)
+        require_number("rotary_percent", rotary_percent, largest=1.0)
+        require_number("rotary_base", rotary_base, largest=FLOAT32_MAX)
+        if not rotary_base:
+            raise ValueError("rotary_base=0 has no powers; it must be above 0")
+        scaling = {
+            "seq_len_interpolation_factor": seq_len_interpolation_factor,
+            "pretrained_max_position_embeddings": pretrained_max_position_embeddings,
+        }
+        for name, value in scaling.items():
+            if value is not None:
+                require_positive(name, value)
+        if list(scaling.values()).count(None) == 1:
+            warnings.warn(f"{' and '.join(scaling)} have an effect together alone; one of them is None", stacklevel=2)
         turning = int(dim * rotary_percent)
         if turning < 2 or turning % 2:
             raise ValueError(f"{turning} of dim={dim} channels turn (rotary_percent={rotary_percent}); it must be even")
