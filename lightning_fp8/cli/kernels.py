@@ -161,7 +161,7 @@ def _build_share(
 
 def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
     path = folder / MANIFEST
-    compilers = cache_folder.compilers()
+    compilers = compile_cache.compilers()
     kernels = json.loads(path.read_text()) if path.exists() else {}
     kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
     cache_folder.write_whole(path, json.dumps(kernels, indent=1).encode())
