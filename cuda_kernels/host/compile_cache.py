@@ -50,8 +50,8 @@ def cubin(kernel: Kernel, arch: str) -> bytes:
         ImportError: it has to be compiled, and a compiler is missing.
     """
     _check(kernel, arch)
-    found = carried(source_key(kernel, "cubin", arch), f"{kernel.name} for sm_{arch}")
-    return found if found is not None else built(kernel, arch)
+    code = carried(source_key(kernel, "cubin", arch), f"{kernel.name} for sm_{arch}")
+    return code if code is not None else built(kernel, arch)
 
 
 def built(kernel: Kernel, arch: str) -> bytes:
@@ -103,9 +103,9 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
 @cache
 def compilers() -> str:
     """The versions of all that turns a kernel's source into machine code; nothing is imported for it."""
-    found = versions(TOOLS)
-    text = " ".join(f"{tool} {version}" for tool, version in found.items())
-    return text if {"nvidia-nvvm", "nvidia-nvjitlink"} <= found.keys() else f"{text} {_toolkits()}"
+    installed = versions(TOOLS)
+    text = " ".join(f"{tool} {version}" for tool, version in installed.items())
+    return text if {"nvidia-nvvm", "nvidia-nvjitlink"} <= installed.keys() else f"{text} {_toolkits()}"
 
 
 def _toolkits() -> str:
@@ -193,14 +193,14 @@ def source_of_module(name: str) -> str:
 
 def _with_imports(name: str) -> set[str]:
     """A module and all of this package that it imports, and these import."""
-    found: set[str] = set()
+    modules: set[str] = set()
     todo = [name]
     while todo:
         module = todo.pop()
-        if module not in found:
-            found.add(module)
+        if module not in modules:
+            modules.add(module)
             todo += _imported_by(module)
-    return found
+    return modules
 
 
 def _imported_by(name: str) -> Iterator[str]:

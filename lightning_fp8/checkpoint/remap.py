@@ -87,8 +87,8 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
         if is_grouped(owner, parameters):
             entries.append(Entry(key, "ignored", "GroupedLinear's states are not read", state.writer))
             continue
-        found, outcome, reason = _place(owner, key, state, modules, fp8_roles)
-        state_rows |= found
+        rows, outcome, reason = _place(owner, key, state, modules, fp8_roles)
+        state_rows |= rows
         entries.append(Entry(key, outcome, reason, state.writer))
     missing = [name for name in fp8_roles if not state_rows.keys() & _rows_of(name, fp8_roles[name], modules)]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
@@ -146,9 +146,9 @@ def _translate(
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
     for last in te_params:
         stem = stem_of(last)
-        found = parts["norm" if stem == "layer_norm" else "gemm"]
-        if stem not in found:
-            found.append(stem)
+        in_part = parts["norm" if stem == "layer_norm" else "gemm"]
+        if stem not in in_part:
+            in_part.append(stem)
     module = modules[owner]
     if isinstance(module, (nn.Linear, LinearLayer)) and not parts["norm"]:
         return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
@@ -244,20 +244,20 @@ def _place(
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            found = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
+            rows = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
         moved = clean_name(key) != state_key(owner, False, (2, 0))
-        return found, "remapped" if moved else "loaded", f"to {owner}{note}"
+        return rows, "remapped" if moved else "loaded", f"to {owner}{note}"
     linears = _linears(owner, modules)
     if not linears or len(linears) != state.num_gemms:
         where = f"{type(modules[owner]).__name__} has no rows" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    found = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
-    if not found:
+    rows = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
+    if not rows:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
-    return found, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
+    return rows, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
 
 
 def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -124,8 +124,8 @@ class FP8Module(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
-        if (found := take_state(state_dict, prefix)) is not None:
-            key, value = found
+        if (state := take_state(state_dict, prefix)) is not None:
+            key, value = state
             try:
                 self._load_te_state(value)
             except CheckpointError as error:

@@ -95,11 +95,11 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
     Where attention has two, of an older Transformer Engine and of a newer one, the newer is taken, with a warning.
     """
     keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-    found = [(key, state_dict.pop(key)) for key in keys if key in state_dict]
-    if len(found) > 1:
-        (newer, _), (older, _) = found
+    states = [(key, state_dict.pop(key)) for key in keys if key in state_dict]
+    if len(states) > 1:
+        (newer, _), (older, _) = states
         warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=3)
-    return found[0] if found else None
+    return states[0] if states else None
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -145,17 +145,18 @@ def split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> d
         split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
     """
     sizes = rows.sizes
-    found = dict(values)
+    renamed = dict(values)
     for leaf in ("weight", "bias"):
-        parts = {name: found.get(f"{name}_{leaf}") for name in sizes}
-        fused = found.get(leaf)
+        parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
+        fused = renamed.get(leaf)
         if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
-            del found[leaf]
-            found |= {f"{name}_{leaf}": part for name, part in rows.split_parameter(fused).items()}
+            del renamed[leaf]
+            renamed |= {f"{name}_{leaf}": part for name, part in rows.split_parameter(fused).items()}
         elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
-            found = {name: value for name, value in found.items() if name not in {f"{each}_{leaf}" for each in sizes}}
-            found[leaf] = rows.join_parameters(parts)  # type: ignore[arg-type]
-    return found
+            split_names = {f"{name}_{leaf}" for name in sizes}
+            renamed = {name: value for name, value in renamed.items() if name not in split_names}
+            renamed[leaf] = rows.join_parameters(parts)  # type: ignore[arg-type]
+    return renamed
 
 
 # --- Prefixes ---------------------------------------------------------------------------------------------------------
