@@ -25,14 +25,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """``dx [R, K]``, ``dweight [K]`` and ``dbias [K]``; an empty one if it was not asked for."""
 
 
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
     """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous():
         weight = weight.contiguous()
     return _plan(
         x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
-        weight.data_ptr() % ALIGNMENT, norm,
-    )(dy, x, weight, statistics, norm)  # fmt: skip
+        weight.data_ptr() % ALIGNMENT, options_text,
+    )(dy, x, weight, statistics, options_text)  # fmt: skip
 
 
 class NormBackwardLaunches:
@@ -62,7 +62,7 @@ class NormBackwardLaunches:
         self._start = launch.Launch(kernel, blocks, scalars, device).start
         self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
-    def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+    def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer
         allocate = self._allocate
         sums = self._sums
@@ -89,7 +89,12 @@ class NormBackwardLaunches:
 
 @planned(fallback=reference.norm_backward)
 def _plan(
-    device: torch.device, x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, weight_address: int, norm: str
+    device: torch.device,
+    x_key: PlainKey,
+    dy_key: PlainKey,
+    weight_dtype: torch.dtype,
+    weight_address: int,
+    options_text: str,
 ) -> Callable[..., Gradients]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     address = x.address | dy.address | weight_address
@@ -100,7 +105,7 @@ def _plan(
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):
         return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    return NormBackwardLaunches(x, dy, weight, parse_norm_options(norm)).run
+    return NormBackwardLaunches(x, dy, weight, parse_norm_options(options_text)).run
 
 
 implement("norm_backward", "cuda", norm_backward)
