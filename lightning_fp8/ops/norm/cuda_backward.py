@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cuda_kernels.host import launch
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
-from cuda_kernels.norm.statistics import Norm
+from cuda_kernels.norm.statistics import NormSpec
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
@@ -39,7 +39,7 @@ class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
     def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
-        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
+        spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
         if all(each.is_vectorizable(8, 16) for each in inputs):
