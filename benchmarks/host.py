@@ -37,8 +37,10 @@ from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.ops.scales import cuda as scales
 
 NAMESPACE = "lightning_fp8_host"
-SECONDS = 0.2
-"""Of measuring, for each op and each of its parts."""
+SECONDS = 0.1
+"""Of measuring, for each op and each of its parts, in each pass."""
+PASSES = 3
+"""Over all ops, of which the one with the least median counts: what else the machine does meanwhile only adds."""
 
 CUDA_SIDES = quantize, gemm, norm, norm_backward, activation, scales
 
@@ -56,9 +58,10 @@ def run(plan: Plan) -> Iterator[Result]:
     x, amax_history = torch.randn(256, 256).bfloat16(), torch.randn(16, 256)
     dtype = E4M3.dtype
     casts = *operations.casts(dtype), operations.OBSERVE, *operations.fused(dtype)
-    for operation in (*casts, *operations.products(dtype)):
-        yield _measured(plan, operation, x)
-    yield _measured(plan, operations.update_scales({}), amax_history)
+    work = [(operation, x) for operation in (*casts, *operations.products(dtype))]
+    work.append((operations.update_scales({}), amax_history))
+    passes = [[_measured(plan, *each) for each in work] for _ in range(PASSES)]
+    yield from (min(each, key=lambda result: result.host_microseconds or 0.0) for each in zip(*passes))
 
 
 def _yardstick(plan: Plan) -> Result:

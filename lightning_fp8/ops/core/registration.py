@@ -18,7 +18,7 @@ from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 
-_compiling: Callable[[], bool] = torch.compiler.is_compiling
+_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 _gradients: Callable[[], bool] = torch.is_grad_enabled
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -26,7 +26,7 @@ _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _tracing: Callable[[], object] = torch._C._get_tracing_state
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _wrapped: Callable[[Tensor], bool] = torch._C._dispatch_isTensorSubclassLike
-_increment_versions: Callable[[list[Tensor]], None] = torch._C._increment_version
+_increment_version: Callable[[tuple[Tensor]], None] = torch._C._increment_version
 
 _PLAIN = frozenset({Tensor, Parameter, type(None), str, int, float, bool, torch.device})
 
@@ -109,10 +109,9 @@ def past_dispatcher(overload: torch._ops.OpOverload, by_device: Mapping[str, Cal
             results = on_cpu(*args)
         else:
             return overload(*args)
-        if written:
-            changed = [args[i] for i in written if args[i] is not None]
-            if changed:
-                _increment_versions(changed)
+        for index in written:
+            if args[index] is not None:
+                _increment_version((args[index],))
         return results
 
     return call
