@@ -34,6 +34,7 @@ from lightning_fp8.recipes import RECIPES
 
 plt.switch_backend("Agg")  # no screen needed
 
+
 class Curve(L.Callback):
     """The losses of a run."""
 
