@@ -68,7 +68,7 @@ def noted() -> Iterator[dict[str, Kernel]]:
     """The kernels, by name, that ops called with CPU tensors would start on a card; none runs."""
     launched: dict[str, Kernel] = {}
 
-    def note(kernel: Kernel, *launched: object) -> None:
+    def note(kernel: Kernel, *started: object) -> None:
         launched[kernel.name] = kernel
 
     before = dict(launch.EXECUTORS), casting.gives_a_view
