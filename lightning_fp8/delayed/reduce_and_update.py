@@ -9,6 +9,7 @@ plugin looks after, ``fp8_autocast`` on entering its outermost region. ``delayed
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
 from lightning_fp8.recipes import DelayedScaling
+
+_one_thread = threading.RLock()
 
 
 def reduce_and_update(
@@ -47,6 +50,8 @@ def update_without_plugin(
 ) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
+    One thread at a time: a region that another thread begins meanwhile finds all scales updated.
+
     Args:
         recipe: for histories whose amaxes were observed under no other recipe.
         group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
@@ -54,10 +59,25 @@ def update_without_plugin(
     """
     histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
     collect_unreachable(group)
-    for history in all_histories():
-        if history.after_step is None and (history.steps or calibrated):
-            histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
-        elif history.after_step is None:
-            history.wait()
-    for observed_under, histories in histories_by_recipe.items():
-        reduce_and_update(histories, observed_under, group)
+    with _one_thread:
+        for history in all_histories():
+            if history.after_step is None and _is_due(history, calibrated):
+                histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
+            elif history.after_step is None:
+                history.wait()
+        for observed_under, histories in histories_by_recipe.items():
+            reduce_and_update(histories, observed_under, group)
+
+
+def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
+    """Whether a region that begins on this thread, or one that ``calibrated`` and ends, is to update the scales.
+
+    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one.
+    """
+    if history.steps > 0:
+        return True
+    threads = history.observed_in or {history.made_in}
+    elsewhere = len(threads) == 1 and threading.get_ident() not in threads
+    if elsewhere and any(thread.ident in threads for thread in threading.enumerate()):
+        return False
+    return history.steps < 0 or calibrated

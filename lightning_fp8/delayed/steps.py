@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories
 
+_numbers = itertools.count(1)  # each is given once, whichever threads step at a time
 _generation = 0
 _owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
 """For each optimizer the ``id`` of its parameters, and by creation index which histories are its."""
 
 
 def generation() -> int:
-    """The number of optimizer steps in this process; a copy computed from a weight is stale once it has grown."""
+    """The number of an optimizer step in this process; a copy computed from a weight is stale once it is another."""
     return _generation
 
 
@@ -54,7 +56,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _generation
-    _generation += 1
+    _generation = next(_numbers)
     if _overflowed(optimizer):
         return
     stepped = _stepped(optimizer)
