@@ -159,7 +159,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
     def norm_backward(dy: Tensor) -> Arguments:
         x = dy.flip(1)
         rstd = (x.float().square().mean(1) + _EPS).rsqrt()
-        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "norm": "rms"}
+        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "options": "rms"}
 
     def swiglu(columnwise: bool) -> Callable[[Tensor], Arguments]:
         return lambda x: {"x": x, **cast(x, "swiglu", columnwise)}
