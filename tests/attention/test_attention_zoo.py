@@ -127,19 +127,6 @@ def test_models_train_and_resume(name: str, tmp_path: Any) -> None:
             assert equal_weights(resumed, module)
 
 
-@pytest.mark.usefixtures("nothing_traced")
-def test_compiled_blocks_change_nothing() -> None:
-    """Of a decoder with cross attention."""
-    losses = []
-    for compiled in (True, False):
-        module = made("whisper")
-        for block in module.model.model.decoder.layers if compiled else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        fit(module)
-        losses.append(module.losses)
-    assert losses[0] == losses[1]
-
-
 def test_what_transformers_saves_does_not_name_us(tmp_path: Any) -> None:
     module = made("llama")
 
