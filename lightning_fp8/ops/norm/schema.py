@@ -27,8 +27,7 @@ Results = tuple[Tensor, ...]
 define_cast("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", f"{OPERANDS}, Tensor statistics")
 define(
     "norm_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str options)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str options) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 refuse_vmap("norm_quantize", "norm_backward")
 
