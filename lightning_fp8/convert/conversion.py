@@ -246,7 +246,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
                 module.fp8 = decision.fp8
     fuse_norms(model, summary.norms)
     history = _share_history(model)
-    history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
+    history.add_owner(model)  # an optimizer of adapters or embeddings alone steps this model too
     return history
 
 

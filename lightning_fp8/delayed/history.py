@@ -8,6 +8,7 @@ rank fold in by the same operation, in any order.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8 import ops
 from lightning_fp8.delayed import instances
 from lightning_fp8.delayed.marks import compared_marks, new_mark
 from lightning_fp8.delayed.nonzero_scales import NonzeroScales
@@ -57,9 +57,11 @@ class AmaxHistory:
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
         unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
-        owners: the modules whose parameters tell an optimizer that steps these amaxes; any does where they have none.
+        owners: by ``id`` the modules whose parameters tell an optimizer that steps these amaxes; any does where they
+            have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
+        made_in, observed_in: the identifiers of the thread that made it, and of those that observe amaxes.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
         has_unequal_readers: whether layers that read one tensor did not share its cast, since their rows were unequal.
@@ -69,12 +71,14 @@ class AmaxHistory:
     ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
 
+    creation_index: int
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
     stepped = trained_in_eval = False
     unobserved = 0
     recipe: DelayedScaling | None = None
+    observed_in: frozenset[int] = frozenset()
     span: Span | None = None
     has_unequal_readers = False
     _marks: list[int] | None = None
@@ -94,10 +98,11 @@ class AmaxHistory:
         self._register()
 
     def _register(self) -> None:
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.creation_index = instances.register(self)
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
+        self.made_in = threading.get_ident()
+        instances.register(self)  # last: other threads see it from now on
 
     def _place_rows(self) -> None:
         """Put the tensors of every row where ``scale`` and ``amax`` lie now.
@@ -138,7 +143,7 @@ class AmaxHistory:
         return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        without = ("owners", "after_step", "_rows", "_marks")
+        without = ("owners", "after_step", "_rows", "_marks", "observed_in")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -166,13 +171,22 @@ class AmaxHistory:
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
+        self.note_thread()
+
+    def note_thread(self) -> None:
+        """Note that this thread observes amaxes."""
+        self.observed_in |= {threading.get_ident()}
+
+    def add_owner(self, module: Any) -> None:
+        """Let an optimizer of parameters of ``module`` step these amaxes."""
+        self.owners[id(module)] = module
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
         """Whether a parameter of an owner is among these, compared by ``id``.
 
         Owners without any parameter, as attention has none, follow every optimizer.
         """
-        own = [id(parameter) for owner in self.owners for parameter in owner.parameters()]
+        own = [id(parameter) for owner in instances.living(self.owners) for parameter in owner.parameters()]
         return any(each in parameters for each in own) or (not own and len(self.owners) > 0)
 
     def wait(self) -> None:
@@ -180,7 +194,7 @@ class AmaxHistory:
         self.waited += 1
         if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
             return
-        if any(owner.training for owner in self.owners):
+        if any(owner.training for owner in instances.living(self.owners)):
             self.patience = -1  # warned
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
@@ -189,7 +203,7 @@ class AmaxHistory:
                 stacklevel=2,
             )
 
-    def _watch_mode(self) -> None:
+    def watch_mode(self) -> None:
         """Warn once that updates find no amax because the model trains in eval mode."""
         if self.unobserved < 0:
             return
@@ -216,42 +230,7 @@ class AmaxHistory:
                 amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
-    def advance(self, recipe: DelayedScaling) -> None:
-        """Push ``amax``, reduced over ranks already, into the history and compute new scales.
-
-        :func:`lightning_fp8.delayed.reduce_and_update.reduce_and_update` calls it, once per optimizer step.
-
-        Args:
-            recipe: the margin, interval, history length and algorithm.
-        """
-        self.resize(recipe.amax_history_len)
-        self.updates += 1
-        self.steps = min(self.steps, 0)
-        self.waited = 0
-        self._watch_mode()
-        self._make_for(span_of(recipe))
-        self.recipe = None
-        previous_scale: Tensor | None = None
-        if recipe.interval > 1:
-            previous_scale = self.scale.clone()
-            self.num_observed += (
-                self.amax != 0
-            )  # an update that did not see a row brings it no nearer to its next scale
-        ops.update_scales(
-            self.amax,
-            self.amax_history,
-            self.scale,
-            self._fp8_max(recipe),
-            recipe.margin,
-            recipe.amax_compute_algo,
-        )
-        if previous_scale is not None:
-            self.scale.copy_(torch.where(self.num_observed % recipe.interval == 0, self.scale, previous_scale))
-        self.nonzero_scales.poll(self.scale)
-        if self.has_unequal_readers and self.updates % max(recipe.amax_history_len, COMPARED_AFTER) == 0:
-            self.forget_marks()  # what told them apart may have left the window
-
-    def _make_for(self, span: Span) -> None:
+    def rescale_to(self, span: Span) -> None:
         """Rescale the scales that an update keeps to the format and margin of ``span``."""
         ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
         if any(ratio != 1 for ratio in ratios.values()):
@@ -259,13 +238,19 @@ class AmaxHistory:
             self.scale.clamp_(max=FLOAT32_MAX)
         self.span = span
 
-    def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
+    def fp8_max(self, recipe: DelayedScaling) -> Tensor:
         """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
         key = recipe.fp8_format, self.scale.device
         if self._largest is None or self._largest[0] != key:
             values = [recipe.cast(role).float8.max for role in self.roles]
             self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
         return self._largest[1]
+
+    def note_new_scales(self) -> None:
+        """Let the host learn which scales an update has set, and, now and then, which rows are equal."""
+        self.nonzero_scales.poll(self.scale)
+        if self.has_unequal_readers and self.updates % max(len(self.amax_history), COMPARED_AFTER) == 0:
+            self.forget_marks()  # what told them apart may have left the window
 
     def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar
@@ -10,13 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.autocast import current_context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, row_name
 from lightning_fp8.scaled import Role
-from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
+from lightning_fp8.te.keys import take_state
+from lightning_fp8.te.te_state import read_te_state
 from lightning_fp8.te.unpickle import CheckpointError
 
 
@@ -73,7 +74,7 @@ class FP8Module(nn.Module):
         """Keep amaxes and scales in rows of ``history``, in the order of :meth:`history_rows`."""
         rows = count(first_row)
         self._slots = tuple({role: history.slot(next(rows)) for role in self.roles} for _ in self.gemms)
-        history.owners.add(self)
+        history.add_owner(self)
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
         """:attr:`slots_of_gemms`, in a history of the module's own where it has none yet.
@@ -94,7 +95,18 @@ class FP8Module(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.history is not None:
-            self.history.owners.add(self)
+            self.history.add_owner(self)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refused where it would run in FP8: threads of ``torch.nn.DataParallel`` are outside this thread's region."""
+        context = current_context()
+        if self.fp8 and (context.enabled or context.calibrating):
+            raise RuntimeError(
+                "torch.nn.DataParallel runs each replica in a thread of its own, which fp8_autocast does not reach: "
+                f"{type(self).__name__} would run in high precision there. Use DistributedDataParallel, strategy='ddp' "
+                "of a Trainer, or leave fp8_autocast"
+            )
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(
@@ -123,17 +135,9 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories.
-
-        Before 1.8 it kept attention's under ``fused_attention``. Of a file with both, the newer is taken, as
-        ``load_te_state_dict`` does.
-        """
-        keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-        found = {key: state_dict.pop(key) for key in keys if key in state_dict}
-        if len(found) > 1:
-            newer, older = found
-            warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=2)
-        for key, value in list(found.items())[:1]:
+        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
+        if (state := take_state(state_dict, prefix)) is not None:
+            key, value = state
             try:
                 self._load_te_state(value)
             except CheckpointError as error:

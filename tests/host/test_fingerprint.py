@@ -19,7 +19,7 @@ import pytest
 
 from cuda_kernels.device.language import UniTuple, asm, device, f32, i32, lowered
 from cuda_kernels.host import compile_cache
-from cuda_kernels.host.fingerprint import fingerprint
+from cuda_kernels.host.compile_cache import fingerprint
 from cuda_kernels.kernel import Kernel
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import compile_cache
 from cuda_kernels.norm import backward, bands, cast, rows, statistics
-rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
+rms, spread = statistics.NormSpec("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
