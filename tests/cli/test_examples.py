@@ -113,7 +113,7 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     compare_recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = ["--seeds", "1", "--steps", "26", "--width", "32", "--depth", "3", "--batch-size", "16", "--attention"]
-    tiny += ["--recipes", "delayed", "blockwise"]
+    tiny += ["--heads", "1", "--recipes", "delayed", "blockwise"]
     command = [str(ROOT / "examples" / "compare_recipes.py"), *tiny, "--out", str(tmp_path / "tiny")]
     subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=240)
     runs = json.loads((tmp_path / "tiny.json").read_text())["runs"]
