@@ -38,6 +38,11 @@ FORWARD = [
     _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
     _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=BF16),
     _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
+    _forward("ragged", 256, rows=(70, 140), lengths=([1, 70], [140, 3]), ragged=True, band=CAUSAL, dtype=BF16),
+    _forward(
+        "grouped window", 256, heads=(2, 1), rows=(130, 300), band=Band(left=100, right=20), special=True, dtype=BF16
+    ),
+    _forward("many keys", 256, rows=(16, 300), dtype=BF16),
     _forward("many keys", 64, rows=(128, 780), dtype=BF16),
     _forward("grouped causal", 96, heads=(4, 2), rows=(260, 260), band=CAUSAL, dtype=FP16),
 ]

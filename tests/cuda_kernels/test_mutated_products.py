@@ -50,6 +50,7 @@ MUTATED = (
     "attention_dkv-64-many queries",
     "attention_dkv-256-many queries",
     "mma_attention_forward-64-many keys",
+    "mma_attention_forward-256-many keys",
     "mma_attention_dq-96-many keys",
     "mma_attention_dkv-96-many queries",
 )

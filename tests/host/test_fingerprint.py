@@ -74,6 +74,7 @@ kernels = {
     "attention_dq_256": dq.attention_dq_kernel(AttentionSpec(256, "bfloat16")),
     "attention_dkv_256": dkv_256.attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
     "attention_mma_forward": mma_forward.mma_attention_forward_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_mma_forward_256": mma_forward.mma_attention_forward_kernel(AttentionSpec(256, "bfloat16")),
     "attention_mma_dq": mma_dq.mma_attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "transpose_heads": transpose.transpose_heads_kernel(64),
@@ -121,7 +122,7 @@ CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quant
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
-ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "dq", "dkv")}
+ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),

@@ -31,7 +31,14 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy, make_half_copy
+from cuda_kernels.attention.mma.operands import (
+    BACKWARD_HEAD_DIMS,
+    LINE,
+    TILE,
+    attention_by_mma,
+    make_copy,
+    make_half_copy,
+)
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
@@ -83,7 +90,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
     tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
     """
-    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    assert spec.head_dim in BACKWARD_HEAD_DIMS, "there are no registers for sums of more channels"
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
