@@ -54,7 +54,7 @@ def run_on_two_ranks(module: str, *args: str, folder: Path) -> list[Any]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

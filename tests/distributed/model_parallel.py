@@ -1,6 +1,6 @@
 """Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes, and reports.
 
-``python -m tests.distributed.model_parallel FOLDER {full,sharded} {blocks,linears}``
+``python -m tests.distributed.model_parallel FOLDER``
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-def main(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any]:
+def of(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any]:
+    """What a training that is resumed gives, with either file and either module sharded."""
+    folder.mkdir(exist_ok=True)
     options = (sharded_file, shard_linears)
     straight_trainer, straight = train(3, *options)
     first, half = train(1, *options)
@@ -98,6 +100,10 @@ def main(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    report = main(folder, sys.argv[2] == "sharded", sys.argv[3] == "linears")
+    report = {
+        f"{file} {sharded}": of(folder / f"{file} {sharded}", file == "sharded", sharded == "linears")
+        for file in ("full", "sharded")
+        for sharded in ("blocks", "linears")
+    }
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

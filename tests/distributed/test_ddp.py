@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,23 @@ from tests.checkpoint.te_models import expected_rows, lightning_checkpoints
 from tests.distributed.launch import run_on_two_ranks
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with Transformer Engine's files in ``te``, and what they hold."""
+    folder = tmp_path_factory.mktemp("ddp")
+    (folder / "te").mkdir()
+    return folder, lightning_checkpoints(folder / "te")
+
+
+@pytest.fixture(scope="module")
+def ranks(files: tuple[Path, Any]) -> list[Any]:
+    folder, _ = files
+    return run_on_two_ranks("ddp", str(folder), folder=folder)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path: Path) -> None:
-    first, second = run_on_two_ranks("ddp", "scales", str(tmp_path), str(accumulate), folder=tmp_path)
+def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, ranks: list[Any]) -> None:
+    first, second = (rank["scales"][str(accumulate)] for rank in ranks)
     steps = 4 // accumulate
     assert first["steps"] == second["steps"] == steps
     assert len(first["amax"]) == steps
@@ -28,16 +43,16 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path
         assert rank["more_than_bf16"] == {"all_reduce": steps}
 
 
-def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
-    for report in run_on_two_ranks("ddp", "resume", str(tmp_path), folder=tmp_path):
+def test_resume_is_bit_for_bit(ranks: list[Any]) -> None:
+    for report in (rank["resume"] for rank in ranks):
         assert len(report) == 6
         for name, result in report.items():
             assert result == {"losses": True, "weights": True, "count": 4}, name
 
 
-def test_transformer_engines_files_resume(tmp_path: Path) -> None:
-    written = lightning_checkpoints(tmp_path)
-    for report in run_on_two_ranks("ddp", "te_resume", str(tmp_path), folder=tmp_path):
+def test_transformer_engines_files_resume(ranks: list[Any], files: tuple[Path, Any]) -> None:
+    _, written = files
+    for report in (rank["te_resume"] for rank in ranks):
         assert report.keys() == written.keys()
         for version, result in report.items():
             expected = {name: float(scale) for name, (scale, _) in expected_rows(written[version][0]["states"]).items()}

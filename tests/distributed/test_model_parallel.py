@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_on_two_ranks
 
 
-@pytest.mark.parametrize(
-    ("file", "sharded"), [("full", "blocks"), ("sharded", "blocks"), ("full", "linears"), ("sharded", "linears")]
-)
-def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, tmp_path: Path) -> None:
-    first, second = run_on_two_ranks("model_parallel", str(tmp_path), file, sharded, folder=tmp_path)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_on_two_ranks("model_parallel", str(folder), folder=folder)
+
+
+@pytest.mark.parametrize("sharded", ["blocks", "linears"])
+@pytest.mark.parametrize("file", ["full", "sharded"])
+def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, ranks: list[Any]) -> None:
+    first, second = (rank[f"{file} {sharded}"] for rank in ranks)
     assert first["scales"] == second["scales"]
     for report in (first, second):
         assert report["losses"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tests.emulator.ptx_on_cpu_samples import TARGETS, compiled, needs_gcc, ptx
-from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+from tests.ptx_on_cpu import EmulatorError, Program, TensorMap, build
 from tests.ptx_on_cpu.mutants import run_as, with_mutants
 
 pytestmark = needs_gcc
@@ -438,6 +439,7 @@ def test_mutants_lack_what_they_say() -> None:
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """Two processes that compile the same at the same time both get a whole file."""
+    shutil.copy(build.runtime()._name, tmp_path)
     script = "import sys\nfrom tests.ptx_on_cpu import Program\nProgram(sys.argv[1]).launch((1, 1, 1), (1, 1, 1), [])\n"
     environment = os.environ | {"PTX_ON_CPU_CACHE": str(tmp_path)}
     command, folder = [sys.executable, "-c", script, ptx("", "mov.u32 %r0, 1;")], Path(__file__).parents[2]
