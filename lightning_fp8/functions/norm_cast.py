@@ -6,94 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_fp8 import ops
+from lightning_fp8.functions.deferred import DeferredTensor
 from lightning_fp8.functions.linear import Slots, cast_args
 from lightning_fp8.functions.product import refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.scaled import Role
 
-_aten = torch.ops.aten
-_READ_NO_VALUES = (_aten.new_empty_strided.default, _aten.new_empty.default, _aten.empty_like.default)
 
+class NormOutput(DeferredTensor):
+    """``x rstd weight`` of RMSNorm."""
 
-class NormOutput(torch.Tensor):
-    """``x rstd weight`` of RMSNorm, which is computed where something reads it; FP8 layers read its copies instead.
+    what = "the output of a norm that casts for FP8 layers"
+    made_of = "the norm's input or weight"
 
-    Every operation but those on shapes takes it for the tensor that it stands for.
-    """
-
-    _source: tuple[Tensor, Tensor, float]
-    _versions: list[int]
-    _computed: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, x: Tensor, weight: Tensor, eps: float) -> NormOutput:
-        output: NormOutput = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
-        )
-        output._source = x, weight, eps
-        output._versions = _versions(x, weight)
-        output._computed = None
-        return output
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"NormOutput(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
-
-    def computed(self) -> Tensor:
-        """The norm's result, rounded as Hugging Face's norms do: before it is multiplied by the weight.
-
-        Raises:
-            RuntimeError: the norm's input or weight was changed since.
-        """
-        if self._computed is None:
-            x, weight, eps = self._source
-            if _versions(x, weight) != self._versions:
-                raise RuntimeError(
-                    "the output of a norm that casts for FP8 layers is read for the first time after the norm's input "
-                    "or weight was changed in place, as an optimizer does; read it before (clone() keeps the values), "
-                    "or convert with fuse=False"
-                )
-            with torch.no_grad():
-                wide = x.float()
-                normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-                self._computed = weight * normalized.to(x.dtype)
-        return self._computed
-
-    def data_ptr(self) -> int:
-        """The address that kernels of others read."""
-        return self.computed().data_ptr()
-
-    def tolist(self) -> Any:
-        return self.computed().tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if not self.is_leaf:
-            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # says why it does not
-        return self.computed().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # pickles hold the values
-        return self.computed().__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function is _aten.detach.default:
-            (output,) = args
-            detached = NormOutput(*output._source)
-            detached._computed = output._computed
-            detached._versions = output._versions
-            return detached
-        if function in _READ_NO_VALUES:
-            return function(args[0]._source[0], *args[1:], **(kwargs or {}))
-        args, kwargs = tree_map_only(NormOutput, NormOutput.computed, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _versions(*tensors: Tensor) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    def _compute(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm's result, rounded as Hugging Face's norms do: before it is multiplied by the weight."""
+        wide = x.float()
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normalized.to(x.dtype)
 
 
 class NormCastFunction(torch.autograd.Function):
