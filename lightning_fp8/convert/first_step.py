@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
 from lightning_fp8.convert.attention_ran import judged
-from lightning_fp8.convert.fusion.ran import NORM_CAST_NOTHING, forget_what_ran, judged_casting
+from lightning_fp8.convert.fusion.ran import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.modules import LayerNormLinear, LayerNormMLP
 from lightning_fp8.modules.base import FP8Module
@@ -340,6 +340,8 @@ def _way_out(reason: str) -> str:
         return "; call it inside training_step or the module that Fabric set up"
     if reason == NORM_CAST_NOTHING:
         return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
+    if reason == MLP_CAST_NOTHING:
+        return ", which is a pass more over memory and no harm else; fuse=False takes it out of the table"
     if reason.startswith("it was not called"):
         return ", which is no harm if it is rarely needed"
     return "; skip=(...) takes it out of the table"

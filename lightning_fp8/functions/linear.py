@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.functions.deferred import DeferredGradient
+from lightning_fp8.functions.deferred.tensor import DeferredGradient
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.quantize.casting import CastArgs

@@ -1,4 +1,4 @@
-"""Gated MLPs of Hugging Face's Llama and its like that cast their activation for the FP8 layer behind it, in one pass."""
+"""Gated MLPs of Hugging Face's Llama and its like that cast their activation for their last layer, in one pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.functions.gated_cast import GatedCastFunction
+from lightning_fp8.functions.deferred.gated import GatedCastFunction
 from lightning_fp8.functions.shared_input import offer
 from lightning_fp8.modules.fusion.casting import (
     CastingModule,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.functions.norm_cast import NormCastFunction
+from lightning_fp8.functions.deferred.norm import NormCastFunction
 from lightning_fp8.functions.shared_input import offer
 from lightning_fp8.modules.fusion.casting import (
     CastingModule,

@@ -27,23 +27,23 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
     Args:
         reference_op: ``(*tensors, options_text, io)``, computes the same without kernels.
         loader_of: an activation's name, a dtype and whether rows begin at vectors, to the loader of the values.
-        names: of the tensors, which have one shape and dtype.
+        names: of the tensors, which have the shape and dtype of ``x``.
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
     def plan(device: torch.device, keys: tuple[KeyAndDevice, ...], options_text: str, *given: Any) -> Op:
         tensors = [TensorKey(*key) for key in keys]
-        first = tensors[0]
+        x = tensors[names.index("x")]
         variant = cast_variant(device, options_text, *given)
-        require(names[0], first, HIGH_PRECISION, first.shape, device)
-        for name, tensor in zip(names[1:], tensors[1:]):
-            require(name, tensor, first.dtype, first.shape, device)
-        check_not_empty(first.shape)
+        require("x", x, HIGH_PRECISION, x.shape, device)
+        for name, tensor in zip(names, tensors):
+            require(name, tensor, x.dtype, x.shape, device)
+        check_not_empty(x.shape)
         if not all(tensor.has_contiguous_rows for tensor in tensors):
             return lambda *args: run(*(tensor.contiguous() for tensor in args[:-2]), *args[-2:])
         aligned = all(tensor.is_vectorizable(4) for tensor in tensors)
-        loader = loader_of(parse_activation_options(options_text).name, NAMES[first.dtype], aligned)
-        launches = cast_launches(variant.options.layout)(device, loader, first.rows, first.columns, variant).cast
+        loader = loader_of(parse_activation_options(options_text).name, NAMES[x.dtype], aligned)
+        launches = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
         pointer = launch.address_on(device)
         strides = [tensor.stride for tensor in tensors]
 
@@ -55,7 +55,7 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
 
     def run(*args: Any) -> Outputs:
         *tensors, options_text, (scale, amax, overflow_counts) = args
-        x = tensors[0]
+        x = tensors[names.index("x")]
         outputs: Outputs = plan(
             x.device, x.is_cuda and current_device(), tuple(map(key_and_device, tensors)), options_text,
             scale is not None, amax is not None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.deferred import DeferredTensor
+from lightning_fp8.functions.deferred.tensor import DeferredTensor
 from lightning_fp8.functions.linear import Slots, cast_args
 from lightning_fp8.functions.product import refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.deferred import DeferredGradient, DeferredTensor
+from lightning_fp8.functions.deferred.tensor import DeferredGradient, DeferredTensor
 from lightning_fp8.functions.linear import Slots, cast_args
 from lightning_fp8.functions.product import refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast
