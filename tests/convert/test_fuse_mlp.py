@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.convert.test_fuse import Ops, assert_equal, converted, llama, step
 
 transformers = pytest.importorskip("transformers")
 
-TWICE = (1 + 2.0**-9) ** 2 - 1
+TWICE = (1 + 2.0**-8) ** 2 - 1
 """The most by which two roundings to BF16 change a number, relative to it; the fused pass has none."""
 
 
@@ -43,7 +42,7 @@ def test_values_are_those_of_the_models_own_modules(name: str) -> None:
     exact = exact_y, *torch.autograd.grad(exact_y, wide, dy.double())
     for deferred, value, right in zip(made, (y, *gradients), exact):
         assert torch.equal(deferred + 0, value)
-        assert bool(((value.double() - right).abs() <= (TWICE + 1e-5) * right.abs() + 1e-6).all())
+        assert bool(((value.double() - right).abs() <= (TWICE + 1e-5) * right.abs() + 1e-5).all())
 
 
 def test_amaxes_are_those_of_the_exact_values() -> None:
@@ -52,7 +51,11 @@ def test_amaxes_are_those_of_the_exact_values() -> None:
     mlp = model.model.layers[1].mlp
     for name in ("gate_proj", "up_proj"):
         getattr(mlp, name).register_forward_hook(lambda *args, name=name: seen.update({name: args[-1]}))
-    mlp.down_proj.register_forward_pre_hook(lambda *args: args[1][0].register_hook(lambda dy: seen.update(dy=dy)))
+
+    def watch_gradient(layer: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].register_hook(lambda dy: seen.update(dy=dy))
+
+    mlp.down_proj.register_forward_pre_hook(watch_gradient)
     step(model)
     gate, up = (seen[name].detach().double().requires_grad_() for name in ("gate_proj", "up_proj"))
     y = F.silu(gate) * up
@@ -70,9 +73,13 @@ def test_what_is_kept_are_the_outputs_of_gate_and_up() -> None:
     x = torch.randn(24, 64).bfloat16().requires_grad_()
     for parameter in mlp.parameters():
         parameter.requires_grad_(False)  # no layer keeps its input
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append((t.numel(), t.dtype)) or t, lambda t: t):
-        with fp8_autocast(fp8_recipe="rowwise"):
-            mlp(x)
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append((tensor.numel(), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8_autocast(fp8_recipe="rowwise"):
+        mlp(x)
     weights = [parameter.numel() for parameter in mlp.parameters()]
     kept = [size for size in sizes if size[0] not in weights]
     assert kept == [(24 * 96, torch.bfloat16)] * 2

@@ -19,7 +19,6 @@ from lightning_fp8.ops.activation.schema import is_gated
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.norm import cuda as norm_cuda
 from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
-from lightning_fp8.ops.norm import reference as norm_reference
 from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor

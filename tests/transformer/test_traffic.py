@@ -99,9 +99,7 @@ def test_fused_modules_move_six_tenths_of_a_converted_block(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_a_fused_block_of_llama_writes_no_activation_between_gate_and_down(recipe: str) -> None:
-    """SiLU and the product read 4 F and wrote 2 F of R rows and down's cast read F; backward they read 6 F, wrote 3 F and
-    the casts of gate's and up's gradients read 2 F. Fused they read 2 F, and backward 5 F.
-
-    The norms: see ``tests/convert/test_fuse.py``; they save more than this bound leaves.
+    """SiLU, its product with up and down's cast read 4 F elements of each row, and write 2 F; backward they and the casts
+    for gate and up read 8 F and write 3 F. The fused casts read 2 F, and backward 5 F. What norms save comes on top.
     """
     assert traffic(llama_block(), recipe) - traffic(llama_block(fuse=True), recipe) >= 10 * BATCH * TIME * FFN
