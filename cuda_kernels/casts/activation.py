@@ -144,7 +144,7 @@ ACTIVATIONS = {
 """By Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 
-def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
+def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
     """A loader that computes a tile's values as it loads them, so that kernels that read them twice compute them once.
 
     Args:
@@ -187,7 +187,7 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
 
 
 @device
-def _unpack(quad, values):
+def unpack(quad, values):
     values[0], values[1], values[2], values[3] = quad
 
 
@@ -219,14 +219,14 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     @device
     def compute(columns, column, read, start, values):
         x, gate = cuda.local.array(4, f32), cuda.local.array(4, f32)
-        _unpack(decode_quad(read, start), x)
+        unpack(decode_quad(read, start), x)
         if gated:
-            _unpack(decode_quad(read, start + quad), gate)
+            unpack(decode_quad(read, start + quad), gate)
         for index in range(4):
             values[index] = value(x[index]) * gate[index] if gated else value(x[index])
 
     raw = 2 * quad if gated else quad
-    return _computed(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
+    return computed_loader(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
 
 
 def _wrapped_loader(dtype: str, aligned: bool) -> Any:
@@ -297,71 +297,14 @@ def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bo
         x = cuda.local.array(4, f32)
         dy = cuda.local.array(4, f32)
         gate = cuda.local.array(4, f32)
-        _unpack(decode_x(read, start), x)
-        _unpack(decode_dy(read, start + quad), dy)
+        unpack(decode_x(read, start), x)
+        unpack(decode_dy(read, start + quad), dy)
         if gated:
-            _unpack(decode_x(read, start + quad + dy_quad), gate)
+            unpack(decode_x(read, start + quad + dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
             grad, value = grad_and_value(factor, x[index])
             values[index] = grad if not gated or column + index < columns >> 1 else dy[index] * value
 
     raw = (2 * quad if gated else quad) + dy_quad
-    return _computed(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)
-
-
-def _apart_loader(name: str, dtype: str, aligned: bool, tensors: int, compute_one: Any) -> TileLoader:
-    """A loader of what ``compute_one`` gives of an element each of two or three tensors of one dtype ``[R, F]``.
-
-    Arguments: the address and the stride of each tensor. ``aligned``: these, and F, are multiples of four elements.
-
-    Args:
-        compute_one: device function ``(first, second, third) -> value``; of two tensors the third is the second.
-    """
-    itemsize = ITEM_BYTES[dtype]
-    quad = quad_registers(dtype)
-    load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
-    third = (tensors - 1) * quad
-
-    @device
-    def load_tensor(address, stride, columns, row, column, in_bounds, registers, start):
-        loaded = load_quad(address + (row * stride + i64(column)) * itemsize, column, columns, in_bounds)
-        for register in range(quad):
-            registers[start + register] = loaded[register]
-
-    @device
-    def load_two(args, columns, row, column, in_bounds, registers, start):
-        load_tensor(args[0], args[1], columns, row, column, in_bounds, registers, start)
-        load_tensor(args[2], args[3], columns, row, column, in_bounds, registers, start + quad)
-
-    @device
-    def load_three(args, columns, row, column, in_bounds, registers, start):
-        load_two(args, columns, row, column, in_bounds, registers, start)
-        load_tensor(args[4], args[5], columns, row, column, in_bounds, registers, start + third)
-
-    @device
-    def compute(columns, column, read, start, values):
-        a, b, c = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
-        _unpack(decode_quad(read, start), a)
-        _unpack(decode_quad(read, start + quad), b)
-        _unpack(decode_quad(read, start + third), c)
-        for index in range(4):
-            values[index] = compute_one(a[index], b[index], c[index])
-
-    load_row = load_two if tensors == 2 else load_three
-    return _computed(f"{name} {dtype}", aligned, 2 * tensors, tensors * quad, load_row, compute)
-
-
-@cache
-def gated_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
-    """``activation(x) * factor``; see :func:`_apart_loader`. Arguments: x's address and stride, and the factor's."""
-    value = ACTIVATIONS[name].value
-    return _apart_loader(f"gated {name}", dtype, aligned, 2, device(lambda x, factor, _: value(x) * factor))
-
-
-@cache
-def gated_backward_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
-    """The gradient of x through :func:`gated_loader`. Arguments: dy's address and stride, x's, and the factor's."""
-    grad_and_value = ACTIVATIONS[name].grad_and_value
-    gradient = device(lambda dy, x, factor: grad_and_value(dy * factor, x)[0])
-    return _apart_loader(f"gradient of gated {name}", dtype, aligned, 3, gradient)
+    return computed_loader(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

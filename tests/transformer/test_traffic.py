@@ -99,7 +99,7 @@ def test_fused_modules_move_six_tenths_of_a_converted_block(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_a_fused_block_of_llama_writes_no_activation_between_gate_and_down(recipe: str) -> None:
-    """SiLU, its product with up and down's cast read 4 F elements of each row, and write 2 F; backward they and the casts
-    for gate and up read 8 F and write 3 F. The fused casts read 2 F, and backward 5 F. What norms save comes on top.
+    """SiLU, its product with up and down's cast read 4 F elements of each row, and write 2 F; backward they and the
+    casts for gate and up read 8 F and write 3 F. The fused casts read 2 F, and backward 5 F. Norms save more.
     """
     assert traffic(llama_block(), recipe) - traffic(llama_block(fuse=True), recipe) >= 10 * BATCH * TIME * FFN

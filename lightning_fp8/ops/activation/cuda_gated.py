@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cuda_kernels.casts.activation import gated_backward_loader, gated_loader
+from cuda_kernels.casts.gated import gated_backward_loader, gated_loader
 from cuda_kernels.device.tile import TileLoader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.activation import reference
