@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import with_kernel_strides
 from lightning_fp8.ops.norm.schema import format_norm_options
@@ -53,16 +54,19 @@ class Operation:
 
 
 class Call:
-    """An operation with its arguments, ready to be called again and again.
+    """An operation with its arguments, ready to be called again and again, as training calls it.
+
+    Args:
+        function: what computes ``operation.op`` of its arguments in the schema's order; None for the package's own.
 
     Raises:
-        AttributeError: ``namespace`` has no such op.
+        AttributeError: there is no such op.
     """
 
-    def __init__(self, operation: Operation, x: Tensor, namespace: str = "lightning_fp8") -> None:
-        self.function = getattr(getattr(torch.ops, namespace), operation.op).default  # as training calls it
-        named, parameters = operation.arguments(x), self.function._schema.arguments
-        # In the schema's order, as training passes them: by name they take the dispatcher longer.
+    def __init__(self, operation: Operation, x: Tensor, function: Callable[..., Any] | None = None) -> None:
+        self.function = function or op(operation.op)
+        named = operation.arguments(x)
+        parameters = getattr(torch.ops.lightning_fp8, operation.op).default._schema.arguments
         self.args = [named.pop(each.name) if each.name in named else each.default_value for each in parameters]
         assert not named, f"{operation.op} has no {', '.join(named)}"
         self._written: list[Tensor] = [
@@ -106,26 +110,26 @@ def casts(dtype: torch.dtype) -> list[Operation]:
 
     def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
         options_text = format_quantize_options(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
-        return lambda x: {"x": x, "options": options_text, **_scale(x), **({} if amax else {"amax": None})}
+        return lambda x: {"x": x, "options": options_text, **_scale(x, amax)}
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = not layout.has_one_scale  # as the recipes do
         return lambda x: {"x": x, "options": format_quantize_options(Cast(float8, layout, power_2), True, columnwise)}
 
     operations = [
-        Operation("cast", "quantize", dtype, given(False, True, False), CAST),
-        Operation("cast, scale may be 0", "quantize", dtype, given(False, True, False, nonzero=False)),
+        Operation("cast", "quantize_unobserved", dtype, given(False, True, False), CAST),
+        Operation("cast, scale may be 0", "quantize_unobserved", dtype, given(False, True, False, nonzero=False)),
         Operation("cast + amax", "quantize", dtype, given(True, True, False), CAST),
-        Operation("cast + transposed", "quantize", dtype, given(False, True, True), CAST_AND_MORE),
+        Operation("cast + transposed", "quantize_unobserved", dtype, given(False, True, True), CAST_AND_MORE),
         Operation("cast + transposed + amax", "quantize", dtype, given(True, True, True), CAST_AND_MORE),
-        Operation("transposed only", "quantize", dtype, given(False, False, True)),
+        Operation("transposed only", "quantize_unobserved", dtype, given(False, False, True)),
     ]
     for layout in Layout:
         name = "current scaling" if layout.has_one_scale else layout.value
         target = CAST_AND_MORE if layout in (Layout.BLOCK_1X128, Layout.MX_1X32) else HOST
         operations += [
-            Operation(name, "quantize", dtype, own(layout, False), target),
-            Operation(f"{name} + transposed", "quantize", dtype, own(layout, True), target),
+            Operation(name, "quantize_unobserved", dtype, own(layout, False), target),
+            Operation(f"{name} + transposed", "quantize_unobserved", dtype, own(layout, True), target),
         ]
     return operations
 
@@ -205,9 +209,10 @@ def products(dtype: torch.dtype) -> list[Operation]:
     ]
 
 
-def _scale(x: Tensor) -> Arguments:
-    """A given scale, and the largest amax so far."""
-    return {"scale": torch.full((), SCALE, device=x.device), "amax": torch.zeros((), device=x.device)}
+def _scale(x: Tensor, amax: bool = True) -> Arguments:
+    """A given scale, and the largest amax so far if it is observed."""
+    given = {"scale": torch.full((), SCALE, device=x.device)}
+    return {**given, "amax": torch.zeros((), device=x.device)} if amax else given
 
 
 def update_scales(target: dict[str, float]) -> Operation:

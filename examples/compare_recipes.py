@@ -2,6 +2,7 @@
 
     python examples/compare_recipes.py --seeds 3 --steps 600 --jobs 2 --out docs/compare_recipes
     python examples/compare_recipes.py --attention --heads 2 --out docs/compare_attention    # attention in FP8, too
+    python examples/compare_recipes.py --modules --out docs/compare_modules    # of lightning_fp8.TransformerLayers
 
 Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
 runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
@@ -32,8 +33,6 @@ from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.recipes import RECIPES
 
 plt.switch_backend("Agg")  # no screen needed
-
-RUNS = ["bf16", *RECIPES]
 
 
 class Curve(L.Callback):
@@ -91,16 +90,17 @@ def train(
     lr: float,
     attention: bool,
     all_blocks: bool,
+    modules: bool,
 ) -> dict[str, Any]:
     """One run: its final validation loss in nats per byte, its training losses, and how much of it ran in FP8."""
     torch.set_num_threads(threads)
     L.seed_everything(seed)
-    model = GPT(width=width, depth=depth, heads=heads, lr=lr)
+    model = GPT(width=width, depth=depth, heads=heads, lr=lr, modules=modules)
     data = StdlibBytes(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed)
     return fitted(model, data, recipe, steps, attention, all_blocks)
 
 
-def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
+def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
     """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
     rows = [
         "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers "
@@ -108,7 +108,7 @@ def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
-    for recipe in RUNS:
+    for recipe in recipes:
         losses = [runs[f"{recipe}/{seed}"]["val_loss"] for seed in range(seeds)]
         mean = statistics.mean(losses)
         rows.append(
@@ -118,14 +118,14 @@ def table(runs: dict[str, dict[str, Any]], seeds: int) -> str:
     return "\n".join(rows)
 
 
-def plot(runs: dict[str, dict[str, Any]], seeds: int, path: Path) -> None:
+def plot(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, path: Path) -> None:
     """Smoothed training loss, and its difference from the BF16 run of the same seed."""
 
     def smooth(losses: list[float], window: int = 25) -> Tensor:
         return torch.tensor(losses).unfold(0, window, 1).mean(-1)
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
-    for color, recipe in enumerate(RUNS):
+    for color, recipe in enumerate(recipes):
         curves = torch.stack([smooth(runs[f"{recipe}/{seed}"]["losses"]) for seed in range(seeds)])
         baseline = torch.stack([smooth(runs[f"bf16/{seed}"]["losses"]) for seed in range(seeds)])
         steps = torch.arange(curves.shape[1]) + 25
@@ -144,6 +144,7 @@ def plot(runs: dict[str, dict[str, Any]], seeds: int, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare FP8 recipes with BF16 on the GPT example.")
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES], choices=[*RECIPES], help="beside BF16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=128)
@@ -153,41 +154,41 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--attention", action="store_true", help="attention in FP8, too")
+    parser.add_argument("--modules", action="store_true", help="blocks of lightning_fp8.TransformerLayer")
     parser.add_argument("--all-blocks", action="store_true", help="the first and the last block in FP8, too")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the processor's cores")
     parser.add_argument("--out", type=Path, default=Path("compare_recipes"), help="path of the .md, .png and .json")
     args = parser.parse_args()
 
-    record, settings = (
-        args.out.with_suffix(".json"),
-        {k: v for k, v in vars(args).items() if k not in ("out", "seeds", "jobs")},
-    )
+    record = args.out.with_suffix(".json")
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "recipes", "seeds", "jobs")}
+    recipes = ["bf16", *args.recipes]
     saved = json.loads(record.read_text()) if record.exists() else {"settings": settings, "runs": {}}
     if saved["settings"] != settings:
         raise SystemExit(f"{record} holds runs with {saved['settings']}, not {settings}; choose another --out")
     runs = saved["runs"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in RUNS if f"{recipe}/{seed}" not in runs]
+    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in recipes if f"{recipe}/{seed}" not in runs]
     threads = max(torch.get_num_threads() // args.jobs, 1)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         training = {pool.submit(train, *run, threads, **settings): run for run in wanted}
         for future in as_completed(training):
             recipe, seed = training[future]
             runs[f"{recipe}/{seed}"] = future.result()
-            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(RUNS)} is done", flush=True)
+            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(recipes)} is done", flush=True)
             temporary = record.with_suffix(".json.part")
             temporary.write_text(json.dumps(saved))
             temporary.replace(record)
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
-    what = "FP8 recipes, with FP8 attention," if args.attention else "FP8 recipes"
+    what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
     text = (
         f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
-        f"{table(runs, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
+        f"{table(runs, recipes, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)
-    plot(runs, args.seeds, args.out.with_suffix(".png"))
-    print(table(runs, args.seeds))
+    plot(runs, recipes, args.seeds, args.out.with_suffix(".png"))
+    print(table(runs, recipes, args.seeds))
 
 
 if __name__ == "__main__":

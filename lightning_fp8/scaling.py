@@ -58,19 +58,31 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
     return torch.where(usable, ((largest * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX), scale)
 
 
-def roll_history(history: Tensor, amax: Tensor) -> Tensor:
-    """Push ``amax [n]`` into the window ``history [len, n]``, oldest row first, and return the new window.
+def updated_scales(
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: AmaxAlgorithm
+) -> tuple[Tensor, Tensor]:
+    """The scale update of delayed scaling: push ``amax`` into the history, reduce that over its steps, and scale.
 
-    A column whose amax is 0 (its module did not run), inf or NaN (it would freeze the scale for the whole window)
-    stays as it is.
+    A tensor whose amax is 0 (its module did not run), inf or NaN (it would freeze the scale for the whole window) keeps
+    its scale and history. Source: Transformer Engine's fused update (``delayed_scaling.cu``).
+
+    Args:
+        amax: float32 ``[n]``, of this step.
+        amax_history: float32 ``[len, n]``, oldest first.
+        scale: float32 ``[n]``, the scales in use.
+        fp8_max: float32 ``[n]``, the largest value of each tensor's format.
+        margin: binary digits of head room.
+        algorithm: ``"max"`` of the history or its ``"most_recent"`` row.
+
+    Returns:
+        New scales and the new history, whose first row is 0: that amax counted for the last time.
     """
     usable = (amax > 0) & torch.isfinite(amax)
-    return torch.where(usable, torch.cat([history[1:], amax[None]]), history)
-
-
-def reduce_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
-    """The amax ``[n]`` that a window ``[len, n]`` stands for: its maximum, or its most recent row."""
-    return history.amax(0) if algorithm == "max" else history[-1]
+    amax_history = torch.where(usable, torch.cat([amax_history[1:], amax[None]]), amax_history)
+    largest = amax_history.amax(0) if algorithm == "max" else amax_history[-1]
+    scale = torch.where(usable, delayed_scale(largest, scale, fp8_max, margin), scale)
+    amax_history[0] = 0
+    return scale, amax_history
 
 
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:

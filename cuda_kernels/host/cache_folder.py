@@ -11,30 +11,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from cuda_kernels.host.toolchain import TOOLS, versions
-
 CACHE_VARIABLE = "LIGHTNING_FP8_CACHE"
 """Environment variable: the folder of compiled kernels, instead of ``~/.cache/lightning_fp8``."""
 
 CARRIED_VARIABLE = "LIGHTNING_FP8_KERNELS"
 """Environment variable: a folder of kernels made by ``lightning-fp8 kernels build``, here or elsewhere; they are taken
 whatever compilers are here."""
-
-
-@cache
-def compilers() -> str:
-    """The versions of all that turns a kernel's source into machine code; nothing is imported for it."""
-    found = versions(TOOLS)
-    text = " ".join(f"{tool} {version}" for tool, version in found.items())
-    return text if {"nvidia-nvvm", "nvidia-nvjitlink"} <= found.keys() else f"{text} {_toolkits()}"
-
-
-def _toolkits() -> str:
-    """Folders of compilers that are no packages, and the version that each folder's file says."""
-    places = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(name)]
-    versions_of = [path.read_text() for place in places if (path := Path(place, "version.json")).is_file()]
-    return " ".join((*places, *versions_of))
-
 
 _DIGEST = 32
 """A file begins with so many bytes of SHA-256 of the rest."""

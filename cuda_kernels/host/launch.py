@@ -163,10 +163,12 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     entered = threading.local()
 
     def zero(address: int) -> None:
-        if not hasattr(entered, "context"):
+        try:
+            stream_of = entered.stream_of
+        except AttributeError:
             enter_context(index)
-            entered.context = True
-        result = memset(address, 0, elements, stream(index))[0]
+            stream_of = entered.stream_of = stream
+        (result,) = memset(address, 0, elements, stream_of(index))
         if result:
             raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
 

@@ -44,24 +44,24 @@ class Conflict(NamedTuple):
 
 def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
     """The versions of those of the packages ``names`` that are installed."""
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def conflicts(found: Versions) -> list[str]:
-    """A sentence with a way out for each conflict between the packages ``found``, as :func:`versions` gives them."""
-    return [f"{problem}; {way_out}" for problem, way_out in known_conflicts(found)]
+def conflicts(installed: Versions) -> list[str]:
+    """A sentence with a way out for each conflict between packages ``installed``, as :func:`versions` gives them."""
+    return [f"{problem}; {way_out}" for problem, way_out in known_conflicts(installed)]
 
 
-def known_conflicts(found: Versions) -> list[Conflict]:
+def known_conflicts(installed: Versions) -> list[Conflict]:
     """As :func:`conflicts`, in parts."""
     rules: tuple[Callable[[Versions], Conflict | None], ...] = (_numpy_too_new, _nvvm_too_new)
-    return [conflict for rule in rules if (conflict := rule(found))]
+    return [conflict for rule in rules if (conflict := rule(installed))]
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -75,9 +75,9 @@ def newer_nvvm(nvvm: str, nvjitlink: str) -> bool:
     return numbers(nvvm)[:2] > numbers(nvjitlink)[:2]
 
 
-def _numpy_too_new(found: Versions) -> Conflict | None:
-    numba = numbers(found.get("numba", ""))
-    numpy = numbers(found.get("numpy", ""))[:2]
+def _numpy_too_new(installed: Versions) -> Conflict | None:
+    numba = numbers(installed.get("numba", ""))
+    numpy = numbers(installed.get("numpy", ""))[:2]
     newest = [limit for since, limit in _NEWEST_NUMPY.items() if numba >= since]
     if not newest or numba >= _NUMBA_READ or numpy <= newest[-1]:
         return None
@@ -85,18 +85,19 @@ def _numpy_too_new(found: Versions) -> Conflict | None:
     major, minor = newest[-1]
     older = f'pip install "numpy<{major}.{minor + 1}"'
     return Conflict(
-        f"numba {found['numba']} refuses to be imported with numpy {found['numpy']}; {major}.{minor} is its newest",
+        f"numba {installed['numba']} refuses to be imported with numpy {installed['numpy']}; "
+        f"{major}.{minor} is its newest",
         older if enough is None else f'pip install "numba>={".".join(map(str, enough))}", or {older}',
     )
 
 
-def _nvvm_too_new(found: Versions) -> Conflict | None:
+def _nvvm_too_new(installed: Versions) -> Conflict | None:
     """As cuda-pathfinder finds them: the wheels of CUDA 13 first."""
-    nvvm = next((name for name in ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12") if name in found), None)
-    nvjitlink = next((name for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12") if name in found), None)
-    if nvvm is None or nvjitlink is None or not newer_nvvm(found[nvvm], found[nvjitlink]):
+    nvvm = next((name for name in ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12") if name in installed), None)
+    nvjitlink = next((name for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12") if name in installed), None)
+    if nvvm is None or nvjitlink is None or not newer_nvvm(installed[nvvm], installed[nvjitlink]):
         return None
-    return nvvm_conflict(f"{nvvm} {found[nvvm]}", found[nvjitlink], f"{nvjitlink} {found[nvjitlink]}")
+    return nvvm_conflict(f"{nvvm} {installed[nvvm]}", installed[nvjitlink], f"{nvjitlink} {installed[nvjitlink]}")
 
 
 def nvvm_conflict(nvvm: str, version: str, nvjitlink: str) -> Conflict:

@@ -19,7 +19,8 @@ from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, make_recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, empty_columns, num_gemms_of, place_row
+from lightning_fp8.te.keys import num_gemms_of, state_key
+from lightning_fp8.te.te_state import empty_columns, place_row
 from lightning_fp8.te.unpickle import Standin
 
 _RECIPES = "transformer_engine.common.recipe"
@@ -63,13 +64,12 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
         attention = module.roles == ATTENTION_ROLES
         if attention and number < (1, 6):
             continue
-        middle = [FUSED_ATTENTION] if attention and number < (1, 8) else []
-        key = ".".join([*([name] if name else []), *middle, EXTRA_STATE])
+        key = state_key(name, attention, number)
         state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles, len(module.gemms)), number, recipe)
     if number >= (2, 0):  # norms became operations then, which have a state that is always empty
         for name, module in model.named_modules():
             if isinstance(module, (LayerNorm, RMSNorm)):
-                state_dict[f"{clean_name(name)}.{EXTRA_STATE}".lstrip(".")] = _value(None, 0, (2, 4), None)
+                state_dict[state_key(clean_name(name), False, number)] = _value(None, 0, (2, 4), None)
     return state_dict
 
 

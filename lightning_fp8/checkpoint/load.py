@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
-from lightning_fp8.checkpoint.remap import FP8Roles, Remapped, has_te_state, remap
+from lightning_fp8.checkpoint.remap import FP8Roles, Remapped, remap
 from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.names import gemm_name
 from lightning_fp8.scaled import LINEAR_ROLES
+from lightning_fp8.te.keys import has_te_state
 from lightning_fp8.te.unpickle import CheckpointError
 
 

@@ -1,23 +1,35 @@
-"""Translation of a Transformer Engine checkpoint's keys to a model's names: parameters, and rows of an amax history.
+"""A Transformer Engine checkpoint in a model's names: its parameters, and its states as rows of an amax history.
 
-Pure functions of a state dict and a model's shape. Nothing is loaded here.
+:mod:`lightning_fp8.te.keys` has the table of names. Nothing is loaded here: these are functions of a state dict and
+of a model's shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
-from lightning_fp8.checkpoint.te_parameters import linears_of, prefix_of, rename_parameters
+from lightning_fp8.modules import MultiheadAttention
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name, gemm_name, row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
-from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, Row, TEState, read_te_state
+from lightning_fp8.te.keys import (
+    aligned,
+    is_grouped,
+    is_parameter,
+    is_state,
+    module_of_state,
+    prefix_of,
+    state_key,
+    stem_of,
+)
+from lightning_fp8.te.te_state import Row, TEState, read_te_state
 from lightning_fp8.te.torch_file import TensorRecord
 from lightning_fp8.te.unpickle import CheckpointError
 
@@ -40,16 +52,6 @@ class Remapped:
     report: LoadReport
 
 
-def has_te_state(keys: Iterable[str]) -> bool:
-    """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
-    return any(key.rpartition(".")[2] == EXTRA_STATE for key in keys)
-
-
-def is_grouped(owner: str, keys: Container[str]) -> bool:
-    """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
-    return f"{prefix_of(owner)}weight0" in keys
-
-
 def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) -> Remapped:
     """Translate a Transformer Engine checkpoint for ``model``.
 
@@ -64,14 +66,14 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     model_keys = {clean_name(key): key for key in model.state_dict()}
-    rename = _alignment([clean_name(key) for key in state_dict], set(model_keys), set(modules))
+    rename = aligned([clean_name(key) for key in state_dict], set(model_keys), set(modules))
 
     parameters: dict[str, Any] = {}
     te_values: list[tuple[str, str, Any]] = []
     passthrough: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = rename(clean_name(key))
-        if name.rpartition(".")[2] != EXTRA_STATE:
+        if not is_state(name):
             parameters[name] = value
         elif _keeps_its_own_extra_state(modules.get(name.rpartition(".")[0])):
             passthrough[key] = value
@@ -79,14 +81,14 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
             te_values.append((key, name, value))
     states, entries = _read_states(te_values, modules)
 
-    renamed = dict(rename_parameters(parameters, modules, set(model_keys)))
+    renamed = dict(_renamed(parameters, modules, set(model_keys)))
     state_rows: dict[str, Row] = {}
     for owner, (key, state) in states.items():
         if is_grouped(owner, parameters):
             entries.append(Entry(key, "ignored", "GroupedLinear's states are not read", state.writer))
             continue
-        found, outcome, reason = _place(owner, key, state, modules, fp8_roles)
-        state_rows |= found
+        rows, outcome, reason = _place(owner, key, state, modules, fp8_roles)
+        state_rows |= rows
         entries.append(Entry(key, outcome, reason, state.writer))
     missing = [name for name in fp8_roles if not state_rows.keys() & _rows_of(name, fp8_roles[name], modules)]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
@@ -104,12 +106,107 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     Raises:
         CheckpointError: a state is damaged or foreign; the message names its key.
     """
-    parameters = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] != EXTRA_STATE}
+    parameters = {key: value for key, value in state_dict.items() if not is_state(key)}
     te_values = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
     states, _ = _read_states(te_values, {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
     named_rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
     return parameters, _history_state(named_rows), len(read)
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+
+def _renamed(
+    parameters: Mapping[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
+) -> Iterator[tuple[str, Any]]:
+    """Parameters under the model's keys, split and joined where it holds them so. What fits nothing stays as it is."""
+    by_owner: dict[str, dict[str, Any]] = {}
+    for name, value in parameters.items():
+        owner, _, last = name.rpartition(".")
+        by_owner.setdefault(owner, {})[last] = value
+    for owner, params in by_owner.items():
+        te_params = {last: value for last, value in params.items() if f"{prefix_of(owner)}{last}" not in model_keys}
+        for last in params.keys() - te_params.keys():
+            yield f"{prefix_of(owner)}{last}", params[last]
+        if te_params and owner in modules and all(map(is_parameter, te_params)):
+            yield from _translate(owner, te_params, modules, model_keys).items()
+        else:
+            yield from ((f"{prefix_of(owner)}{last}", value) for last, value in te_params.items())
+
+
+def _translate(
+    owner: str, te_params: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
+) -> dict[str, Any]:
+    prefix = prefix_of(owner)
+    parent, _, projection = owner.rpartition(".")
+    if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
+        return {f"{prefix}{last}": value for last, value in attention.renamed(projection, te_params).items()}
+    unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
+    parts: dict[str, list[str]] = {"norm": [], "gemm": []}
+    for last in te_params:
+        stem = stem_of(last)
+        in_part = parts["norm" if stem == "layer_norm" else "gemm"]
+        if stem not in in_part:
+            in_part.append(stem)
+    module = modules[owner]
+    if isinstance(module, (nn.Linear, LinearLayer)) and not parts["norm"]:
+        return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
+    # One module of Transformer Engine, several of the model: its norm and its linear layers, in their order.
+    targets = {"norm": _norms(owner, modules), "gemm": _linears(owner, modules)}
+    if any(parts[kind] and len(parts[kind]) != len(targets[kind]) for kind in parts):
+        return unchanged
+    translated = {}
+    for kind, stems in parts.items():
+        for stem, target in zip(stems, targets[kind]):
+            for leaf in ("weight", "bias"):
+                if (last := f"{stem}_{leaf}" if stem else leaf) in te_params:
+                    translated[f"{target}.{leaf}"] = te_params[last]
+    return translated if translated.keys() <= model_keys else unchanged
+
+
+def _split_or_join(
+    prefix: str, te_params: dict[str, Any], stems: list[str], module: nn.Linear | LinearLayer
+) -> dict[str, Any] | None:
+    """``query_weight``, ``key_weight``, ... to ``weight``, or ``weight`` to them; their rows follow each other."""
+    names = {leaf: [f"{stem}_{leaf}" for stem in stems] for leaf in ("weight", "bias")}
+    if "weight" in module._parameters and all(stems):
+        joined = {
+            f"{prefix}{leaf}": torch.cat([te_params[name] for name in names[leaf]])
+            for leaf in names
+            if all(isinstance(te_params.get(name), Tensor) for name in names[leaf])
+        }
+        complete = len(joined) * len(stems) == len(te_params)
+        return joined if complete and all(len(value) == module.out_features for value in joined.values()) else None
+    split: dict[str, Any] = {}
+    for leaf, value in te_params.items():
+        own_names = getattr(module, f"{leaf}_names", ())
+        model_params = [(name, p) for name in own_names if (p := module._parameters[name]) is not None]
+        sizes = [parameter.shape[0] for _, parameter in model_params]
+        if not model_params or not isinstance(value, Tensor) or value.shape[0] != sum(sizes):
+            return None
+        split |= {f"{prefix}{name}": part for (name, _), part in zip(model_params, value.split(sizes))}
+    return split
+
+
+def _linears(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of the linear layers that stand for a module: itself, or those inside it."""
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and (name == owner or name.startswith(prefix_of(owner)))
+    ]
+
+
+def _norms(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    return [
+        name
+        for name, module in modules.items()
+        if name.startswith(prefix_of(owner)) and type(module).__name__.endswith("Norm")
+    ]
+
+
+# --- States -----------------------------------------------------------------------------------------------------------
 
 
 def _read_states(
@@ -123,10 +220,9 @@ def _read_states(
             state = read_te_state(value.load() if isinstance(value, TensorRecord) else value)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        owner = name.rpartition(".")[0]
-        target = _attention_owner(owner, modules)
+        target = module_of_state(name, modules)
         newer, older = (key, state), states.get(target)
-        if older and target != owner:  # the file holds both layouts
+        if older and target != name.rpartition(".")[0]:  # the file holds both layouts
             newer, older = older, newer
         if older:
             entries.append(Entry(older[0], "ignored", f"{newer[0]} is newer", older[1].writer))
@@ -136,11 +232,6 @@ def _read_states(
 
 def _keeps_its_own_extra_state(module: nn.Module | None) -> bool:
     return module is not None and type(module).set_extra_state is not nn.Module.set_extra_state
-
-
-def _attention_owner(owner: str, modules: Mapping[str, nn.Module]) -> str:
-    parent, _, last = owner.rpartition(".")
-    return parent if last == FUSED_ATTENTION and owner not in modules else owner
 
 
 def _place(
@@ -153,20 +244,20 @@ def _place(
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            found = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
+            rows = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        moved = clean_name(key) != f"{prefix_of(owner)}{EXTRA_STATE}"
-        return found, "remapped" if moved else "loaded", f"to {owner}{note}"
-    linears = linears_of(owner, modules)
+        moved = clean_name(key) != state_key(owner, False, (2, 0))
+        return rows, "remapped" if moved else "loaded", f"to {owner}{note}"
+    linears = _linears(owner, modules)
     if not linears or len(linears) != state.num_gemms:
         where = f"{type(modules[owner]).__name__} has no rows" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    found = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
-    if not found:
+    rows = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
+    if not rows:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
-    return found, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
+    return rows, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
 
 
 def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
@@ -182,37 +273,6 @@ def _rows_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Modul
         for index, gemm in enumerate(_gemms_of(owner, modules))
         for role in roles
     }
-
-
-def _alignment(file_names: list[str], model_keys: set[str], modules: set[str]) -> Any:
-    """A function from a name of the file to one of the model: it strips a leading path and prepends another.
-
-    The pair is the one that lets most names fit; where none does better, names stay as they are.
-    """
-    strips = ["", *_leading_paths(file_names)]
-    prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
-
-    def fits(strip: str, prepend: str) -> int:
-        names = [prepend + name.removeprefix(strip) for name in file_names]
-        return sum(name in model_keys or name.rpartition(".")[0] in named for name in names)
-
-    named = modules - {""}
-    if fits("", "") == len(file_names):
-        return lambda name: name
-    strip, prepend = max(
-        ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
-    )
-    return lambda name: prepend + name.removeprefix(strip)
-
-
-def _leading_paths(names: list[str]) -> list[str]:
-    """The dotted prefixes that all names share, shortest first."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names)):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return [".".join(shared[: count + 1]) + "." for count in range(len(shared))]
 
 
 def _history_state(named_rows: Mapping[str, Row]) -> dict[str, Any] | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.checkpoint.remap import has_te_state, is_grouped, rows_by_name
+from lightning_fp8.checkpoint.remap import rows_by_name
 from lightning_fp8.delayed.saved import validated_state
-from lightning_fp8.te.te_state import EXTRA_STATE, Row, read_te_state
+from lightning_fp8.te.keys import EXTRA_STATE, has_te_state, is_grouped, is_state
+from lightning_fp8.te.te_state import Row, read_te_state
 from lightning_fp8.te.torch_file import Storage, TensorRecord, open_checkpoint
 from lightning_fp8.te.unpickle import CheckpointError, Global, Standin
 
@@ -108,7 +109,7 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Key, writer and rows of every state in the file."""
     holder = _state_dict_in(file)
     for key, value in (holder or {}).items():
-        if key.rpartition(".")[2] == EXTRA_STATE:
+        if is_state(key):
             try:
                 state = read_te_state(_bytes_of(value))
             except CheckpointError as error:

@@ -66,10 +66,10 @@ class _OnCardToo(TorchDispatchMode):
 @contextmanager
 def noted() -> Iterator[dict[str, Kernel]]:
     """The kernels, by name, that ops called with CPU tensors would start on a card; none runs."""
-    found: dict[str, Kernel] = {}
+    launched: dict[str, Kernel] = {}
 
-    def note(kernel: Kernel, *launched: object) -> None:
-        found[kernel.name] = kernel
+    def note(kernel: Kernel, *started: object) -> None:
+        launched[kernel.name] = kernel
 
     before = dict(launch.EXECUTORS), casting.gives_a_view
     launch.EXECUTORS["cpu"] = note
@@ -77,7 +77,7 @@ def noted() -> Iterator[dict[str, Kernel]]:
     dispatch.clear_plan_cache()
     try:
         with _OnCardToo():
-            yield found
+            yield launched
     finally:
         launch.EXECUTORS.clear()
         launch.EXECUTORS.update(before[0])
@@ -93,7 +93,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
     """
     # Variants differ in how rows and columns end, not in how many there are.
     rows, k, n = (128 + size % 128 for size in (tokens, inputs, outputs))
-    with noted() as found:
+    with noted() as launched:
         for weights, needs_gradient in product((torch.bfloat16, torch.float32), (True, False)):
             layer = Linear(k, n, params_dtype=weights)
             for _ in range(_STEPS):
@@ -101,7 +101,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
                 with fp8_autocast(fp8_recipe=recipe), torch.autocast("cpu", torch.bfloat16):
                     y = layer(x)
                 y.backward(torch.randn_like(y))
-    kernels = [kernel for kernel in found.values() if arch in kernel.architectures]
+    kernels = [kernel for kernel in launched.values() if arch in kernel.architectures]
     if not has_kernels(recipe):  # which multiplies in BF16
         return kernels
     forward, of_input, of_weight = (
@@ -161,7 +161,7 @@ def _build_share(
 
 def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
     path = folder / MANIFEST
-    compilers = cache_folder.compilers()
+    compilers = compile_cache.compilers()
     kernels = json.loads(path.read_text()) if path.exists() else {}
     kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
     cache_folder.write_whole(path, json.dumps(kernels, indent=1).encode())
@@ -180,9 +180,9 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 
 def doctors_kernels() -> list[Kernel]:
     """The kernels that ``lightning-fp8 doctor`` casts with; its GEMM is cuBLASLt's wherever that is not forbidden."""
-    with noted() as found:
+    with noted() as launched:
         probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
-    return list(found.values())
+    return list(launched.values())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ def reads_weight_only(module: nn.Module, child: str) -> bool:
 @lru_cache(maxsize=1024)
 def _uses(cls: type) -> _Uses | None:
     """For each attribute that the methods read from self: ``"weight"``, ``"module"`` or both; None if it is open."""
-    found: dict[str, set[str]] = {}
+    uses_of: dict[str, set[str]] = {}
     methods = [name for name in _ENTRIES if inspect.isfunction(inspect.getattr_static(cls, name, None))]
     for method in methods:  # which grows
         tree = _tree_of(inspect.getattr_static(cls, method))
@@ -39,10 +39,10 @@ def _uses(cls: type) -> _Uses | None:
         for attribute, use in _uses_in(tree):
             helper = inspect.getattr_static(cls, attribute, None)
             if not inspect.isfunction(helper):
-                found.setdefault(attribute, set()).add(use)
+                uses_of.setdefault(attribute, set()).add(use)
             elif attribute not in methods and not helper.__module__.startswith(_CALL_NO_CHILDREN):
                 methods.append(attribute)
-    return {attribute: frozenset(uses) for attribute, uses in found.items()}
+    return {attribute: frozenset(uses) for attribute, uses in uses_of.items()}
 
 
 def _tree_of(function: object) -> ast.AST | None:

@@ -15,17 +15,17 @@ def globs_of_nothing(globs: Iterable[str], layers: Sequence[str], modules: Itera
         layers: names of what could run in FP8.
         modules: names of all modules. A glob may match one that holds none of ``layers``, a norm for example.
     """
-    found = []
+    problems = []
     for glob in globs:
         if any(fnmatchcase(layer, glob) for layer in layers):
             continue
         matched = [name for name in modules if fnmatchcase(name, glob)]
         holding = [name for name in matched if any(layer.startswith(f"{name}.") for layer in layers)]
         if holding:
-            found.append(f"skip={glob!r} matches {holding[0]!r}, but no layer in it; write {glob + '.*'!r}")
+            problems.append(f"skip={glob!r} matches {holding[0]!r}, but no layer in it; write {glob + '.*'!r}")
         elif not matched:
-            found.append(f"skip={glob!r} matches no module of the model; {_near(glob, layers)}")
-    return found
+            problems.append(f"skip={glob!r} matches no module of the model; {_near(glob, layers)}")
+    return problems
 
 
 def _near(glob: str, layers: Sequence[str]) -> str:

@@ -193,11 +193,11 @@ def _output_embeddings(module: nn.Module) -> nn.Module | None:
 
 def _towers(model: nn.Module) -> list[_Tower]:
     """All lists of blocks; where there are none, of each network the longest list of bare linear layers in a chain."""
-    found = list(_block_lists(model, ""))
-    if blocks := [tower for tower in found if not tower.bare]:
+    towers = list(_block_lists(model, ""))
+    if blocks := [tower for tower in towers if not tower.bare]:
         return blocks
     sizes = {clean_name(name): features_of(module) for name, module in model.named_modules() if is_linear(module)}
-    chains = [tower for tower in found if _is_chain([sizes[name] for name in tower.blocks])]
+    chains = [tower for tower in towers if _is_chain([sizes[name] for name in tower.blocks])]
     networks: dict[str, _Tower] = {}
     for part in (chains and _parts(chains)) or {""}:
         inside = [tower for tower in chains if tower.prefix.startswith(part)]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8 import ops
 from lightning_fp8.delayed import instances
 from lightning_fp8.delayed.marks import compared_marks, new_mark
 from lightning_fp8.delayed.nonzero_scales import NonzeroScales
@@ -189,7 +188,7 @@ class AmaxHistory:
                 stacklevel=2,
             )
 
-    def _watch_mode(self) -> None:
+    def watch_mode(self) -> None:
         """Warn once that updates find no amax because the model trains in eval mode."""
         if self.unobserved < 0:
             return
@@ -216,42 +215,7 @@ class AmaxHistory:
                 amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
-    def advance(self, recipe: DelayedScaling) -> None:
-        """Push ``amax``, reduced over ranks already, into the history and compute new scales.
-
-        :func:`lightning_fp8.delayed.reduce_and_update.reduce_and_update` calls it, once per optimizer step.
-
-        Args:
-            recipe: the margin, interval, history length and algorithm.
-        """
-        self.resize(recipe.amax_history_len)
-        self.updates += 1
-        self.steps = min(self.steps, 0)
-        self.waited = 0
-        self._watch_mode()
-        self._make_for(span_of(recipe))
-        self.recipe = None
-        previous_scale: Tensor | None = None
-        if recipe.interval > 1:
-            previous_scale = self.scale.clone()
-            self.num_observed += (
-                self.amax != 0
-            )  # an update that did not see a row brings it no nearer to its next scale
-        ops.update_scales(
-            self.amax,
-            self.amax_history,
-            self.scale,
-            self._fp8_max(recipe),
-            recipe.margin,
-            recipe.amax_compute_algo,
-        )
-        if previous_scale is not None:
-            self.scale.copy_(torch.where(self.num_observed % recipe.interval == 0, self.scale, previous_scale))
-        self.nonzero_scales.poll(self.scale)
-        if self.has_unequal_readers and self.updates % max(recipe.amax_history_len, COMPARED_AFTER) == 0:
-            self.forget_marks()  # what told them apart may have left the window
-
-    def _make_for(self, span: Span) -> None:
+    def rescale_to(self, span: Span) -> None:
         """Rescale the scales that an update keeps to the format and margin of ``span``."""
         ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
         if any(ratio != 1 for ratio in ratios.values()):
@@ -259,13 +223,19 @@ class AmaxHistory:
             self.scale.clamp_(max=FLOAT32_MAX)
         self.span = span
 
-    def _fp8_max(self, recipe: DelayedScaling) -> Tensor:
+    def fp8_max(self, recipe: DelayedScaling) -> Tensor:
         """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
         key = recipe.fp8_format, self.scale.device
         if self._largest is None or self._largest[0] != key:
             values = [recipe.cast(role).float8.max for role in self.roles]
             self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
         return self._largest[1]
+
+    def note_new_scales(self) -> None:
+        """Let the host learn which scales an update has set, and, now and then, which rows are equal."""
+        self.nonzero_scales.poll(self.scale)
+        if self.has_unequal_readers and self.updates % max(len(self.amax_history), COMPARED_AFTER) == 0:
+            self.forget_marks()  # what told them apart may have left the window
 
     def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
         """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""

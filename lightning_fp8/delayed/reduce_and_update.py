@@ -1,21 +1,35 @@
-"""The update of delayed scaling, once per optimizer step: amaxes are reduced over ranks, then scales computed anew.
+"""The update of delayed scaling, once per optimizer step: who calls for it, amaxes reduced over ranks, new scales.
 
-When it is time, the plugin says (``update_scales`` in ``plugin/fabric.py``, after a step), or, for histories that no
-plugin looks after, ``fp8_autocast`` on entering its outermost region. ``delayed/steps.py`` counts the steps;
-:func:`lightning_fp8.scaling.delayed_scale` is the formula, and
-:meth:`lightning_fp8.delayed.history.AmaxHistory.advance` writes the scales.
+| an optimizer steps | the update is called for by |
+|---|---|
+| as a step of Lightning | the plugin after it: ``optimizer_step`` in ``plugin/fabric.py`` and ``plugin/precision.py`` |
+| outside of one, under a plugin | the hook of :func:`_after_step` below, through ``AmaxHistory.after_step`` |
+| inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
+| without a plugin | the next outermost ``fp8_autocast``, which calls :func:`update_without_plugin` |
+
+The plugin's ``update_scales`` and :func:`update_without_plugin` sort histories by recipe; :func:`reduce_and_update`
+takes the maximum of the amaxes over the ranks, in one collective for all histories. :func:`_advance` then pushes them
+into each history, whose maximum, or newest row, gives the scales: ``ops.update_scales``, one launch, by the formulas
+of :func:`lightning_fp8.scaling.updated_scales`.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_fp8 import ops
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
+from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.recipes import DelayedScaling
 
 
@@ -39,7 +53,35 @@ def reduce_and_update(
         for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
             history.amax.copy_(amax)
     for history in histories:
-        history.advance(recipe)
+        _advance(history, recipe)
+
+
+def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
+    """Push the amaxes of ``history``, reduced over ranks already, into its window and compute new scales."""
+    history.resize(recipe.amax_history_len)
+    history.updates += 1
+    history.steps = min(history.steps, 0)
+    history.waited = 0
+    history.watch_mode()
+    history.rescale_to(span_of(recipe))
+    history.recipe = None
+    previous_scale: Tensor | None = None
+    if recipe.interval > 1:
+        previous_scale = history.scale.clone()
+        # An update that did not see a row brings it no nearer to its next scale.
+        history.num_observed += history.amax != 0
+    ops.update_scales(
+        history.amax,
+        history.amax_history,
+        history.scale,
+        history.fp8_max(recipe),
+        recipe.margin,
+        recipe.amax_compute_algo,
+    )
+    if previous_scale is not None:
+        due = history.num_observed % recipe.interval == 0
+        history.scale.copy_(torch.where(due, history.scale, previous_scale))
+    history.note_new_scales()
 
 
 def update_without_plugin(
@@ -61,3 +103,61 @@ def update_without_plugin(
             history.wait()
     for observed_under, histories in histories_by_recipe.items():
         reduce_and_update(histories, observed_under, group)
+
+
+# --- Optimizer steps, counted where they happen: in torch.optim, whoever calls step and however -----------------------
+
+_generation = 0
+_owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
+"""For each optimizer the ``id`` of its parameters, and by creation index which histories are its."""
+
+
+def generation() -> int:
+    """The number of optimizer steps in this process; a copy computed from a weight is stale once it has grown."""
+    return _generation
+
+
+def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
+    histories = all_histories()
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    known, owned = _owned.get(optimizer, ([], {}))
+    if parameters != known or any(history.creation_index not in owned for history in histories):
+        ids = set(parameters)
+        owned = {history.creation_index: history.is_stepped_by(ids) for history in histories}
+        _owned[optimizer] = parameters, owned
+    return [history for history in histories if owned[history.creation_index]]
+
+
+def _overflowed(optimizer: Optimizer) -> bool:
+    """Whether ``GradScaler`` has a fused optimizer step over infinite gradients, which changes nothing.
+
+    A tensor on the GPU is not read: the host would wait for it.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
+
+
+# A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(history.steps < 0 for history in all_histories()):
+        for history in _stepped(optimizer):
+            history.steps = max(history.steps, 0)  # an optimizer is known: what its closure runs belongs to its step
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _generation
+    _generation += 1
+    if _overflowed(optimizer):
+        return
+    stepped = _stepped(optimizer)
+    for history in stepped:
+        history.steps = history.steps + 1
+        history.stepped = True
+    for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
+        update()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

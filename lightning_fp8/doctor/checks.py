@@ -115,19 +115,19 @@ def kernel_packages(versions: Mapping[str, str], driver: Driver, wanted: bool) -
 
 
 def compilers(
-    found: Mapping[str, Mapping[str, str]], versions: Mapping[str, str], driver: Driver, wanted: bool
+    compilers: Mapping[str, Mapping[str, str]], versions: Mapping[str, str], driver: Driver, wanted: bool
 ) -> Iterator[Finding]:
-    """The folders of the compilers; ``found`` as of :func:`lightning_fp8.doctor.compilers.found_compilers`."""
+    """The folders of the compilers; ``compilers`` as of :func:`lightning_fp8.doctor.compilers.found_compilers`."""
     if "numba-cuda" not in versions:  # nothing would look for them
         return
-    for name, where in found.items():
+    for name, where in compilers.items():
         if "path" in where:
             version = f"{where['version']} " if where.get("version") else ""
             yield Finding(name, f"{version}{where['path']} ({where['via']})")
         else:
             way_out = f"{_install(driver)}, or set CUDA_HOME to the folder of a CUDA toolkit"
             yield Finding(name, f"not found: {where['problem']}", _severity(wanted), way_out)
-    nvvm, nvjitlink = (found.get(name, {}) for name in ("libnvvm", "libnvJitLink"))
+    nvvm, nvjitlink = (compilers.get(name, {}) for name in ("libnvvm", "libnvJitLink"))
     newer = nvvm.get("version") and nvjitlink.get("version") and newer_nvvm(nvvm["version"], nvjitlink["version"])
     if newer and not any("libnvvm" in each.problem for each in known_conflicts(versions)):  # else it is said already
         path = f"{nvjitlink['version']} at {nvjitlink['path']}"

@@ -62,25 +62,25 @@ def started(machine: Machine, seconds: float, compiling: bool) -> Iterator[Findi
 def report(machine: Machine, seconds: float, compiling: bool) -> list[Finding]:
     """All findings, each printed as soon as it is known."""
     width = shutil.get_terminal_size((120, 24)).columns
-    found = []
+    findings = []
     for finding in looked_at(machine, compiling):
-        found.append(finding)
+        findings.append(finding)
         print(line_of(finding, width), flush=True)
     print(f"\nStarted one by one, each in a process of its own and for at most {seconds:g} s:", flush=True)
     for finding in started(machine, seconds, compiling):
-        found.append(finding)
+        findings.append(finding)
         print(line_of(finding, width), flush=True)
-    print(f"\n{advice_of(found)}", flush=True)
-    return found
+    print(f"\n{advice_of(findings)}", flush=True)
+    return findings
 
 
 def main(arguments: Sequence[str]) -> None:
     """``lightning-fp8 doctor``."""
     args = _parser().parse_args(arguments)
-    found = report(this_machine(args.seconds), args.seconds, args.compile)
-    status = int(any(finding.verdict is Verdict.FAIL for finding in found))
+    findings = report(this_machine(args.seconds), args.seconds, args.compile)
+    status = int(any(finding.verdict is Verdict.FAIL for finding in findings))
     if args.json is not None:
-        args.json.write_text(json.dumps({"status": status, "findings": [asdict(each) for each in found]}, indent=1))
+        args.json.write_text(json.dumps({"status": status, "findings": [asdict(each) for each in findings]}, indent=1))
     raise SystemExit(status)
 
 

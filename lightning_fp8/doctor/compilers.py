@@ -31,16 +31,16 @@ def found_compilers() -> dict[str, dict[str, str]]:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError as error:
         return {name: {"problem": f"{error}"} for name in (*LIBRARIES, "libdevice")}
-    found = {}
+    places = {}
     for name, short in LIBRARIES.items():
         try:
             library = load_nvidia_dynamic_lib(short)
             path = library.abs_path or ""
-            found[name] = {"path": path, "via": str(library.found_via), "version": _version(name, path)}
+            places[name] = {"path": path, "via": str(library.found_via), "version": _version(name, path)}
         except Exception as error:  # of pathfinder's own kinds, or the linker's
-            found[name] = {"problem": str(error).strip().splitlines()[0]}
-    found["libdevice"] = libdevice(os.environ, sys.prefix)
-    return found
+            places[name] = {"problem": str(error).strip().splitlines()[0]}
+    places["libdevice"] = libdevice(os.environ, sys.prefix)
+    return places
 
 
 def libdevice(variables: Mapping[str, str], prefix: str) -> dict[str, str]:

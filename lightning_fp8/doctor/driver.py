@@ -18,21 +18,21 @@ COMPUTE_CAPABILITY = 75, 76
 
 def driver_says(load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
     """The fields of :class:`lightning_fp8.doctor.machine.Driver`; ``load`` opens a library by name."""
-    found: dict[str, Any] = {"version": _version(load)}
+    facts: dict[str, Any] = {"version": _version(load)}
     cuda = _opened(load, "libcuda.so.1", "nvcuda.dll")
     if cuda is None:
-        return found | {"problem": "no libcuda.so.1"}
+        return facts | {"problem": "no libcuda.so.1"}
     number = c_int()
     if cuda.cuDriverGetVersion(byref(number)) == 0:
-        found["cuda"] = [number.value // 1000, number.value % 1000 // 10]
+        facts["cuda"] = [number.value // 1000, number.value % 1000 // 10]
     status = cuda.cuInit(0)
     if status:
-        return found | {"problem": _name_of(cuda, status), "status": status}
+        return facts | {"problem": _name_of(cuda, status), "status": status}
     count = c_int()
     status = cuda.cuDeviceGetCount(byref(count))
     if status:
-        return found | {"problem": _name_of(cuda, status), "status": status}
-    return found | {"cards": [_card(cuda, index) for index in range(count.value)]}
+        return facts | {"problem": _name_of(cuda, status), "status": status}
+    return facts | {"cards": [_card(cuda, index) for index in range(count.value)]}
 
 
 def _card(cuda: Any, index: int) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar
@@ -16,7 +15,8 @@ from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, row_name
 from lightning_fp8.scaled import Role
-from lightning_fp8.te.te_state import EXTRA_STATE, FUSED_ATTENTION, read_te_state
+from lightning_fp8.te.keys import take_state
+from lightning_fp8.te.te_state import read_te_state
 from lightning_fp8.te.unpickle import CheckpointError
 
 
@@ -123,17 +123,9 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories.
-
-        Before 1.8 it kept attention's under ``fused_attention``. Of a file with both, the newer is taken, as
-        ``load_te_state_dict`` does.
-        """
-        keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-        found = {key: state_dict.pop(key) for key in keys if key in state_dict}
-        if len(found) > 1:
-            newer, older = found
-            warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=2)
-        for key, value in list(found.items())[:1]:
+        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
+        if (state := take_state(state_dict, prefix)) is not None:
+            key, value = state
             try:
                 self._load_te_state(value)
             except CheckpointError as error:

@@ -14,7 +14,7 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bools, require_number
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.te.te_state import EXTRA_STATE
+from lightning_fp8.te.keys import EXTRA_STATE
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
 

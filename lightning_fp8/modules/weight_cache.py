@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.delayed.steps import generation
+from lightning_fp8.delayed.reduce_and_update import generation
 from lightning_fp8.functions.linear import Slots, quantize_role
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized

@@ -1,5 +1,7 @@
 """Transformer Engine's FP8 state of one module: the value of ``_extra_state``, in every form it took.
 
+:mod:`lightning_fp8.te.keys` has the keys, and which column is whose.
+
 | written by | container | value |
 |---|---|---|
 | 0.1 to 0.2 | list | scale, amax history forward; the same backward; ... |
@@ -22,41 +24,16 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
+from lightning_fp8.te.keys import ATTENTION_GEMMS, BACKWARD_SLOTS, FORWARD_SLOTS, column_of
 from lightning_fp8.te.torch_file import TensorRecord, read_archive, read_pickle
 from lightning_fp8.te.unpickle import CheckpointError, Standin
 
 # Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
 torch.serialization.add_safe_globals([io.BytesIO])
 
-EXTRA_STATE = "_extra_state"
-FUSED_ATTENTION = "fused_attention"
-"""Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
-
 MAX_STATE_BYTES = 1 << 30
 MAX_WINDOW = 1 << 20
 MAX_SLOTS = 1 << 16
-
-# Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
-FORWARD_SLOTS = 3
-BACKWARD_SLOTS = 2
-_LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
-# Attention counts as three GEMMs: qkv and s are outputs of the first and third, o is the second's input, and so on.
-_ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
-ATTENTION_GEMMS = 3
-
-
-def num_gemms_of(roles: tuple[Role, ...], linears: int = 1) -> int:
-    """The number of GEMMs that Transformer Engine counts for a module of these roles, or of so many linear layers."""
-    return ATTENTION_GEMMS if Role.QKV in roles else linears
-
-
-def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
-    """Direction (``"fwd"`` or ``"bwd"``) and column of a tensor."""
-    if role in _ATTENTION_COLUMNS:
-        return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
-    if role.is_gradient:
-        return "bwd", gemm * BACKWARD_SLOTS + _LINEAR_COLUMNS[role]
-    return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
 
 
 def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import pytest
 
 from cuda_kernels.device.language import UniTuple, asm, device, f32, i32, lowered
 from cuda_kernels.host import compile_cache
-from cuda_kernels.host.fingerprint import fingerprint
+from cuda_kernels.host.compile_cache import fingerprint
 from cuda_kernels.kernel import Kernel
 
 ROOT = Path(__file__).parents[2]

@@ -141,12 +141,12 @@ def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         == 4
     )
-    monkeypatch.setattr(cache_folder, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
-    cache_folder.compilers.cache_clear()
+    monkeypatch.setattr(compile_cache, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
+    compile_cache.compilers.cache_clear()
     assert key != compile_cache.cache_key(KERNEL, "cubin", "90a")
     assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
-    cache_folder.compilers.cache_clear()
+    compile_cache.compilers.cache_clear()
 
 
 class Card:

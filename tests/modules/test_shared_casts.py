@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8.delayed.history
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
+from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
 
@@ -183,7 +184,8 @@ def other_rows(block: Block) -> None:
 
 def scales_updated_within(block: Block) -> None:
     """Between k and v, as by an optimizer that steps inside the forward pass."""
-    block.between = lambda h, reader: block.k.history.advance(block.k.history.recipe) if reader == 2 else None
+    history = block.k.history
+    block.between = lambda h, reader: reduce_and_update([history], history.recipe) if reader == 2 else None
 
 
 def another_recipe_inside(block: Block) -> None:

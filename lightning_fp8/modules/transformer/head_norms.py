@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import one_of
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-from lightning_fp8.te.te_state import EXTRA_STATE
+from lightning_fp8.te.keys import EXTRA_STATE
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 

@@ -32,6 +32,7 @@ from lightning_fp8.modules.transformer.inference import Batch
 from lightning_fp8.modules.transformer.projections import ProjectionRows
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
 from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.te.keys import split_or_joined
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _CALL_OF_CORE = (
@@ -277,7 +278,7 @@ class MultiheadAttention(nn.Module):
         if (rows := self.projection_rows.get(projection)) is None:
             return dict(values)
         split = not self.fuse_qkv_params and projection != "query_layer"
-        return replace(rows, interleaved=self.qkv_weight_interleaved).renamed(values, split)
+        return split_or_joined(values, replace(rows, interleaved=self.qkv_weight_interleaved), split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,26 +58,3 @@ class ProjectionRows:
             for name, heads in zip(self.names, self.heads_per_group)
         ]
         return torch.cat(grouped, 1).flatten(0, 2)
-
-    def renamed(self, values: Mapping[str, Any], split: bool) -> dict[str, Any]:
-        """Parameters of a projection as one that is ``split``, or is not, names them.
-
-        Args:
-            values: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
-            split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
-        """
-        found = dict(values)
-        for leaf in ("weight", "bias"):
-            parts = {name: found.get(f"{name}_{leaf}") for name in self.names}
-            fused = found.get(leaf)
-            if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(self.sizes.values()):
-                del found[leaf]
-                found |= {f"{name}_{leaf}": part for name, part in self.split_parameter(fused).items()}
-            elif not split and all(isinstance(x, Tensor) and len(x) == self.sizes[n] for n, x in parts.items()):
-                found = {name: value for name, value in found.items() if name not in _names(self.names, leaf)}
-                found[leaf] = self.join_parameters(parts)  # type: ignore[arg-type]
-        return found
-
-
-def _names(names: tuple[str, ...], leaf: str) -> tuple[str, ...]:
-    return tuple(f"{name}_{leaf}" for name in names)

@@ -14,11 +14,15 @@ from lightning_fp8.ops.activation import cuda_gated as _cuda_gated  # noqa: F401
 from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.activation.schema import activated_shape, format_activation_options, is_gated
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.scaled import Cast
 
-_ops = torch.ops.lightning_fp8
+_activation_quantize = op("activation_quantize")
+_activation_quantize_unobserved = op("activation_quantize_unobserved")
+_activation_backward_quantize = op("activation_backward_quantize")
+_activation_backward_quantize_unobserved = op("activation_backward_quantize_unobserved")
 
 ACTIVATIONS = tuple(_reference.ACTIVATIONS)
 """Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
@@ -45,7 +49,7 @@ def activation_quantize(
     check_cast("activation_quantize", x, cast, **cast_args)
     _check_activation(activation, x)
     operands, _ = run_cast(
-        _ops.activation_quantize.default, _ops.activation_quantize_unobserved.default, (x,), f"{activation}, ",
+        _activation_quantize, _activation_quantize_unobserved, (x,), f"{activation}, ",
         cast, **cast_args,
     )  # fmt: skip
     return operands
@@ -81,7 +85,7 @@ def activation_backward_quantize(
     if dy.shape != activated_shape(activation, x.shape):
         raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
     operands, (dbias,) = run_cast(
-        _ops.activation_backward_quantize.default, _ops.activation_backward_quantize_unobserved.default, (dy, x),
+        _activation_backward_quantize, _activation_backward_quantize_unobserved, (dy, x),
         f"{format_activation_options(activation, bias_dtype)}, ", cast, **cast_args,
     )  # fmt: skip
     return operands, dbias if bias_dtype else None

@@ -31,6 +31,7 @@ from lightning_fp8.ops.attention.schema import (
     parse_attention_options,
 )
 from lightning_fp8.ops.attention.tiles import KEYS, QUERIES
+from lightning_fp8.ops.core.registration import op
 
 __all__ = [
     "BLOCK",
@@ -57,7 +58,9 @@ __all__ = [
     "unpack",
 ]
 
-_ops = torch.ops.lightning_fp8
+_attention_forward = op("attention_forward")
+_attention_tables = op("attention_tables")
+_attention_backward = op("attention_backward")
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
@@ -73,7 +76,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     Raises:
         ValueError: heads, lengths or ``cu_seqlens`` that do not fit.
     """
-    o, *kept = _ops.attention_forward.default(q, k, v, *call)
+    o, *kept = _attention_forward(q, k, v, *call)
     return o, Kept(*kept)
 
 
@@ -90,9 +93,7 @@ def attention_tables(
     Returns:
         int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
     """
-    tables: Tensor = _ops.attention_tables.default(
-        cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows, device
-    )
+    tables: Tensor = _attention_tables(cu_seqlens_q, cu_seqlens_kv, options_text, query_rows, key_rows, device)
     return tables
 
 
@@ -105,4 +106,4 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
         kept, call: as there.
         key_rows: L of keys and values, T of ``thd``.
     """
-    return _ops.attention_backward.default(do, o, *kept, key_rows, *call)
+    return _attention_backward(do, o, *kept, key_rows, *call)

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.core.options import HIGH_PRECISION
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.gemm import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.gemm import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.gemm import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.scaled import ScaledTensor
 
-_ops = torch.ops.lightning_fp8
+_scaled_mm = op("scaled_mm")
+_scaled_mm_observed = op("scaled_mm_observed")
+_scaled_mm_accumulate = op("scaled_mm_accumulate")
 
 
 def scaled_mm(
@@ -45,7 +48,7 @@ def scaled_mm(
     _check_contractions(a, b)
     options_text = format_scaled_mm_options(a.layout, b.layout, out_dtype, fast_accum)
     arguments = a.data, a.scale_inv, b.data, b.scale_inv, options_text, bias
-    return _ops.scaled_mm.default(*arguments) if amax is None else _ops.scaled_mm_observed.default(*arguments, amax)
+    return _scaled_mm(*arguments) if amax is None else _scaled_mm_observed(*arguments, amax)
 
 
 def _check_contractions(a: ScaledTensor, b: ScaledTensor) -> None:
@@ -64,4 +67,4 @@ def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     """
     _check_contractions(a, b)
     options_text = format_scaled_mm_options(a.layout, b.layout, torch.float32)
-    _ops.scaled_mm_accumulate.default(out, a.data, a.scale_inv, b.data, b.scale_inv, options_text)
+    _scaled_mm_accumulate(out, a.data, a.scale_inv, b.data, b.scale_inv, options_text)

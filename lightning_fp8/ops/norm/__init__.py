@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_fp8.ops.core.options import HIGH_PRECISION
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.norm import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.norm import cuda_backward as _cuda_backward  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.norm import reference as _reference  # noqa: F401  (registers the implementation)
@@ -20,7 +20,9 @@ from lightning_fp8.ops.norm.schema import format_norm_options
 from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
 from lightning_fp8.scaled import Cast
 
-_ops = torch.ops.lightning_fp8
+_norm_quantize = op("norm_quantize")
+_norm_quantize_unobserved = op("norm_quantize_unobserved")
+_norm_backward = op("norm_backward")
 
 
 class Normalized(NamedTuple):
@@ -73,7 +75,7 @@ def norm_quantize(
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
     operands, (statistics,) = run_cast(
-        _ops.norm_quantize.default, _ops.norm_quantize_unobserved.default, (x, weight, bias),
+        _norm_quantize, _norm_quantize_unobserved, (x, weight, bias),
         f"{format_norm_options(rms, eps, zero_centered)}, ", cast, **cast_args,
     )  # fmt: skip
     return Normalized(operands, statistics)
@@ -106,7 +108,7 @@ def norm_backward(
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
     norm = format_norm_options(rms, 0.0, zero_centered, bias)
-    dx, dweight, dbias = _ops.norm_backward.default(dy, x, weight, statistics, norm)
+    dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm)
     return dx, dweight, dbias if bias else None
 
 

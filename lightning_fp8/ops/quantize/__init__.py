@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.quantize import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.quantize import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.quantize import schema as _schema  # noqa: F401  (defines the ops)
@@ -13,7 +13,9 @@ from lightning_fp8.scaled import Cast
 
 __all__ = ["Quantized", "observe", "quantize"]
 
-_ops = torch.ops.lightning_fp8
+_quantize = op("quantize")
+_quantize_unobserved = op("quantize_unobserved")
+_observe = op("observe")
 
 
 def quantize(
@@ -45,7 +47,7 @@ def quantize(
     """
     check_cast("quantize", x, cast, scale, amax)
     operands, _ = run_cast(
-        _ops.quantize.default, _ops.quantize_unobserved.default, (x,), "", cast,
+        _quantize, _quantize_unobserved, (x,), "", cast,
         scale=scale, amax=amax, scale_is_nonzero=scale_is_nonzero, rowwise=rowwise, columnwise=columnwise,
         overflow_counts=overflow_counts,
     )  # fmt: skip
@@ -58,4 +60,4 @@ def observe(x: Tensor, amax: Tensor) -> None:
     Raises:
         TypeError, ValueError: x is no such tensor, or ``amax`` of another dtype or shape, or elsewhere.
     """
-    _ops.observe.default(x, amax)
+    _observe(x, amax)

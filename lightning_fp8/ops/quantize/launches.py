@@ -16,7 +16,7 @@ from cuda_kernels.device.tile import TileLoader
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.ops.core.allocation import allocator
+from lightning_fp8.ops.core.allocation import Allocation, allocator, maker
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, memoryless_key
 from lightning_fp8.ops.quantize.options import QuantizeOptions, parse_quantize_options, refuse_scale
@@ -174,7 +174,7 @@ class RowCast(CastLaunches):
         usage = options.rowwise, options.columnwise
         num_amaxes = self.rows + self.columns
         self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), tile.tiles(self.rows, self.columns))
-        self._amaxes = (num_amaxes,), (1,), torch.float32
+        self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
         self._column_offset = 4 * self.rows
         self._zero = launch.zeroing(self.device, num_amaxes)
         kernel = quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts)
@@ -182,9 +182,9 @@ class RowCast(CastLaunches):
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
-        _, _, overflow_counts = io
+        overflow_counts = io[2]
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
-        amaxes = self._allocate(*self._amaxes)
+        amaxes = self._new_amaxes()
         row_amax_ptr = pointer(amaxes)
         col_amax_ptr = amaxes.data_ptr() + self._column_offset
         self._zero(row_amax_ptr)

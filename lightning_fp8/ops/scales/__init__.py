@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.scales import cuda as _cuda  # noqa: F401  (registers the kernels)
 from lightning_fp8.ops.scales import reference as _reference  # noqa: F401  (registers the implementation)
 from lightning_fp8.ops.scales import schema as _schema  # noqa: F401  (defines the op)
 from lightning_fp8.scaling import AmaxAlgorithm
 
-_ops = torch.ops.lightning_fp8
+_update_scales = op("update_scales")
 
 
 def update_scales(
@@ -39,4 +39,4 @@ def update_scales(
         raise ValueError(f"algorithm={algorithm!r} is unknown; use 'max' or 'most_recent'")
     if not -126 <= margin <= 126:
         raise ValueError(f"margin={margin} must lie from -126 to 126, as float32's exponents do")
-    _ops.update_scales.default(amax, amax_history, scale, fp8_max, margin, algorithm)
+    _update_scales(amax, amax_history, scale, fp8_max, margin, algorithm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_fp8 import scaling
@@ -15,12 +14,11 @@ def update_scales(
 ) -> None:
     """See :func:`lightning_fp8.ops.update_scales`."""
     check_update(amax, amax_history, scale, fp8_max)
-    rolled = scaling.roll_history(amax_history, amax)
-    largest = scaling.reduce_history(rolled, "max" if algorithm == "max" else "most_recent")
-    ran = (amax > 0) & torch.isfinite(amax)
-    scale.copy_(torch.where(ran, scaling.delayed_scale(largest, scale, fp8_max, margin), scale))
-    rolled[0] = 0  # the oldest amax counted for the last time
-    amax_history.copy_(rolled)
+    new_scale, new_history = scaling.updated_scales(
+        amax, amax_history, scale, fp8_max, margin, "max" if algorithm == "max" else "most_recent"
+    )
+    scale.copy_(new_scale)
+    amax_history.copy_(new_history)
     amax.zero_()
 
 

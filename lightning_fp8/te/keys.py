@@ -1,0 +1,193 @@
+"""The keys of Transformer Engine's checkpoints: what it calls its tensors, and what they are called here.
+
+Parameters and states of a module called ``p``:
+
+| module of Transformer Engine | its keys | here |
+|---|---|---|
+| Linear | ``p.weight``, ``p.bias`` | of ``p``: the same |
+| Linear, ``parameters_split`` | ``p.query_weight``, ``p.key_weight``, ... | the same, or ``p.weight`` of all rows |
+| LayerNormLinear | Linear's, ``p.layer_norm_weight``, ... | ours, or the norm and the Linear inside ``p`` |
+| LayerNormMLP | ``p.layer_norm_weight``, ``p.fc1_weight``, ... | ours, or a norm and two Linears inside |
+| MultiheadAttention | ``p.qkv.weight`` or ``p.qkv.query_weight``, ... | ours, fused or not, rows by heads |
+| Linear, LayerNormLinear | ``p._extra_state`` | rows ``p.input``, ``p.weight``, ``p.grad_output`` |
+| LayerNormMLP | ``p._extra_state`` | rows ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
+| attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | rows ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
+| attention from 1.8 on | ``p._extra_state`` | the same rows |
+| LayerNorm, RMSNorm from 2.0 on | ``p._extra_state``, always empty | nothing |
+| GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
+
+A state's value has a column for each tensor: :func:`column_of`; :mod:`lightning_fp8.te.te_state` reads it.
+:mod:`lightning_fp8.checkpoint.remap` finds the modules of a model that keys are for. Modules of ours have these keys
+themselves, and take their states by :func:`take_state` in torch's own ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_fp8.scaled import Role
+
+# --- States -----------------------------------------------------------------------------------------------------------
+
+EXTRA_STATE = "_extra_state"
+FUSED_ATTENTION = "fused_attention"
+"""Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
+
+# Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
+FORWARD_SLOTS = 3
+BACKWARD_SLOTS = 2
+_LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
+# Attention counts as three GEMMs: qkv and s are outputs of the first and third, o is the second's input, and so on.
+_ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
+ATTENTION_GEMMS = 3
+
+
+def num_gemms_of(roles: tuple[Role, ...], linears: int = 1) -> int:
+    """The number of GEMMs that Transformer Engine counts for a module of these roles, or of so many linear layers."""
+    return ATTENTION_GEMMS if Role.QKV in roles else linears
+
+
+def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
+    """Direction (``"fwd"`` or ``"bwd"``) and column of a tensor."""
+    if role in _ATTENTION_COLUMNS:
+        return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
+    if role.is_gradient:
+        return "bwd", gemm * BACKWARD_SLOTS + _LINEAR_COLUMNS[role]
+    return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
+
+
+def is_state(key: str) -> bool:
+    """Whether ``key`` is that of a module's FP8 state."""
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
+def has_te_state(keys: Iterable[str]) -> bool:
+    """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
+    return any(map(is_state, keys))
+
+
+def is_grouped(owner: str, keys: Container[str]) -> bool:
+    """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
+    return f"{prefix_of(owner)}weight0" in keys
+
+
+def state_key(module: str, attention: bool, version: tuple[int, int]) -> str:
+    """The key under which ``version`` keeps the state of ``module``."""
+    middle = f"{FUSED_ATTENTION}." if attention and version < (1, 8) else ""
+    return f"{prefix_of(module)}{middle}{EXTRA_STATE}"
+
+
+def module_of_state(key: str, modules: Container[str]) -> str:
+    """The module that the state under ``key`` belongs to, one level up where ``modules`` has none to keep it."""
+    owner = key.rpartition(".")[0]
+    parent, _, last = owner.rpartition(".")
+    return parent if last == FUSED_ATTENTION and owner not in modules else owner
+
+
+def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | None:
+    """Remove the state of the module with ``prefix`` (``"layers.0."``) from ``state_dict``; its key and its value.
+
+    Where attention has two, of an older Transformer Engine and of a newer one, the newer is taken, with a warning.
+    """
+    keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
+    states = [(key, state_dict.pop(key)) for key in keys if key in state_dict]
+    if len(states) > 1:
+        (newer, _), (older, _) = states
+        warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=3)
+    return states[0] if states else None
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+_PARAMETER = re.compile(r"(?:(\w+)_)?(weight|bias)")
+
+
+def prefix_of(module: str) -> str:
+    """The prefix of the names of a module's parameters: ``layers.0.``."""
+    return f"{module}." if module else ""
+
+
+def is_parameter(leaf: str) -> bool:
+    """Whether a parameter of Transformer Engine may be called so: ``weight``, ``fc1_bias``, ``query_weight``."""
+    return _PARAMETER.fullmatch(leaf) is not None
+
+
+def stem_of(leaf: str) -> str:
+    """``fc1`` of ``fc1_weight``; ``""`` of ``weight``."""
+    return leaf.removesuffix("weight").removesuffix("bias").rstrip("_")
+
+
+class RowOrder(Protocol):
+    """The order of the rows of a projection to several tensors: their numbers by name, and parameters cut by it."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows by name: ``query``, ``key``, ``value``, or some of them."""
+
+    def split_parameter(self, fused: Tensor) -> dict[str, Tensor]:
+        """A weight ``[rows, in]`` or a bias ``[rows]`` by names."""
+
+    def join_parameters(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """What :meth:`split_parameter` takes, of what it gives."""
+
+
+def split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
+    """Parameters of a projection as one that is ``split``, or is not, names them.
+
+    Args:
+        values: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
+        rows: the order of the projection's rows.
+        split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
+    """
+    sizes = rows.sizes
+    renamed = dict(values)
+    for leaf in ("weight", "bias"):
+        parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
+        fused = renamed.get(leaf)
+        if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
+            del renamed[leaf]
+            renamed |= {f"{name}_{leaf}": part for name, part in rows.split_parameter(fused).items()}
+        elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
+            split_names = {f"{name}_{leaf}" for name in sizes}
+            renamed = {name: value for name, value in renamed.items() if name not in split_names}
+            renamed[leaf] = rows.join_parameters(parts)  # type: ignore[arg-type]
+    return renamed
+
+
+# --- Prefixes ---------------------------------------------------------------------------------------------------------
+
+
+def aligned(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str]:
+    """A function from a name of the file to one of the model: it strips a leading path and prepends another.
+
+    The pair is the one that lets most names fit; where none does better, names stay as they are.
+    """
+    strips = ["", *_leading_paths(file_names)]
+    prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
+
+    def fits(strip: str, prepend: str) -> int:
+        names = [prepend + name.removeprefix(strip) for name in file_names]
+        return sum(name in model_keys or name.rpartition(".")[0] in named for name in names)
+
+    named = modules - {""}
+    if fits("", "") == len(file_names):
+        return lambda name: name
+    strip, prepend = max(
+        ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
+    )
+    return lambda name: prepend + name.removeprefix(strip)
+
+
+def _leading_paths(names: list[str]) -> list[str]:
+    """The dotted prefixes that all names share, shortest first."""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names)):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return [".".join(shared[: count + 1]) + "." for count in range(len(shared))]

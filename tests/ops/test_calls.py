@@ -1,0 +1,174 @@
+"""The package calls its ops past torch's dispatcher only where that would do nothing but call the implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from lightning_fp8 import ops
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.core.registration import past_dispatcher
+from lightning_fp8.scaled import Cast, Layout
+
+NAMESPACE = "lightning_fp8_test_calls"
+torch.library.define(f"{NAMESPACE}::double", "(Tensor x, Tensor? y=None, str text='') -> Tensor")
+torch.library.impl(f"{NAMESPACE}::double", "cpu", lambda x, y=None, text="": 2 * x)
+torch.library.register_fake(f"{NAMESPACE}::double", lambda x, y=None, text="": torch.empty_like(x))
+DOUBLE = getattr(torch.ops, NAMESPACE).double.default
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A tensor whose operations are done on ``inner``, as those of DTensor are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(*tree_map(lambda each: each.inner if isinstance(each, cls) else each, args)))
+
+
+def paths_taken(run: Callable[[Callable[..., Any]], object]) -> list[str]:
+    """How the op was computed while ``run`` used it: "past" the dispatcher, or not at all but by the dispatcher."""
+    taken: list[str] = []
+
+    def past(x: Tensor, *args: Any) -> Tensor:
+        taken.append("past")
+        return 2 * x
+
+    run(past_dispatcher(DOUBLE, {"cpu": past, "cuda": past}))
+    return taken
+
+
+@pytest.mark.parametrize("arguments", [(), (None, "text"), (torch.ones(2), "")], ids=str)
+def test_without_gradients_the_implementation_is_called_past_the_dispatcher(arguments: tuple[Any, ...]) -> None:
+    with torch.no_grad():
+        assert paths_taken(lambda call: call(torch.nn.Parameter(torch.ones(2)), *arguments)) == ["past"]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.enable_grad, Dispatch, Function, torch.profiler.profile, lambda: torch.device("cpu"), FakeTensorMode],
+    ids=["gradients", "dispatch mode", "function mode", "profiler", "device", "fake tensors"],
+)
+def test_what_watches_the_dispatcher_sees_the_op(context: Callable[[], AbstractContextManager[object]]) -> None:
+    with torch.no_grad(), context():
+        x = torch.ones(2)
+        assert paths_taken(lambda call: call(x)) == []
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_subclass_of_tensor_sees_the_op_wherever_it_stands(position: int) -> None:
+    args = [torch.ones(2), torch.ones(2)]
+    args[position] = Wrapped(args[position])
+    with torch.no_grad():
+        results: list[Any] = []
+        assert paths_taken(lambda call: results.append(call(*args))) == []
+    assert type(results[0]) is Wrapped
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.vmap, lambda f: torch.jit.trace(f, torch.ones(2), check_trace=False)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_and_tracers_see_the_op(transform: Callable[..., Any]) -> None:
+    def run(call: Callable[..., Any]) -> None:
+        with torch.no_grad():
+            transform(lambda x: call(x.detach()).sum() + x.sum())(torch.ones(2))
+
+    assert paths_taken(run) == []
+
+
+def test_batched_gradients_are_left_to_the_dispatcher() -> None:
+    """Their tensors are plain ones of another vmap than ``torch.func``'s."""
+
+    def run(call: Callable[..., Any]) -> None:
+        class Identity(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, dy: Tensor) -> Tensor:
+                result: Tensor = call(dy)
+                return result
+
+        x = torch.ones(3, requires_grad=True)
+        torch.autograd.grad(Identity.apply(x), x, torch.eye(3), is_grads_batched=True)
+
+    assert paths_taken(run) == []
+
+
+def test_torch_compile_sees_the_op() -> None:
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def run(call: Callable[..., Any]) -> None:
+        with torch.no_grad():
+            torch.compile(lambda x: call(x) + 1, backend=backend, fullgraph=True)(torch.ones(2))
+
+    assert paths_taken(run) == []
+    assert any(f"{NAMESPACE}.double" in target for target in seen)
+
+
+def test_a_negated_view_is_left_to_the_dispatcher() -> None:
+    x = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    results: list[Tensor] = []
+    with torch.no_grad():
+        assert paths_taken(lambda call: results.append(call(x))) == []
+    assert results[0].tolist() == [-4.0, -8.0]
+
+
+def test_other_devices_are_left_to_the_dispatcher() -> None:
+    with torch.no_grad():
+        assert paths_taken(lambda call: call(torch.ones(2, device="meta"))) == []
+
+
+def test_versions_advance_of_what_is_written_and_of_nothing_else() -> None:
+    x, cast = torch.randn(4, 16), Cast(E4M3, Layout.TENSOR)
+    amax, scale, counts = torch.zeros(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        ops.observe(x, amax)
+        observed = amax._version
+        ops.quantize(x, cast, scale=scale, amax=amax, overflow_counts=counts)
+    assert 0 < observed < amax._version
+    assert counts._version > 0
+    assert (x._version, scale._version) == (0, 0)
+
+
+def test_a_tensor_that_backward_needs_is_not_written_unnoticed() -> None:
+    out = torch.zeros(16, 16)
+    loss = (torch.ones(16, 16, requires_grad=True) * out).sum()
+    with torch.no_grad():
+        operand = ops.quantize(torch.randn(16, 16), Cast(E4M3, Layout.TENSOR)).rowwise
+        assert operand is not None
+        ops.scaled_mm_accumulate(out, operand, operand)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
