@@ -16,13 +16,14 @@ from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defin
 from lightning_fp8.ops.activation.schema import activated_shape, format_activation_options, is_gated
 from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.quantize.casting import CastArgs, Quantized, check_cast, run_cast
-from lightning_fp8.ops.quantize.schema import UNOBSERVED
 from lightning_fp8.scaled import Cast
 
 _activation_quantize = op("activation_quantize")
 _activation_quantize_unobserved = op("activation_quantize_unobserved")
 _activation_backward_quantize = op("activation_backward_quantize")
 _activation_backward_quantize_unobserved = op("activation_backward_quantize_unobserved")
+_gated_quantize = op("gated_quantize"), op("gated_quantize_unobserved")
+_gated_backward_quantize = op("gated_backward_quantize"), op("gated_backward_quantize_unobserved")
 
 ACTIVATIONS = tuple(_reference.ACTIVATIONS)
 """Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
@@ -105,7 +106,9 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
     Raises:
         TypeError, ValueError: as :func:`activation_quantize`; a gated activation; ``factor`` of another dtype or shape.
     """
-    return _gated("gated_quantize", (x, factor), x, activation, cast, cast_args)
+    _check_gated("gated_quantize", x, activation, cast, cast_args)
+    operands, _ = run_cast(*_gated_quantize, (x, factor), f"{activation}, ", cast, **cast_args)
+    return operands
 
 
 def gated_backward_quantize(
@@ -120,19 +123,17 @@ def gated_backward_quantize(
     Raises:
         TypeError, ValueError: as :func:`gated_quantize`; ``dy`` of another dtype or shape than x.
     """
-    return _gated("gated_backward_quantize", (dy, x, factor), x, activation, cast, cast_args)
+    _check_gated("gated_backward_quantize", x, activation, cast, cast_args)
+    operands, _ = run_cast(*_gated_backward_quantize, (dy, x, factor), f"{activation}, ", cast, **cast_args)
+    return operands
 
 
-def _gated(
-    op: str, inputs: tuple[Tensor, ...], x: Tensor, activation: str, cast: Cast, cast_args: CastArgs
-) -> Quantized:
-    check_cast(op, x, cast, **cast_args)
+def _check_gated(name: str, x: Tensor, activation: str, cast: Cast, cast_args: CastArgs) -> None:
+    """Check what the gated ops take, and that a tensor of its own multiplies the activation."""
+    check_cast(name, x, cast, **cast_args)
     _check_activation(activation, x)
     if is_gated(activation):
-        raise ValueError(f"{op} multiplies by a tensor of its own; {activation} would split x: pass silu for swiglu")
-    ops = getattr(_ops, op).default, getattr(_ops, op + UNOBSERVED).default
-    operands, _ = run_cast(*ops, inputs, f"{activation}, ", cast, **cast_args)
-    return operands
+        raise ValueError(f"{name} multiplies by a tensor of its own; {activation} would split x: pass silu for swiglu")
 
 
 def _check_activation(activation: str, x: Tensor) -> None:
