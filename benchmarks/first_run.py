@@ -98,6 +98,7 @@ KERNELS = {
     "attention's transposed copy": "transpose_heads-64",
     "attention forward": "attention_forward-128-whole tiles",
     "attention forward, mma.sync": "mma_attention_forward-128-causal",
+    "attention forward of 256 channels, mma.sync": "mma_attention_forward-256-many keys",
     "attention's D": "attention_delta-64-padded",
     "attention's dQ": "attention_dq-64-many keys",
     "attention's dK and dV": "attention_dkv-64-many queries",

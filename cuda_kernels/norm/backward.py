@@ -32,7 +32,7 @@ from cuda_kernels.norm.rows import (
     row_registers,
     row_sum,
 )
-from cuda_kernels.norm.statistics import Norm, rstd_address
+from cuda_kernels.norm.statistics import NormSpec, rstd_address
 
 _ZERO = np.float32(0)
 
@@ -48,7 +48,7 @@ _PARAMETERS = (*[i64] * 9, i32, i32, f32)
 in elements."""
 
 
-def _normalizer(norm: Norm) -> Any:
+def _normalizer(norm: NormSpec) -> Any:
     """A device function ``(x, mean, rstd) -> x^`` of four elements."""
     has_mean = norm.mean
 
@@ -80,7 +80,7 @@ def _product(x, y):
     return _sum(x[0] * y[0], x[1] * y[1], x[2] * y[2], x[3] * y[3])
 
 
-def _gradient(norm: Norm) -> Any:
+def _gradient(norm: NormSpec) -> Any:
     """A device function ``(g, normalized, mean_of_g, mean_of_product, rstd) -> dx`` of one element."""
     has_mean = norm.mean
 
@@ -92,7 +92,7 @@ def _gradient(norm: Norm) -> Any:
     return gradient
 
 
-def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
+def _gradient_storer(norm: NormSpec, aligned: bool, full: bool) -> Any:
     """A device function that stores four elements of dx at an address, those of ``column`` and behind.
 
     ``full``: no column is outside the row.
@@ -116,7 +116,7 @@ def _gradient_storer(norm: Norm, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(norm: Norm, dy_dtype: str, row_layout: RowLayout) -> Kernel:
+def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -> Kernel:
     """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
     The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
@@ -233,7 +233,7 @@ def norm_backward_kernel(norm: Norm, dy_dtype: str, row_layout: RowLayout) -> Ke
 
 
 @cache
-def long_norm_backward_kernel(norm: Norm, dy_dtype: str, aligned: bool) -> Kernel:
+def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> Kernel:
     """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
     itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)

@@ -15,14 +15,14 @@ from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
 from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
 from cuda_kernels.kernel import Kernel
-from cuda_kernels.norm.statistics import Norm, long_row_statistics, normalized_loader, rstd_address
+from cuda_kernels.norm.statistics import NormSpec, long_row_statistics, normalized_loader, rstd_address
 
 BAND = WARP_ROWS
 _ONE = np.float32(1)
 
 
 @cache
-def normalize_bands_kernel(norm: Norm, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
+def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
     ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are

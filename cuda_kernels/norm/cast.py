@@ -47,13 +47,13 @@ from cuda_kernels.norm.rows import (
     row_loader,
     row_registers,
 )
-from cuda_kernels.norm.statistics import Norm, normalizer, row_statistics, rstd_address
+from cuda_kernels.norm.statistics import NormSpec, normalizer, row_statistics, rstd_address
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def _row_caster(norm: Norm, fp8: str, row_layout: RowLayout) -> Any:
+def _row_caster(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     """A device function that normalizes the row in registers, stores its codes if ``stored``, and returns its amax.
 
     ``codes``: the address of the thread's first code.
@@ -101,12 +101,12 @@ def _row_caster(norm: Norm, fp8: str, row_layout: RowLayout) -> Any:
     return cast
 
 
-def _min_blocks_per_sm(norm: Norm, row_layout: RowLayout) -> int:
+def _min_blocks_per_sm(norm: NormSpec, row_layout: RowLayout) -> int:
     return 2 if row_registers(norm.dtype, row_layout) > 32 or norm.bias else 3
 
 
 @cache
-def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
+def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
 
     Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
@@ -178,7 +178,7 @@ def normalize_kernel(norm: Norm, fp8: str, row_layout: RowLayout, observe: bool)
 
 
 @cache
-def cast_normalized_kernel(norm: Norm, fp8: str, row_layout: RowLayout) -> Kernel:
+def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Kernel:
     """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
     predicated = replace(row_layout, full=False)

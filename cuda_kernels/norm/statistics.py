@@ -34,7 +34,7 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     """The options of a normalization's kernels.
 
     Attributes:
@@ -53,7 +53,7 @@ class Norm:
         return f"{self.dtype}, {self.weight_dtype}, mean={self.mean}, bias={self.bias}"
 
 
-def normalizer(norm: Norm) -> Any:
+def normalizer(norm: NormSpec) -> Any:
     """A device function ``(x, mean, rstd, weight, bias) -> y``."""
     subtract, add = norm.mean, norm.bias
 
@@ -67,7 +67,7 @@ def normalizer(norm: Norm) -> Any:
 
 
 @cache
-def normalized_loader(norm: Norm, aligned: bool) -> TileLoader:
+def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
     """The normalized tensor; elements outside it are zeros.
 
     Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_fp8.attention import torch_mha
 from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import swap_class, unsharded_class
@@ -67,8 +68,8 @@ _said: set[str] = set()
 _compiled_whole = False
 
 COMPILED_WHOLE = (
-    "torch.compile keeps the function of nn.MultiheadAttention whole, and attention cannot be taken out of it; leave "
-    "its block uncompiled"
+    "torch.compile keeps torch.nn.functional.multi_head_attention_forward whole, and attention cannot be taken out of "
+    "it; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
 )
 
 
@@ -123,6 +124,8 @@ def entering(former: Any) -> Any:
     if former_class(former) is not None:
         return former
 
+    as_torch = torch_mha.computes_as_torch(former)
+
     class Entering(former):  # type: ignore[valid-type, misc]
         @wraps(former.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +135,8 @@ def entering(former: Any) -> Any:
                 owner.training = self.training
             _thread.owners.append(owner)
             try:
+                if as_torch and torch.compiler.is_compiling():
+                    return torch_mha.forward(self, *args, **kwargs)
                 return super().forward(*args, **kwargs)
             finally:
                 _thread.owners.pop()

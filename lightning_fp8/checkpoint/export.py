@@ -69,7 +69,7 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
     if number >= (2, 0):  # norms became operations then, which have a state that is always empty
         for name, module in model.named_modules():
             if isinstance(module, (LayerNorm, RMSNorm)):
-                state_dict[state_key(clean_name(name), False, number)] = _value(None, 0, (2, 4), None)
+                state_dict[state_key(clean_name(name))] = _value(None, 0, (2, 4), None)
     return state_dict
 
 

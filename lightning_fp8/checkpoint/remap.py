@@ -20,12 +20,12 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name, gemm_name, row_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 from lightning_fp8.te.keys import (
-    aligned,
     is_grouped,
     is_parameter,
     is_state,
     module_of_state,
     prefix_of,
+    prefix_renamer,
     state_key,
     stem_of,
 )
@@ -66,7 +66,7 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     model_keys = {clean_name(key): key for key in model.state_dict()}
-    rename = aligned([clean_name(key) for key in state_dict], set(model_keys), set(modules))
+    rename = prefix_renamer([clean_name(key) for key in state_dict], set(model_keys), set(modules))
 
     parameters: dict[str, Any] = {}
     te_values: list[tuple[str, str, Any]] = []
@@ -247,7 +247,7 @@ def _place(
             rows = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        moved = clean_name(key) != state_key(owner, False, (2, 0))
+        moved = clean_name(key) != state_key(owner)
         return rows, "remapped" if moved else "loaded", f"to {owner}{note}"
     linears = _linears(owner, modules)
     if not linears or len(linears) != state.num_gemms:

@@ -251,7 +251,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     fuse_norms(model, summary.norms)
     fuse_mlps(model, summary.mlps)
     history = _share_history(model)
-    history.owners.add(model)  # an optimizer of adapters or embeddings alone steps this model too
+    history.add_owner(model)  # an optimizer of adapters or embeddings alone steps this model too
     return history
 
 

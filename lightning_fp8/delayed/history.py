@@ -8,6 +8,7 @@ rank fold in by the same operation, in any order.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -56,9 +57,11 @@ class AmaxHistory:
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
         unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
-        owners: the modules whose parameters tell an optimizer that steps these amaxes; any does where they have none.
+        owners: by ``id`` the modules whose parameters tell an optimizer that steps these amaxes; any does where they
+            have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
+        made_in, observed_in: the identifiers of the thread that made it, and of those that observe amaxes.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
         has_unequal_readers: whether layers that read one tensor did not share its cast, since their rows were unequal.
@@ -68,12 +71,14 @@ class AmaxHistory:
     ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
     """
 
+    creation_index: int
     _largest: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
     stepped = trained_in_eval = False
     unobserved = 0
     recipe: DelayedScaling | None = None
+    observed_in: frozenset[int] = frozenset()
     span: Span | None = None
     has_unequal_readers = False
     _marks: list[int] | None = None
@@ -93,10 +98,11 @@ class AmaxHistory:
         self._register()
 
     def _register(self) -> None:
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.creation_index = instances.register(self)
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
+        self.made_in = threading.get_ident()
+        instances.register(self)  # last: other threads see it from now on
 
     def _place_rows(self) -> None:
         """Put the tensors of every row where ``scale`` and ``amax`` lie now.
@@ -137,7 +143,7 @@ class AmaxHistory:
         return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        without = ("owners", "after_step", "_rows", "_marks")
+        without = ("owners", "after_step", "_rows", "_marks", "observed_in")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -165,13 +171,22 @@ class AmaxHistory:
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
+        self.note_thread()
+
+    def note_thread(self) -> None:
+        """Note that this thread observes amaxes."""
+        self.observed_in |= {threading.get_ident()}
+
+    def add_owner(self, module: Any) -> None:
+        """Let an optimizer of parameters of ``module`` step these amaxes."""
+        self.owners[id(module)] = module
 
     def is_stepped_by(self, parameters: Collection[int]) -> bool:
         """Whether a parameter of an owner is among these, compared by ``id``.
 
         Owners without any parameter, as attention has none, follow every optimizer.
         """
-        own = [id(parameter) for owner in self.owners for parameter in owner.parameters()]
+        own = [id(parameter) for owner in instances.living(self.owners) for parameter in owner.parameters()]
         return any(each in parameters for each in own) or (not own and len(self.owners) > 0)
 
     def wait(self) -> None:
@@ -179,7 +194,7 @@ class AmaxHistory:
         self.waited += 1
         if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
             return
-        if any(owner.training for owner in self.owners):
+        if any(owner.training for owner in instances.living(self.owners)):
             self.patience = -1  # warned
             warnings.warn(
                 f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "

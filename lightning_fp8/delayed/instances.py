@@ -5,23 +5,31 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from lightning_fp8.delayed.history import AmaxHistory
 
-_instances: weakref.WeakSet[AmaxHistory] = weakref.WeakSet()
+T = TypeVar("T")
+
+_instances: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
+"""By creation index."""
 _creation_indices = itertools.count()
 _newest = -1
 """The creation index of the newest history that :func:`collect_unreachable` has met."""
 
 
-def register(history: AmaxHistory) -> int:
-    """Remember ``history`` for as long as somebody holds it; returns its creation index, unique in this process."""
-    _instances.add(history)
-    return next(_creation_indices)
+def register(history: AmaxHistory) -> None:
+    """Give ``history`` its creation index, unique in this process, and remember it for as long as somebody holds it."""
+    history.creation_index = next(_creation_indices)
+    _instances[history.creation_index] = history
+
+
+def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """What is still in use of ``objects``: a copy, since another thread may add to them while they are iterated."""
+    return [each for reference in objects.valuerefs() if (each := reference()) is not None]
 
 
 def any_history() -> bool:
@@ -31,7 +39,7 @@ def any_history() -> bool:
 
 def all_histories() -> list[AmaxHistory]:
     """Every history in creation order, which all ranks share."""
-    return sorted(_instances, key=lambda history: history.creation_index)
+    return sorted(living(_instances), key=lambda history: history.creation_index)
 
 
 def collect_unreachable(group: dist.ProcessGroup | None) -> None:
@@ -41,7 +49,7 @@ def collect_unreachable(group: dist.ProcessGroup | None) -> None:
     another time; ranks would then reduce unequal lists of histories. A new model is made on all ranks alike.
     """
     global _newest
-    newest = max((history.creation_index for history in _instances), default=-1)
+    newest = max((history.creation_index for history in all_histories()), default=-1)
     if newest > _newest:
         _newest = newest
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:

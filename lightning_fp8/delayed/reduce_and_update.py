@@ -15,7 +15,9 @@ of :func:`lightning_fp8.scaling.updated_scales`.
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,8 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.recipes import DelayedScaling
+
+_one_thread = threading.RLock()
 
 
 def reduce_and_update(
@@ -89,6 +93,8 @@ def update_without_plugin(
 ) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
+    One thread at a time: a region that another thread begins meanwhile finds all scales updated.
+
     Args:
         recipe: for histories whose amaxes were observed under no other recipe.
         group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
@@ -96,24 +102,40 @@ def update_without_plugin(
     """
     histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
     collect_unreachable(group)
-    for history in all_histories():
-        if history.after_step is None and (history.steps or calibrated):
-            histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
-        elif history.after_step is None:
-            history.wait()
-    for observed_under, histories in histories_by_recipe.items():
-        reduce_and_update(histories, observed_under, group)
+    with _one_thread:
+        for history in all_histories():
+            if history.after_step is None and _is_due(history, calibrated):
+                histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
+            elif history.after_step is None:
+                history.wait()
+        for observed_under, histories in histories_by_recipe.items():
+            reduce_and_update(histories, observed_under, group)
+
+
+def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
+    """Whether a region that begins on this thread, or one that ``calibrated`` and ends, is to update the scales.
+
+    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one.
+    """
+    if history.steps > 0:
+        return True
+    threads = history.observed_in or {history.made_in}
+    elsewhere = len(threads) == 1 and threading.get_ident() not in threads
+    if elsewhere and any(thread.ident in threads for thread in threading.enumerate()):
+        return False
+    return history.steps < 0 or calibrated
 
 
 # --- Optimizer steps, counted where they happen: in torch.optim, whoever calls step and however -----------------------
 
+_numbers = itertools.count(1)  # each is given once, whichever threads step at a time
 _generation = 0
 _owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
 """For each optimizer the ``id`` of its parameters, and by creation index which histories are its."""
 
 
 def generation() -> int:
-    """The number of optimizer steps in this process; a copy computed from a weight is stale once it has grown."""
+    """The number of an optimizer step in this process; a copy computed from a weight is stale once it is another."""
     return _generation
 
 
@@ -148,7 +170,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _generation
-    _generation += 1
+    _generation = next(_numbers)
     if _overflowed(optimizer):
         return
     stepped = _stepped(optimizer)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.autocast import current_context
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.functions.linear import Slots
@@ -73,7 +74,7 @@ class FP8Module(nn.Module):
         """Keep amaxes and scales in rows of ``history``, in the order of :meth:`history_rows`."""
         rows = count(first_row)
         self._slots = tuple({role: history.slot(next(rows)) for role in self.roles} for _ in self.gemms)
-        history.owners.add(self)
+        history.add_owner(self)
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
         """:attr:`slots_of_gemms`, in a history of the module's own where it has none yet.
@@ -94,7 +95,18 @@ class FP8Module(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.history is not None:
-            self.history.owners.add(self)
+            self.history.add_owner(self)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refused where it would run in FP8: threads of ``torch.nn.DataParallel`` are outside this thread's region."""
+        context = current_context()
+        if self.fp8 and (context.enabled or context.calibrating):
+            raise RuntimeError(
+                "torch.nn.DataParallel runs each replica in a thread of its own, which fp8_autocast does not reach: "
+                f"{type(self).__name__} would run in high precision there. Use DistributedDataParallel, strategy='ddp' "
+                "of a Trainer, or leave fp8_autocast"
+            )
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

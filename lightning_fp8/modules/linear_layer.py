@@ -179,6 +179,8 @@ class LinearLayer(WeightCachingModule):
         ops.observe(input.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         slots[Role.INPUT].history.forget_marks()
+        if not torch.compiler.is_compiling():
+            slots[Role.INPUT].history.note_thread()
         output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 

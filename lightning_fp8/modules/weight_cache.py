@@ -30,7 +30,7 @@ class _KeptWeight:
         automatic: no ``is_first_microbatch`` asked for them.
         observed: the weight's row of the amax history has its amax.
         sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
-            meanwhile; none in compiled code.
+            meanwhile.
     """
 
     key: tuple[Any, ...]
@@ -86,15 +86,18 @@ class WeightCachingModule(FP8Module):
             names: of the parameters that hold its rows.
             context: says whether to keep them where ``is_first_microbatch`` does not.
         """
-        automatic = is_first_microbatch is None
-        if automatic and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None  # before anything is read that the compiled code would be guarded by
+        automatic = is_first_microbatch is None
         cache = self._weight_cache or {}
         kept = cache.get(names)
         if automatic and context.weight_period is None:
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
+        computed = self._modules.get("parametrizations")
+        if computed is not None and any(name in computed for name in names):  # type: ignore[operator]
+            return None  # a weight that is computed anew has nothing to keep
         parameters = [getattr(self, name) for name in names]
         # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
         state = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
@@ -118,6 +121,4 @@ class WeightCachingModule(FP8Module):
 
 
 def _sources(parameters: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], StorageWeakRef], ...]:
-    if torch.compiler.is_compiling():
-        return ()
     return tuple((weakref.ref(parameter), StorageWeakRef(parameter.untyped_storage())) for parameter in parameters)

@@ -76,8 +76,8 @@ def is_grouped(owner: str, keys: Container[str]) -> bool:
     return f"{prefix_of(owner)}weight0" in keys
 
 
-def state_key(module: str, attention: bool, version: tuple[int, int]) -> str:
-    """The key under which ``version`` keeps the state of ``module``."""
+def state_key(module: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
+    """The key under which ``version`` keeps the state of ``module``, which is attention's or another's."""
     middle = f"{FUSED_ATTENTION}." if attention and version < (1, 8) else ""
     return f"{prefix_of(module)}{middle}{EXTRA_STATE}"
 
@@ -162,7 +162,7 @@ def split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> d
 # --- Prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def aligned(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str]:
+def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str]:
     """A function from a name of the file to one of the model: it strips a leading path and prepends another.
 
     The pair is the one that lets most names fit; where none does better, names stay as they are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from tests.attention.attention_modules import cu_seqlens
+from lightning_fp8.ops.attention import Band
+from tests.attention.attention_modules import RAGGED, Batch, cu_seqlens, drawn_batch, of_definition, run
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +82,47 @@ def test_packed_and_padded_sequences() -> None:
     padded = Model(qkv_format="sbhd", attn_mask_type="padding")
     compare(padded, [(40, 2), (55, 2)], "rowwise", "aot_eager", True,
             attention_mask=mask)  # fmt: skip
+
+
+def spread_out(x: Batch, rows: int) -> Batch:
+    """So many rows of NaN behind each sequence."""
+    return Batch(*([torch.cat([each, each.new_full((rows, *each.shape[1:]), math.nan)]) for each in of] for of in x))
+
+
+@pytest.mark.parametrize(("enabled", "gap"), [(False, 0), (False, 7), (True, 7)])
+def test_packed_sequences_in_high_precision_and_between_gaps(enabled: bool, gap: int) -> None:
+    lengths = [list(of) for of in zip(*RAGGED)]
+    x = drawn_batch(RAGGED, 4, 2, 16, torch.float32)
+    module = DotProductAttention(4, 16, 2, qkv_format="thd", attn_mask_type="padding_causal_bottom_right")
+    given: dict[str, Any] = {"cu_seqlens_q": cu_seqlens(lengths[0]), "cu_seqlens_kv": cu_seqlens(lengths[1])}
+    if gap:
+        padded = (cu_seqlens([n + gap for n in of]) for of in lengths)
+        given |= dict(zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded))
+    else:
+        given |= {"max_seqlen_q": max(lengths[0])}
+    module.compile(fullgraph=True, backend="aot_eager" if enabled else "eager")
+    with fp8_autocast(enabled, fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        found = run(module, spread_out(x, gap), "thd", **given)
+    for ours, right, of in zip(found, of_definition(x, Band(right=0, bottom_right=True)), (0, 0, 1, 1)):
+        rows = ours.split([n + gap for n in lengths[of]])
+        seen = torch.cat([each[: len(each) - gap] for each in rows])
+        assert (seen - right).norm() < (0.1 if enabled else 1e-5) * right.norm()
+        assert not any(each[len(each) - gap :].any() for each in rows)
+
+
+@pytest.mark.parametrize(
+    ("starts", "longest", "said"),
+    [
+        ([0, 9, 5, 20], None, "lengths added up, 0 first"),
+        ([0, 5, 21], None, "at or before"),
+        ([0, 15, 20], 9, "max_seq"),
+    ],
+)
+def test_wrong_sequences_fail_in_compiled_code(starts: list[int], longest: int | None, said: str) -> None:
+    module, q = DotProductAttention(2, 8, qkv_format="thd"), torch.randn(20, 2, 8)
+    module.compile(fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match=said):
+        module(q, q, q, cu_seqlens_q=torch.tensor(starts), max_seqlen_q=longest)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

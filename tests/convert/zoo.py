@@ -136,10 +136,10 @@ class Lora:
 class TorchTransformer(nn.Module):
     """torch.nn.Transformer between an embedding and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.transformer = nn.Transformer(WIDTH, HEADS, LAYERS, LAYERS, HIDDEN, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(WIDTH, HEADS, layers, layers, HIDDEN, dropout=0.0, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.backward.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
@@ -132,6 +133,32 @@ def with_results(problem: Problem, operands: tuple[Codes, Codes, Codes, Codes]) 
     return Given(problem, operands, o, m, l, right)
 
 
+def with_nan(problem: Problem, which: int) -> Given:
+    """Key 0 takes all of every query, so that other weights are 0; and one number of operand ``which`` is NaN."""
+    assert problem.sharing == len(problem.queries) == 1
+    generator = torch.Generator().manual_seed(which)
+    of_queries, of_keys = ((1, problem.heads, rows[0], problem.head_dim) for rows in (problem.queries, problem.keys))
+    do, q, k, v = (
+        torch.randn(shape, generator=generator) for shape in (of_queries, of_queries, of_keys, of_keys)
+    )  # fmt: skip
+    q, k = 8 + q, k / 8
+    k[:, :, 0] = 8
+    operands = [cast(x) for x in (do, q, k, v)]
+    data, scale_inv = operands[which]
+    data[0, -1, 100, 5] = torch.nan
+    operands[which] = Codes(data, scale_inv)
+    do_codes, *others = operands
+    return with_results(problem, (do_codes, *others))  # type: ignore[arg-type]
+
+
+def nan_by_definition(given: Given) -> list[Tensor]:
+    """Where dQ, dK and dV are NaN by torch's own attention in float64; without a mask."""
+    do, *operands = (x.dequantize().double() for x in given.operands)
+    q, k, v = (x.requires_grad_() for x in operands)
+    o = scaled_dot_product_attention(q, k, v, scale=given.problem.scale)
+    return [x.isnan() for x in torch.autograd.grad(o, (q, k, v), do)]
+
+
 class OnDevice:
     """The launch of a problem's kernels on a device, their operands, and memory for the results."""
 
@@ -227,6 +254,18 @@ def check_all(problem: Problem, device: str) -> None:
     on.assert_near("dq", "dk", "dv")
 
 
+def check_nan(problem: Problem, device: str, which: int = 0) -> None:
+    """NaN in operand ``which``, dO by default, goes where torch's attention in float64 has it."""
+    damaged = with_nan(problem, which)
+    on = OnDevice(damaged, device)
+    statistics = on.delta()
+    on.start_dq(statistics)
+    on.start_dkv(statistics)
+    for actual, truth in zip((on.dq, on.dk, on.dv), nan_by_definition(damaged)):
+        assert truth.any()
+        assert torch.equal(actual.cpu().isnan(), on.packed(truth))
+
+
 def _case(check: Callable[[Problem, str], None], kernel: str, words: str, problem: Problem) -> Case:
     return Case(f"attention_{kernel}-{problem.head_dim}-{words}", partial(check, problem))
 
@@ -239,6 +278,7 @@ CASES = [
     _case(check_all, "backward", "ragged", Problem((1, 140), (260, 3), 2, band=WINDOW, out="bfloat16", ragged=True)),
     _case(check_all, "backward", "cross", Problem((300,), (130,), 2, 2, head_dim=96, out="float16", flush=128)),
     _case(check_all, "backward", "window", Problem((150,), (140,), head_dim=256, band=WINDOW, out="bfloat16")),
+    _case(check_nan, "backward", "nan", Problem((130,), (140,), out="bfloat16")),
     _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
     _case(check_dkv, "dkv", "many queries", Problem((780,), (128,), 2, 2, head_dim=64)),

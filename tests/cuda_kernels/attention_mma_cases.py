@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from cuda_kernels.host import launch
 from lightning_fp8.ops.attention import Band
-from tests.cuda_kernels.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq
+from tests.cuda_kernels.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq, check_nan
 from tests.cuda_kernels.attention_kernel_cases import CAUSAL, check_forward
 from tests.cuda_kernels.kernel_cases import BF16, FP16, Case
 
@@ -38,6 +38,11 @@ FORWARD = [
     _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
     _forward("window", 128, rows=(300, 300), band=Band(left=100, right=20), special=True, dtype=BF16),
     _forward("ragged", 64, heads=(2, 2), rows=(140, 260), lengths=([1, 140], [260, 3]), ragged=True, dtype=BF16),
+    _forward("ragged", 256, rows=(70, 140), lengths=([1, 70], [140, 3]), ragged=True, band=CAUSAL, dtype=BF16),
+    _forward(
+        "grouped window", 256, heads=(2, 1), rows=(130, 300), band=Band(left=100, right=20), special=True, dtype=BF16
+    ),
+    _forward("many keys", 256, rows=(16, 300), dtype=BF16),
     _forward("many keys", 64, rows=(128, 780), dtype=BF16),
     _forward("grouped causal", 96, heads=(4, 2), rows=(260, 260), band=CAUSAL, dtype=FP16),
 ]
@@ -45,6 +50,8 @@ BACKWARD = [
     _backward(check_all, "backward", "empty", Problem((0, 70, 50), (60, 0, 130), 1, 1, 128, BOTTOM_RIGHT, "bfloat16")),
     _backward(check_all, "backward", "grouped window", Problem((140,), (150,), 2, 2, 128, WINDOW, "bfloat16")),
     _backward(check_all, "backward", "ragged causal", Problem((1, 140), (260, 3), 2, 1, 96, CAUSAL, ragged=True)),
+    _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=96)),
+    _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=128, out="bfloat16")),
     _backward(check_dq, "dq", "many keys", Problem((128,), (520,), head_dim=96)),
     _backward(check_dkv, "dkv", "many queries", Problem((390,), (128,), 2, 2, head_dim=96)),
 ]

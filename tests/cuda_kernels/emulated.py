@@ -23,6 +23,7 @@ from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.kernel_cases import Case
 from tests.emulator.ptx_on_cpu_samples import needs_gcc as needs_compilers  # noqa: F401
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+from tests.ptx_on_cpu.mutants import run_as
 
 
 def ltoir_of(kernel: Kernel, arch: str) -> bytes:
@@ -130,18 +131,22 @@ def executing(executor: Executor) -> Iterator[None]:
             launch.EXECUTORS["cpu"] = previous
 
 
-def is_noticed(cases: Sequence[Case], kernel: Kernel, mutant: str) -> bool:
-    """Whether one of ``cases``, which launch ``kernel``, fails with the PTX ``mutant`` in its place.
+def is_noticed(cases: Sequence[Case], kernel: Kernel, ptx: str, mutant: int = 0) -> bool:
+    """Whether one of ``cases``, which launch ``kernel``, fails with a mutant in its place.
+
+    Args:
+        ptx: the kernel :func:`~tests.ptx_on_cpu.mutants.with_mutants`.
+        mutant: counted from 1; 0 is the kernel as it is.
 
     Raises:
-        EmulatorError: the mutant is none that the emulator runs.
+        EmulatorError: ``ptx`` is none that the emulator runs.
     """
-    program_of(mutant)
+    run_as(program_of(ptx), mutant)
     for case, (schedule, copies) in itertools.product(cases, (("forward", "eager"), ("reverse", "late"))):
         emulator = Emulator(
             schedule=schedule,  # type: ignore[arg-type]
             copies=copies,  # type: ignore[arg-type]
-            rewrite=lambda launched, ptx: mutant if launched.name == kernel.name else ptx,
+            rewrite=lambda launched, own: ptx if launched.name == kernel.name else own,
         )
         try:
             with executing(emulator):

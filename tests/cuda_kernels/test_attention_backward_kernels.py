@@ -17,7 +17,17 @@ from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
 from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.attention import Codes
-from tests.cuda_kernels.attention_backward_cases import CASES, CAUSAL, OnDevice, Problem, error, given, with_results
+from tests.cuda_kernels.attention_backward_cases import (
+    CASES,
+    CAUSAL,
+    OnDevice,
+    Problem,
+    error,
+    given,
+    nan_by_definition,
+    with_nan,
+    with_results,
+)
 from tests.cuda_kernels.emulated import Emulator, compiled, kernels_of, needs_compilers
 from tests.cuda_kernels.kernel_cases import Case
 from tests.machine_code import sass
@@ -79,6 +89,14 @@ def test_nan_reaches_the_gradients_that_it_enters(emulator: Emulator) -> None:
         assert right.isnan().any()
         assert torch.equal(actual.isnan(), right.isnan())
         assert error(actual.nan_to_num(), right.nan_to_num()) < 2.0**-8
+
+
+@pytest.mark.parametrize("which", range(4), ids=["do", "q", "k", "v"])
+def test_nan_is_where_float64_has_it(which: int) -> None:
+    """By the specification; the cases have the kernels'."""
+    damaged = with_nan(Problem((130,), (140,), 2), which)
+    for found, truth in zip(damaged.right, nan_by_definition(damaged)):
+        assert torch.equal(found.isnan(), truth)
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

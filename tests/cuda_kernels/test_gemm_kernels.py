@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from typing import Any
@@ -42,8 +43,11 @@ def test_case(case: Case, emulator: Emulator) -> None:
     assert [kernel.function.__name__ for kernel in emulator.launched if "gemm" in kernel.name]
 
 
-@pytest.mark.parametrize(("schedule", "copies"), [("reverse", "late"), ("random", "random")])
-@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "schedule", "copies"),
+    [(case, *order) for case, order in zip(PIPELINES, itertools.cycle((("reverse", "late"), ("random", "random"))))],
+    ids=lambda each: each.name if isinstance(each, Case) else each,
+)
 def test_the_order_of_threads_and_copies_changes_nothing(
     case: Case, schedule: str, copies: str, emulator: Emulator
 ) -> None:

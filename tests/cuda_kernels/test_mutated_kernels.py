@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +10,7 @@ from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels import attention_kernel_cases, fused_cases, test_mutated_products
 from tests.cuda_kernels.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.cuda_kernels.kernel_cases import CASES, Case
+from tests.ptx_on_cpu.mutants import Span, with_mutants
 
 pytestmark = needs_compilers
 
@@ -56,17 +56,18 @@ for _case in MUTATED:
         CASES_OF.setdefault(_kernel, []).append(_case)
 
 
-def mutants(ptx: str) -> Iterator[tuple[int, str]]:
-    """The kernel without one of its synchronisations, and the line where it was."""
-    for found in SYNCHRONISATION.finditer(ptx):
-        yield ptx.count("\n", 0, found.end()) + 1, ptx[: found.start()] + ptx[found.end() :]
+def synchronisations(ptx: str) -> list[Span]:
+    """Where they stand in the PTX; a mutant lacks one of them."""
+    return [found.span() for found in SYNCHRONISATION.finditer(ptx)]
 
 
 @pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
 def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
-    assert not is_noticed(CASES_OF[kernel], kernel, ptx_of(kernel)), "it is wrong as it is"
-    found = list(mutants(ptx_of(kernel)))
-    unnoticed = [line for line, mutant in found if not is_noticed(CASES_OF[kernel], kernel, mutant)]
+    cases, spans = CASES_OF[kernel], synchronisations(ptx_of(kernel))
+    ptx = with_mutants(ptx_of(kernel), [[span] for span in spans])
+    assert not is_noticed(cases, kernel, ptx), "it is wrong as it is"
+    lines = [ptx_of(kernel).count("\n", 0, end) + 1 for _, end in spans]
+    unnoticed = [line for number, line in enumerate(lines, 1) if not is_noticed(cases, kernel, ptx, number)]
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
 
 
@@ -77,5 +78,5 @@ ALONE = {"attention_delta"}
 def test_every_kernel_is_mutated() -> None:
     """But for variants in which each warp works alone, in one variant at least."""
     products = {kernel.function.__name__ for case in test_mutated_products.OF for kernel in kernels_of(case.run)}
-    mutated = {kernel.function.__name__ for kernel in CASES_OF if list(mutants(ptx_of(kernel)))}
+    mutated = {kernel.function.__name__ for kernel in CASES_OF if synchronisations(ptx_of(kernel))}
     assert mutated | products | ALONE == builders()

@@ -17,6 +17,7 @@ from tests.cuda_kernels.attention_mma_cases import CASES as ATTENTION_MMA
 from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.cuda_kernels.gemm_cases import CASES
 from tests.cuda_kernels.kernel_cases import Case
+from tests.ptx_on_cpu.mutants import Span, with_mutants
 
 pytestmark = needs_compilers
 
@@ -49,38 +50,40 @@ MUTATED = (
     "attention_dkv-64-many queries",
     "attention_dkv-256-many queries",
     "mma_attention_forward-64-many keys",
+    "mma_attention_forward-256-many keys",
     "mma_attention_dq-96-many keys",
     "mma_attention_dkv-96-many queries",
 )
 OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA) if case.name.startswith(MUTATED)]
 
 
-def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, str]]:
-    """What was removed, and the kernel without it."""
+def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, list[Span]]]:
+    """What a mutant lacks, and where that stands in the PTX."""
     for pattern in (ONE_BY_ONE, WAITS_AND_ARRIVALS) if pingpong else (ONE_BY_ONE,):
         for found in pattern.finditer(ptx):
             line = ptx.count("\n", 0, found.end()) + 1
-            yield f"{found[0].strip()} in line {line}", ptx[: found.start()] + ptx[found.end() :]
+            yield f"{found[0].strip()} in line {line}", [found.span()]
     starts = [0, *(found.end() for found in ROLES.finditer(ptx)), len(ptx)]
     for text in TOGETHER:
         for begin, end in zip(starts, starts[1:]):
-            part, count = re.subn(text, "", ptx[begin:end])
-            if count:
-                yield f"{count} times {text} from {begin} on", ptx[:begin] + part + ptx[end:]
+            spans = [found.span() for found in re.compile(text).finditer(ptx, begin, end)]
+            if spans:
+                yield f"{len(spans)} times {text} from {begin} on", spans
 
 
 @pytest.mark.parametrize("case", OF, ids=lambda case: case.name)
 def test_every_synchronisation_is_needed(case: Case) -> None:
     *_, kernel = kernels_of(case.run)
-    assert not is_noticed([case], kernel, ptx_of(kernel))
     attention = "attention" in kernel.name
     # The wide kernel empties the places of a step together, so that of the producer's waits one implies others.
     alone = "pingpong" in kernel.name or (attention and "d=256" not in kernel.name)
     found = list(mutants(ptx_of(kernel), alone))
     if attention:
-        found = [(what, mutant) for what, mutant in found if not TURN.match(what)]
+        found = [(what, spans) for what, spans in found if not TURN.match(what)]
     assert len(found) > (15 if "smem_epilogue" in kernel.name else 1)
-    assert not [what for what, mutant in found if not is_noticed([case], kernel, mutant)]
+    ptx = with_mutants(ptx_of(kernel), [spans for _, spans in found])
+    assert not is_noticed([case], kernel, ptx)
+    assert not [what for number, (what, _) in enumerate(found, 1) if not is_noticed([case], kernel, ptx, number)]
 
 
 def test_what_is_mutated() -> None:

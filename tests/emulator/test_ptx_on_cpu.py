@@ -17,6 +17,7 @@ from numba.cuda import types
 
 from tests.emulator.ptx_on_cpu_samples import TARGETS, compiled, needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+from tests.ptx_on_cpu.mutants import run_as, with_mutants
 
 pytestmark = needs_gcc
 
@@ -419,15 +420,27 @@ def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(tmp_path.iterdir()) == compiled_files
 
 
+def test_mutants_lack_what_they_say() -> None:
+    """Single statements, one with its guard, a scope, a part of that, and several at once."""
+    one, guarded, inner = "add.u32 %r0, %r0, 1;", "add.u32 %r0, %r0, 2;", "add.u32 %r0, %r0, 4;"
+    scope = f"{{ .reg .b32 x; mov.u32 x, 8; {inner} add.u32 %r0, %r0, x; }}"
+    body = f"mov.u32 %r0, 0; setp.ne.u32 %p0, %r0, 0; {one} @!%p0 {guarded} {scope} add.u32 %r0, %r0, 16; "
+    text = ptx("out:u64", f"{body} st.global.u32 [out], %r0;")
+    spans = {part: (text.index(part), text.index(part) + len(part)) for part in (one, guarded, inner, scope)}
+    lacking = [[one], [guarded], [inner], [scope], [one, inner, guarded]]
+    program = Program(with_mutants(text, [[spans[part] for part in parts] for parts in lacking]))
+    out = torch.zeros(1, dtype=torch.int32)
+    for mutant, right in enumerate((31, 30, 29, 27, 19, 24)):
+        run_as(program, mutant)
+        program.launch(ONE, ONE, [out])
+        assert out.item() == right
+
+
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """Two processes that compile the same at the same time both get a whole file."""
-    script = (
-        "from tests.ptx_on_cpu import Program\n"
-        "from tests.emulator.ptx_on_cpu_samples import ptx\n"
-        "Program(ptx('', 'mov.u32 %r0, 1;')).launch((1, 1, 1), (1, 1, 1), [])\n"
-    )
+    script = "import sys\nfrom tests.ptx_on_cpu import Program\nProgram(sys.argv[1]).launch((1, 1, 1), (1, 1, 1), [])\n"
     environment = os.environ | {"PTX_ON_CPU_CACHE": str(tmp_path)}
-    command, folder = [sys.executable, "-c", script], Path(__file__).parents[2]
+    command, folder = [sys.executable, "-c", script, ptx("", "mov.u32 %r0, 1;")], Path(__file__).parents[2]
     processes = [subprocess.Popen(command, env=environment, cwd=folder) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".so", ".so"]  # the runtime and the kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from tests.emulator.ptx_on_cpu_samples import TARGETS, hopper_gemm, mma_gemm, needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+from tests.ptx_on_cpu.mutants import Span, run_as, with_mutants
 
 pytestmark = needs_gcc
 
@@ -260,9 +261,9 @@ SYNCHRONIZATION = re.compile(
 )
 
 
-def mutants(text: str) -> list[str]:
-    """The module without each of its synchronisations. Two in one line are two."""
-    return [text[: m.start()] + text[m.end() :] for m in SYNCHRONIZATION.finditer(text)]
+def synchronizations(text: str) -> list[Span]:
+    """Lines that synchronize; a mutant lacks one of them."""
+    return [found.span() for found in SYNCHRONIZATION.finditer(text)]
 
 
 def notices(launch: Any, mode: dict[str, Any]) -> bool:
@@ -274,19 +275,21 @@ def notices(launch: Any, mode: dict[str, Any]) -> bool:
 
 def survivors(text: str, run: Any) -> list[str]:
     """Lines that can be removed without anybody noticing."""
+    spans = synchronizations(text)
+    mutants = with_mutants(text, [[span] for span in spans])
+    launch = partial(run, mutants)
+    assert all(launch(**mode) for mode in MODES), "it is wrong as it is"
     found = []
-    for mutant in mutants(text):
-        if not any(notices(lambda mutant=mutant, **mode: run(mutant, **mode), mode) for mode in MODES[1:]):
-            line, removed = next(
-                (k, a) for k, (a, b) in enumerate(zip(text.splitlines(), mutant.splitlines()), 1) if a != b
-            )
-            found.append(f"{line}: {removed.strip()}")
+    for number, (start, end) in enumerate(spans, 1):
+        run_as(program(mutants), number)
+        if not any(notices(launch, mode) for mode in MODES[1:]):
+            found.append(text[start:end].strip())
     return found
 
 
 def test_the_product_by_mma_needs_each_synchronization() -> None:
     text, threads, shared = mma_gemm("sm_90a")
-    assert len(mutants(text)) >= 4
+    assert len(synchronizations(text)) >= 4
     assert (
         survivors(text, lambda mutant, **mode: run_mma_gemm(mutant, threads, shared, (32, 40, 448), **mode) < 1e-4)
         == []
@@ -295,6 +298,6 @@ def test_the_product_by_mma_needs_each_synchronization() -> None:
 
 def test_the_product_by_wgmma_needs_each_synchronization() -> None:
     text, _, _ = hopper_gemm(128, 2)
-    assert len(mutants(text)) >= 12
+    assert len(synchronizations(text)) >= 12
     shape = (300, 256, 784)
     assert survivors(text, lambda mutant, **mode: run_hopper_gemm(mutant, 128, 2, shape, **mode)) == []

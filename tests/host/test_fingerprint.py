@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import compile_cache
 from cuda_kernels.norm import backward, bands, cast, rows, statistics
-rms, spread = statistics.Norm("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
+rms, spread = statistics.NormSpec("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
 kernels = {
@@ -73,6 +74,7 @@ kernels = {
     "attention_dq_256": dq.attention_dq_kernel(AttentionSpec(256, "bfloat16")),
     "attention_dkv_256": dkv_256.attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
     "attention_mma_forward": mma_forward.mma_attention_forward_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_mma_forward_256": mma_forward.mma_attention_forward_kernel(AttentionSpec(256, "bfloat16")),
     "attention_mma_dq": mma_dq.mma_attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "transpose_heads": transpose.transpose_heads_kernel(64),
@@ -86,22 +88,33 @@ print(json.dumps({name: compile_cache.source_key(kernel, "cubin", "90a") for nam
 
 def keys(folder: Path) -> dict[str, str]:
     """Of some of each kind of kernel, of the package in ``folder``; no compiler can be imported meanwhile."""
-    done = subprocess.run([sys.executable, "-c", KEYS], cwd=folder, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-c", KEYS], cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+class Before(NamedTuple):
+    """The keys of the package as it is, and a copy of it that Python has compiled."""
+
+    keys: dict[str, str]
+    folder: Path
+
+
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def before(tmp_path_factory: pytest.TempPathFactory) -> Before:
     """The same wherever the package lies."""
     here = keys(ROOT)
     assert len(set(here.values())) == len(here)
-    assert keys(copied(tmp_path_factory.mktemp("copy"))) == here
-    return here
+    folder = copied(ROOT, tmp_path_factory.mktemp("copy"))
+    assert keys(folder) == here
+    return Before(here, folder)
 
 
-def copied(folder: Path) -> Path:
-    shutil.copytree(ROOT / "cuda_kernels", folder / "cuda_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+def copied(source: Path, folder: Path) -> Path:
+    """``folder`` with a copy of ``source``'s package; Python takes what it has compiled there of unchanged files."""
+    written_meanwhile = shutil.ignore_patterns("__pycache__") if source == ROOT else None
+    shutil.copytree(source / "cuda_kernels", folder / "cuda_kernels", ignore=written_meanwhile)
     return folder
 
 
@@ -109,7 +122,7 @@ CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quant
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
-ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "dq", "dkv")}
+ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),
@@ -136,18 +149,18 @@ EDITS = [
 
 @pytest.mark.parametrize(("name", "old", "new", "changed"), EDITS, ids=[f"{edit[0]}: {edit[2]}" for edit in EDITS])
 def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
-    name: str, old: str, new: str, changed: set[str] | None, before: dict[str, str], tmp_path: Path
+    name: str, old: str, new: str, changed: set[str] | None, before: Before, tmp_path: Path
 ) -> None:
     """``changed``: of what is not attention's exactly these; None: all, attention's too.
 
     Stores of fragments take their instructions from ``device/ptx.py``, of which each edit counts for them.
     """
-    path = copied(tmp_path) / "cuda_kernels" / name
+    path = copied(before.folder, tmp_path) / "cuda_kernels" / name
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     after = keys(tmp_path)
-    found = {each for each in before if before[each] != after[each]}
-    assert found == set(before) if changed is None else found - ATTENTION == changed
+    found = {each for each, key in before.keys.items() if key != after[each]}
+    assert found == set(before.keys) if changed is None else found - ATTENTION == changed
 
 
 WORDS = ["sizes", "sm90"]
@@ -166,15 +179,27 @@ def in_every_body(source: str) -> str:
     return "".join(lines)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_is_a_kernels_or_the_hosts(module: str, before: dict[str, str], tmp_path: Path) -> None:
-    """An edit of all functions of a module changes keys if anything of it is compiled, and none if nothing is."""
-    path = copied(tmp_path) / "cuda_kernels" / module
-    path.write_text(in_every_body(path.read_text()))
-    same = keys(tmp_path) == before
+def is_compiled(module: str) -> bool:
+    """Whether anything of what its functions say is compiled into a kernel."""
     room, _, name = module.removesuffix(".py").rpartition("/")
     only_host = room.startswith("host") or name == "__init__"
-    assert same == (only_host or (room == "device" and name in WORDS) or module in PLANS), module
+    return not (only_host or (room == "device" and name in WORDS) or module in PLANS)
+
+
+def edited(folder: Path, *modules: str) -> Path:
+    for path in (folder / "cuda_kernels" / module for module in modules):
+        path.write_text(in_every_body(path.read_text()))
+    return folder
+
+
+@pytest.mark.parametrize("module", filter(is_compiled, MODULES))
+def test_an_edit_of_all_functions_of_a_kernels_module_changes_keys(module: str, before: Before, tmp_path: Path) -> None:
+    assert keys(edited(copied(before.folder, tmp_path), module)) != before.keys
+
+
+def test_edits_of_all_other_modules_change_no_key(before: Before, tmp_path: Path) -> None:
+    others = [module for module in MODULES if not is_compiled(module)]
+    assert keys(edited(copied(before.folder, tmp_path), *others)) == before.keys
 
 
 class Box(NamedTuple):
@@ -212,7 +237,7 @@ def test_a_lambda_is_told_from_others_by_its_lines(module: str) -> None:
 
 def test_a_file_that_is_edited_after_its_import_gives_another_key(tmp_path: Path) -> None:
     """Numba compiles what was imported, not what the file says by now."""
-    folder = copied(tmp_path)
+    folder = copied(ROOT, tmp_path)
     program = """
 import sys
 from pathlib import Path

@@ -69,7 +69,7 @@ Loop = frozenset[int]
 
 def disassembled(cubin: bytes, *options: str) -> str:
     """nvdisasm's listing of machine code, by default the instructions alone; several tests read one: kept on disk."""
-    options = options or ("-c",)
+    options = options or ("-c", "-ndf")  # without its analysis of data flow, which adds nothing but remarks
     digest = hashlib.sha256("\0".join([version(_PACKAGE), *options]).encode() + cubin).hexdigest()[:32]
     kept = folder() / f"listing_{digest}.gz"
     if kept.exists():
@@ -214,8 +214,9 @@ def counts_in_a_step(code: Code) -> tuple[Counter[str], Counter[str]]:
 
 def gpu_wide_barriers(code: Code) -> list[str]:
     """Those in loops."""
-    inside = frozenset().union(*loops(code))
-    return [f"{each} in a loop" for index, each in enumerate(code) if index in inside and each.gpu_wide]
+    wide = [index for index, each in enumerate(code) if each.gpu_wide]
+    inside = frozenset().union(*loops(code)) if wide else frozenset()
+    return [f"{code[index]} in a loop" for index in wide if index in inside]
 
 
 def faults_of_steps(code: Code, groups: Set[int] = frozenset({4}), ahead: int | None = None) -> Iterator[str]:

@@ -34,28 +34,39 @@ SPILLED_BYTES = {
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 
 
-def instructions(code: bytes) -> Counter[str]:
-    """How often each machine instruction appears."""
-    return Counter(each.name for each in sass.parsed(sass.disassembled(code)))
-
-
 def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
     return sorted(name for name in found if name.startswith(prefixes))
 
 
 def variants() -> Iterator[Any]:
-    """Every variant for Hopper, if it is for it, and two of each kernel for the other architectures."""
+    """Every variant for its first architecture, and for each other one a variant of each kernel, in turn."""
+    count = Counter(kernel.function.__name__ for kernel in KERNELS.values())
     seen: Counter[str] = Counter()
     for kernel in KERNELS.values():
-        name = kernel.function.__name__
-        for arch in kernel.architectures if seen[name] < 2 else kernel.architectures[:1]:
-            yield pytest.param(kernel, arch, id=f"{kernel.name}-{arch}")
+        name, (first, *others) = kernel.function.__name__, kernel.architectures
+        place = seen[name]
         seen[name] += 1
+        turn = others[place:] if seen[name] == count[name] else others[place : place + 1]
+        for arch in (first, *turn):
+            yield pytest.param(kernel, arch, id=f"{kernel.name}-{arch}")
 
 
 @pytest.mark.parametrize(("kernel", "arch"), variants())
 def test_kernel(kernel: Kernel, arch: str) -> None:
-    report, code = compiled(kernel, arch)
+    report, binary = compiled(kernel, arch)
+    code = sass.parsed(sass.disassembled(binary))
+    check_resources(kernel, arch, report)
+    check_what_a_launch_assumes(kernel, report, binary)
+    check_instructions(kernel, Counter(each.name for each in code))
+    assert code[-1].opcode in ("BRA", "NOP"), "the whole listing was read"
+    assert not sass.gpu_wide_barriers(code), "no loop waits for the whole card"
+    assert not sass.parts_before_the_last_cluster_barrier(code)
+    if kernel in PRODUCTS:
+        check_product(kernel, code)
+
+
+def check_resources(kernel: Kernel, arch: str, report: str) -> None:
+    """Registers, spills and the assembler's advice."""
     registers = int(re.findall(r"Used (\d+) registers", report)[0])
     assert registers * kernel.threads * kernel.min_blocks_on(arch) <= REGISTERS
     spilled = SPILLED_BYTES.get(kernel.name, 0)
@@ -65,9 +76,11 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
     assert kernel.shared_bytes <= min(SHARED_BYTES[arch] for arch in kernel.architectures)
 
-    found = instructions(code)
+
+def check_instructions(kernel: Kernel, found: Counter[str]) -> None:
+    """What is there, and what is not; ``found`` has how often."""
     assert sum(found.values()) > 50
-    assert spilled or not starting_with(found, "LDL", "STL"), "local memory"
+    assert kernel.name in SPILLED_BYTES or not starting_with(found, "LDL", "STL"), "local memory"
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
     name = kernel.function.__name__
     casts = (
@@ -85,11 +98,9 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
         assert starting_with(found, "STS.128")
 
 
-@pytest.mark.parametrize(("kernel", "arch"), variants())
-def test_the_machine_code_is_what_a_launch_assumes(kernel: Kernel, arch: str) -> None:
+def check_what_a_launch_assumes(kernel: Kernel, report: str, binary: bytes) -> None:
     """Parameters, threads, clusters, registers and stack, as the driver reads them from the cubin."""
-    report, code = compiled(kernel, arch)
-    entry = entry_of(code)
+    entry = entry_of(binary)
     sizes = [struct.calcsize("@" + each) for each in kernel.formats]
     assert [size for _, size in entry.parameters] == sizes
     last, size = entry.parameters[-1]
@@ -107,22 +118,23 @@ def test_the_machine_code_is_what_a_launch_assumes(kernel: Kernel, arch: str) ->
         assert _PRODUCERS_REGISTERS + (warpgroups - 1) * _REGISTERS <= warpgroups * entry.registers
 
 
+def check_product(kernel: Kernel, code: sass.Code) -> None:
+    """Tensor cores multiply, and do not wait."""
+    found = Counter(each.name for each in code)
+    hopper = kernel.architectures == ("90a",)
+    wanted = ("QGMMA", "UTMALDG", "USETMAXREG", "SYNCS") if hopper else ("QMMA", "LDSM", "LDGSTS")
+    assert all(starting_with(found, name) for name in wanted)
+    stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "smem_epilogue" in kernel.name else "STG"
+    assert starting_with(found, stored)
+    assert len(sass.steps(code)) == 1
+    assert not [*sass.faults_of_steps(code)]
+
+
 def test_attributes_of_machine_code_have_these_numbers() -> None:
     """By NVIDIA's disassembler, which names them in the order in which they lie in the file."""
     listing = sass.disassembled(compiled(PRODUCTS[0], "90a")[1], "-hex")
     named = re.findall(r"nvinfo : (EIATTR_\w+)\n.*?\.byte\s+0x[0-9a-f]+, (0x[0-9a-f]+)", listing, re.DOTALL)
     assert ATTRIBUTES.items() <= {name: int(number, 16) for name, number in named}.items()
-
-
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda kernel: kernel.name)
-def test_products_use_tensor_cores(kernel: Kernel) -> None:
-    hopper = kernel.architectures == ("90a",)
-    for arch in kernel.architectures:
-        found = instructions(compiled(kernel, arch)[1])
-        wanted = ("QGMMA", "UTMALDG", "USETMAXREG", "SYNCS") if hopper else ("QMMA", "LDSM", "LDGSTS")
-        assert all(starting_with(found, name) for name in wanted)
-        stored = ("UTMAREDG" if "accumulate" in kernel.name else "UTMASTG") if "smem_epilogue" in kernel.name else "STG"
-        assert starting_with(found, stored)
 
 
 @pytest.mark.parametrize(("kernel", "arch"), [each for each in variants() if "mma_attention" in str(each.id)])

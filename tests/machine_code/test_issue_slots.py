@@ -16,7 +16,7 @@ from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.backward import backward_row_layout, norm_backward_kernel
 from cuda_kernels.norm.cast import normalize_kernel
 from cuda_kernels.norm.rows import cast_row_layout
-from cuda_kernels.norm.statistics import Norm
+from cuda_kernels.norm.statistics import NormSpec
 from tests.machine_code.issue_slots import NoWalk, issue_clocks, issue_slots, memory_clocks, slots_of_another
 from tests.machine_code.sass import disassembled
 from tests.machine_code.test_compiled_kernels import compiled
@@ -135,7 +135,7 @@ class Work:
 
 
 QUADS, OCTETS = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
-RMS = Norm("bfloat16", "bfloat16", mean=False, bias=False)
+RMS = NormSpec("bfloat16", "bfloat16", mean=False, bias=False)
 READ, WRITTEN = 2 * TILE * TILE, TILE * TILE
 
 # Of a warp's 16 rows, in four or in eight columns a lane: loads, casts of two elements, stores row by row, transposed.

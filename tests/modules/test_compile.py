@@ -121,8 +121,9 @@ def test_every_recipe_compiles_as_it_runs(recipe: str, what: str, dynamic: bool 
     compare(recipe, what, dynamic, recompute)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inductor_takes_every_recipe(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_inductor_takes_state_and_blocks(recipe: str) -> None:
+    """The ops are opaque to it: what it sees is whether they write to what they are given, and the shapes of scales."""
     compare(recipe, "model", depth=1, backend="inductor", tolerance=0.02)  # keeps float32 inside of what it fuses
 
 

@@ -22,6 +22,7 @@ from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autoca
 from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES
+from tests.convert.zoo import DECODER, VOCABULARY, hf
 
 Between = Callable[[Tensor, int], Any]
 
@@ -282,21 +283,13 @@ def test_no_copy_outlives_its_input_or_its_region() -> None:
 
 def test_a_converted_llama_keeps_and_casts_what_it_needs() -> None:
     """In BF16 backward keeps an input for q, k and v, one for gate and up, and those of o and down."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    model = hf("LlamaForCausalLM", "LlamaConfig", **DECODER | sizes)()
     plugin = FP8FabricPrecision(first_last_layers_bf16=False, cache_fp8_weights=True)
     plugin.convert_module(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    tokens = torch.randint(0, 128, (2, 64))
+    tokens = torch.randint(0, VOCABULARY, (2, 64))
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

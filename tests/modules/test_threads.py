@@ -87,6 +87,7 @@ def test_an_inner_threads_region_is_outermost_there() -> None:
     with fp8_autocast():
         y = linear(x)
     y.sum().backward()
+    torch.optim.SGD(linear.parameters(), 0.1).step()
 
     def region() -> bool:
         with fp8_autocast():

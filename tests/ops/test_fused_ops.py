@@ -331,7 +331,7 @@ def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
 def test_accuracy_of_the_exponential(name: str, emulator: Emulator) -> None:
     """Values and slopes in float32, for gate and dy of 1, against float64: what activation.py says of them."""
     emulator.races = False
-    x = torch.cat([torch.linspace(-80, 80, 4093), torch.tensor([-0.0, 1e-30, -1e-30])])
+    x = torch.cat([torch.linspace(-80, 80, 1021), torch.tensor([-0.0, 1e-30, -1e-30])])
     row = torch.cat([x, torch.ones_like(x)])[None]
     slope, value = gradient_sums(name, torch.ones(1, x.numel()), row).double().chunk(2)
     leaf = x.double().requires_grad_()

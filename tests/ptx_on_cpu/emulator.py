@@ -17,6 +17,7 @@ from tests.ptx_on_cpu.errors import EmulatorError
 from tests.ptx_on_cpu.parse import Parameter
 from tests.ptx_on_cpu.tensor_map import TensorMap
 from tests.ptx_on_cpu.translate import translate
+from tests.ptx_on_cpu.writer import c_name
 
 Argument = torch.Tensor | TensorMap | bytes | int | float | None
 Size = tuple[int, int, int]
@@ -80,6 +81,11 @@ class Program:
         self._translation = translate(self.ptx)
         self._library = build.kernel_library(self._translation.source)
         self._kernel = getattr(self._library, self._translation.symbol)
+
+    def set_variable(self, name: str, value: int) -> None:
+        """Sets a ``.global .u32`` of the module, where it stays for later launches."""
+        (memory,) = (each for each in self._translation.memory if each.symbol == c_name("g_" + name))
+        ctypes.c_uint32.in_dll(self._library, memory.symbol).value = value
 
     def launch(
         self,

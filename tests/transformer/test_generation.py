@@ -169,3 +169,21 @@ def test_a_cache_begun_in_inference_mode_goes_on_outside_it() -> None:
     params.pre_step({"b": 1})
     with torch.no_grad():
         torch.testing.assert_close(forward(model, x[3:, 1:], inference_params=params), whole[3:])
+
+
+def test_rows_are_counted_in_integers_of_at_least_0() -> None:
+    """A negative offset would write to the end of the cache, and give keys that nobody has seen."""
+    params = InferenceParams(2, 16)
+    wrong = {
+        "sequence_len_offset=-2 must be at least 0": lambda: setattr(params, "sequence_len_offset", -2),
+        "sequence_len_offset='2' must be an integer": lambda: setattr(params, "sequence_len_offset", "2"),
+        "rows of sequence 'a'=2.0 must be an integer": lambda: params.pre_step({"a": 2.0}),
+        "rows of sequence 'a'=-1 must be at least 0": lambda: params.pre_step({"a": -1}),
+        "pre_step takes a mapping of sequences": lambda: params.pre_step([2, 2]),
+    }
+    for message, action in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            action()
+    params.sequence_len_offset = torch.tensor(3)
+    params.sequence_len_offset += 2
+    assert params.sequence_len_offset == 5

@@ -5,8 +5,8 @@ them, 64 at a time, of all heads that share them: no block adds to another's res
 too, and their statistics lie in a ring of two stages: one tile is copied while the other is multiplied. A line of a
 transposed copy has both stages' queries, 64 bytes each. Of each tile a warp computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns
 them into codes of Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q; but for those that are
-all 0, as behind the border of a mask. Of 128 channels a thread has registers for one sum: dV and dK have a launch each,
-which makes the probabilities again, five products of a tile instead of four.
+all 0, as behind the border of a mask, and meet no NaN. Of 128 channels a thread has registers for one sum: dV and dK
+have a launch each, which makes the probabilities again, five products of a tile instead of four.
 
 A row of Pᵀ, times dO's scale, and one of dSᵀ, times Q's, have scales that change only when the row outgrows them
 (:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's products are added in float32 together with these:
@@ -31,7 +31,14 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy, make_half_copy
+from cuda_kernels.attention.mma.operands import (
+    BACKWARD_HEAD_DIMS,
+    LINE,
+    TILE,
+    attention_by_mma,
+    make_copy,
+    make_half_copy,
+)
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
@@ -83,7 +90,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
     tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
     """
-    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    assert spec.head_dim in BACKWARD_HEAD_DIMS, "there are no registers for sums of more channels"
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
@@ -104,6 +111,13 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     def statistic(stage, which, query):
         """Where a statistic of a stage's query lies, from the block's shared memory on."""
         return i32(statistics_offset + stage * _STATISTICS_BYTES + (which - CORRECTED) * _OF_EACH + 4 * query)
+
+    @device
+    def two_of_d(smem, stage):
+        """D of two of the stage's queries added up; the lanes have all. It is NaN for a query whose dO has NaN."""
+        lane = cuda.threadIdx.x & 31
+        first = from_bits(shared_load_4(smem + statistic(stage, CORRECTED, lane)))
+        return first + from_bits(shared_load_4(smem + statistic(stage, CORRECTED, lane + 32)))
 
     @device
     def copy_tile(smem, stage, addresses, rows_q, head, query):
@@ -168,8 +182,9 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 if with_dv:
                     amax, amax_below = max_of(p)
                     words, p_limits = rounded(p, gradient_scale, amax, amax_below, p_limits)
+                    d = two_of_d(smem, stage)  # 0 times NaN is no 0
                     # A border for the assembler, too, which would start what follows early and run out of registers.
-                    if warp_any(amax != _ZERO or amax_below != _ZERO):
+                    if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
                         unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
                         dv = add_product(dv, words, (in_b + dot_offset) ^ half, unit, unit_below)
                 if with_dk:

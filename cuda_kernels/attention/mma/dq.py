@@ -24,7 +24,7 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.operands import BACKWARD_HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import make_gradient_store, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
@@ -61,7 +61,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
     tensor maps.
     """
-    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    assert spec.head_dim in BACKWARD_HEAD_DIMS, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     num_registers = ROWS // 2

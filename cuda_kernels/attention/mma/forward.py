@@ -12,9 +12,11 @@ here as well (22 bits in all, SageAttention2, arXiv:2411.10958, section 3.3). Nu
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.mma.operands import HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.forward_256 import make_wide_attend
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import (
@@ -37,24 +39,27 @@ STAGES = {64: 3, 96: 2, 128: 2}
 
 
 @cache
-def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
+def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) -> Kernel:
     """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
     Parameters are those of :func:`cuda_kernels.attention.forward.attention_forward_kernel`, with addresses in place of
     tensor maps.
+
+    Args:
+        first_channel: of ``o``'s :data:`CHANNELS` that a launch makes, at most.
     """
-    assert spec.head_dim in HEAD_DIMS, "there are no registers for sums of more channels"
+    if spec.panels > 1:
+        name = f"mma_attention_forward({spec}, {first_channel=})"
+        return _forward_pass(spec, name, *make_wide_attend(spec, first_channel), first_channel)
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
     prefetch, pending = stages - 1, stages - 2
     stage_bytes = TILE + head_dim * LINE
-    item = 4 if spec.out == "float32" else 2
     scores_count, out_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     scores_of = make_product(ROWS, spec.k_steps)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
-    zero_out, finish = zeros(out_count), scale_seen_rows(out_count)
-    store = store_fragment_global(out_count, spec.out, True, False)
+    zero_out = zeros(out_count)
 
     @device
     def copy_keys(stage, keys, j):
@@ -67,11 +72,6 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
 
     @device
     def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
-        """The sums of this thread's channels, in units of the softmax's state, and that state.
-
-        ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's. ``query_factor``:
-        Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
-        """
         first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
@@ -107,6 +107,23 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             stage, free_stage = next_stage(stage, first_stage), stage
         return out, state
 
+    name = f"mma_attention_forward({spec}, {stages=})"
+    return _forward_pass(spec, name, attend, TILE + stages * stage_bytes)
+
+
+def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int, first_channel: int = 0) -> Kernel:
+    """The forward pass that goes over the keys as ``attend`` does.
+
+    Args:
+        attend: a device function ``(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left,
+            right) -> out, state``: the sums of this thread's channels, in units of the softmax's state, and that state.
+            ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's.
+            ``query_factor``: Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
+    """
+    head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
+    finish = scale_seen_rows(channels // 2)
+    store = store_fragment_global(channels // 2, spec.out, True, False)
+
     def mma_attention_forward(
         q, k, v_t, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
@@ -132,9 +149,8 @@ def mma_attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
         store(
             finish(acc, inverse, inverse_below, seen, seen_below),
-            out + place * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(head_dim),
+            out + (place + first_channel) * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(channels),
         )  # fmt: skip
 
     parameters = *[i64] * 10, *[i32] * 6, f32, *[i64] * 3
-    name, shared_bytes = f"mma_attention_forward({spec}, {stages=})", TILE + stages * stage_bytes
     return attention_by_mma(name, mma_attention_forward, parameters, shared_bytes)

@@ -21,8 +21,10 @@ LINE = 128
 TILE = ROWS * LINE
 """Bytes of 128 rows of codes."""
 ARCHITECTURES = ("89", "120")
-HEAD_DIMS = (64, 96, 128)
-"""Channels of a head for which a thread has registers enough."""
+CHANNELS = 128
+"""Of a result that a thread has registers for, beside scores of a tile, at most."""
+BACKWARD_HEAD_DIMS = (64, 96, 128)
+"""Channels of a head that the backward pass is for; the forward pass is for all."""
 
 
 @cache
@@ -49,6 +51,22 @@ def make_half_copy(rows: int) -> Any:
     @device
     def copy(shared, half, address, stride):
         copy_from_chunk(shared, half << 2, address, stride)
+
+    return copy
+
+
+@cache
+def make_panel_copy(rows: int, panels: int) -> Any:
+    """A device function ``(shared, address, stride)`` that starts to copy ``rows`` rows of panels of 128 bytes.
+
+    The panels lie one behind the other in shared memory.
+    """
+    copy_panel = make_copy(rows, LINE)
+
+    @device
+    def copy(shared, address, stride):
+        for panel in range(panels):
+            copy_panel(shared + panel * (rows * LINE), address + panel * LINE, stride)
 
     return copy
 

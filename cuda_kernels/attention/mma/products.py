@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from cuda_kernels.attention.mma.operands import LINE
+from cuda_kernels.attention.mma.operands import LINE, TILE
+from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, zeros
 from cuda_kernels.device.language import device
 from cuda_kernels.device.swizzle import swizzle_128b
@@ -14,6 +15,20 @@ STEP = 32
 """Bytes of a row that one mma multiplies."""
 _COLUMNS = 32
 """Columns of a product that are computed at a time, so that few words of B are in registers."""
+
+
+class _Step(NamedTuple):
+    """One mma of a chain.
+
+    Attributes:
+        words: a device function: A to this step's words.
+        flip: what the address of B is xored with.
+        panel: bytes from B's first panel to this step's.
+    """
+
+    words: Any
+    flip: int
+    panel: int = 0
 
 
 @device
@@ -31,26 +46,31 @@ def place_in_b(lane):
 
 
 @cache
-def make_product(columns: int, k_steps: int, start: int = 0) -> Any:
-    """A device function ``(a, b) -> acc``: a warp's product ``A [16, 32 k_steps] Bᵀ [.., columns]`` of E4M3 codes.
+def make_product(columns: int, k_steps: int, start: int = 0, panels: int = 1, panel_rows: int = ROWS) -> Any:
+    """A device function ``(a, b) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]`` of E4M3 codes.
 
     ``a``, ``b``: addresses in shared memory, :func:`place_in_a` and :func:`place_in_b` from the operands' first rows.
+    ``K``: 32 ``k_steps`` channels of each of ``panels`` panels, one behind the other.
 
     Args:
         start: the row of B that makes the first column; a multiple of 8.
+        panel_rows: of a panel of B; one of A has 128.
     """
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
 
-    def of_step(step: int) -> Any:
-        flip = STEP * step
+    def words_of(flip: int, panel: int) -> Any:
+        return device(lambda a: load_a((a ^ flip) + panel))
 
-        return device(lambda a: load_a(a ^ flip))
-
-    product = _chained(width, tuple(of_step(step) for step in range(k_steps)), 0, start)
+    steps = tuple(
+        _Step(words_of(STEP * step, panel * TILE), STEP * step, panel * panel_rows * LINE)
+        for panel in range(panels)
+        for step in range(k_steps)
+    )
+    product = _chained(width, steps, start)
     if width == columns:
         return product
-    others = make_product(columns - width, k_steps, start + width)
+    others = make_product(columns - width, k_steps, start + width, panels, panel_rows)
 
     @device
     def products(a, b):
@@ -67,8 +87,8 @@ def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
     thread's first row and of the row eight below. Some columns at a time, from ``start`` on, so that few of them are in
     registers twice.
     """
-    words_of = tuple(slice_words(4 * k_steps, 4 * step, 4) for step in range(k_steps))
-    multiply = _chained(_COLUMNS, words_of, 0, start)
+    steps = tuple(_Step(slice_words(4 * k_steps, 4 * step, 4), STEP * step) for step in range(k_steps))
+    multiply = _chained(_COLUMNS, steps, start)
     part, add = slice_fragment(columns // 2, start // 2, _COLUMNS // 2), add_rows(_COLUMNS // 2)
 
     @device
@@ -86,24 +106,25 @@ def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
     return add_all
 
 
-def _chained(columns: int, words_of: tuple[Any, ...], step: int, start: int) -> Any:
-    """A device function ``(a, b) -> acc``: products from ``step`` on; ``words_of`` gives the words of A of each."""
+def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
+    """A device function ``(a, b) -> acc`` of these steps."""
     multiply, load_b, zero_acc = (
         mma(1, columns // 8, "e4m3", "e4m3"),
         ldmatrix_x4(columns // 16, 16 * LINE),
         zeros(columns // 2),
     )
     # The exclusive or comes first, so that a sum with a constant is left for the instruction.
-    words, flip, offset = words_of[step], STEP * step, start * LINE
+    (words, flip, panel), *others = steps
+    offset = start * LINE + panel
 
-    if step == len(words_of) - 1:
+    if not others:
 
         @device
         def last(a, b):
             return multiply(zero_acc(), words(a), load_b((b ^ flip) + offset))
 
         return last
-    rest = _chained(columns, words_of, step + 1, start)
+    rest = _chained(columns, tuple(others), start)
 
     @device
     def product(a, b):

@@ -16,7 +16,7 @@ from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kern
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, named_launch
-from cuda_kernels.host.launchers.attention_kernels import forward_kernel, operand_on
+from cuda_kernels.host.launchers.attention_kernels import forward_kernels, operand_on
 from cuda_kernels.host.launchers.attention_tiles import (
     PackedRows,
     RowSpace,
@@ -268,15 +268,16 @@ class ForwardLaunch:
 
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
         problem.require_strides(strides)
-        spec = problem.spec
+        spec, self._problem = problem.spec, problem
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._address = address_on(device)
         blocks = problem.queries.blocks * problem.heads[0]
-        self._launch = named_launch(
-            forward_kernel(spec, device), blocks, device, **problem.sizes(problem.heads[0]),
-            **problem.visible.limits(), c=problem.scale_of_exponent, **stride_parameters(strides),
-        )  # fmt: skip
+        scalars = {**problem.sizes(problem.heads[0]), **problem.visible.limits(), "c": problem.scale_of_exponent}
+        self._launches = [
+            named_launch(kernel, blocks, device, **scalars, **stride_parameters(strides))
+            for kernel in forward_kernels(spec, device)
+        ]
 
     def start(
         self,
@@ -296,12 +297,12 @@ class ForwardLaunch:
         assert q.data is not None
         assert k.data is not None
         assert v.data_t is not None
-        if not self._launch.blocks:
+        if not self._problem.queries.blocks:
             return
-        address = self._address
-        self._launch.start(
+        arguments = (
             self._queries_box(q.data.flatten(0, 1)), self._keys_box(k.data.flatten(0, 1)),
             self._values_box(v.data_t.flatten(0, 1)),
-            address(tiles), address(q.scale_inv), address(k.scale_inv), address(v.scale_inv),
-            address(out), address(m), address(l),
+            *map(self._address, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
         )  # fmt: skip
+        for launch in self._launches:
+            launch.start(*arguments)

@@ -21,25 +21,28 @@ from cuda_kernels.host.tensor_maps import Box, map_on
 from cuda_kernels.kernel import Kernel
 
 
-def forward_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
-    """The forward pass; all variants take the same parameters, operands as :func:`operand_on` says.
+def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
+    """The forward pass, some channels in a launch; all variants take the same parameters.
 
-    Where there is none for the device, loading it fails with a :class:`~cuda_kernels.kernel.KernelError`.
+    Operands are as :func:`operand_on` says. Where there is no kernel for the device, loading it fails with a
+    :class:`~cuda_kernels.kernel.KernelError`.
     """
-    return mma_attention_forward_kernel(spec) if _by_mma(spec, device) else attention_forward_kernel(spec)
+    if not _multiplies_in_warps(device):
+        return [attention_forward_kernel(spec)]
+    return [mma_attention_forward_kernel(spec, first) for first in range(0, spec.head_dim, mma.CHANNELS)]
 
 
 def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
-    """dQ, as :func:`forward_kernel` is the forward pass."""
-    return mma_attention_dq_kernel(spec) if _by_mma(spec, device) else attention_dq_kernel(spec)
+    """dQ, as :func:`forward_kernels` is the forward pass."""
+    return mma_attention_dq_kernel(spec) if _backward_by_mma(spec, device) else attention_dq_kernel(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
-    """dK and dV, as :func:`forward_kernel` is the forward pass; one makes both where their sums fit into registers.
+    """dK and dV, as :func:`forward_kernels` is the forward pass; one makes both where their sums fit into registers.
 
     ``flush`` is for kernels that use scratch.
     """
-    if _by_mma(spec, device):
+    if _backward_by_mma(spec, device):
         return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
     if spec.panels == 1:
         return [attention_dkv_kernel(spec, flush)]
@@ -56,8 +59,8 @@ def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     return address_on(device) if _multiplies_in_warps(device) else map_on(device, box)
 
 
-def _by_mma(spec: AttentionSpec, device: torch.device) -> bool:
-    return spec.head_dim in mma.HEAD_DIMS and _multiplies_in_warps(device)
+def _backward_by_mma(spec: AttentionSpec, device: torch.device) -> bool:
+    return spec.head_dim in mma.BACKWARD_HEAD_DIMS and _multiplies_in_warps(device)
 
 
 def _multiplies_in_warps(device: torch.device) -> bool:

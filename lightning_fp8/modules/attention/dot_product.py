@@ -162,7 +162,9 @@ class DotProductAttention(CoreAttention):
             alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
             max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
                 backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
-            max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
+            max_seqlen_kv: the same of keys, for compiled code: in high precision it has room for so many rows in each
+                sequence, or without the two for as many as the tensor has.
+            fast_zero_fill, pad_between_seqs: taken, and not needed.
             inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
 
         Returns:
@@ -204,7 +206,10 @@ class DotProductAttention(CoreAttention):
             attention_mask if "padding" in mask_type else None,
             (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
             (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            arguments.checked_length("max_seqlen_q", max_seqlen_q),
+            (
+                arguments.checked_length("max_seqlen_q", max_seqlen_q),
+                arguments.checked_length("max_seqlen_kv", max_seqlen_kv),
+            ),
         )
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")

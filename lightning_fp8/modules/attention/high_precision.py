@@ -77,7 +77,9 @@ def attention(
     """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; a query that sees no key gives 0."""
     share = q.shape[1] != k.shape[1]
     queries, keys = q.shape[2], k.shape[2]
-    causal = band.left is None and band.right == 0 and (queries == keys or not band.bottom_right)
+    causal = band.left is None and band.right == 0
+    if queries != keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
+        causal = causal and not band.bottom_right
     added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
     if lengths is None and not added and (causal or not band.limited):
         return scaled_dot_product_attention(

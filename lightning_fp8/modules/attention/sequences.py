@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_fp8.functions.attention import check_cu_seqlens
 from lightning_fp8.functions.sequence_tables import shared
+from lightning_fp8.modules.attention import packed
 from lightning_fp8.modules.attention.masks import cu_seqlens_of
 from lightning_fp8.ops.attention import Lengths
 from lightning_fp8.ops.attention.layouts import from_heads, to_heads
@@ -25,7 +26,7 @@ class Sequences(NamedTuple):
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
         rows_of_sequences_q, rows_of_sequences_kv: the rows of ``thd`` that belong to one; None is all.
         rows: of queries in ``thd``, with what lies between sequences.
-        max_seqlen_q: no sequence of queries in ``thd`` has more rows; None is not known.
+        max_seqlen_q, max_seqlen_kv: no sequence in ``thd`` has more rows; None is not known.
     """
 
     qkv_format: str
@@ -35,6 +36,7 @@ class Sequences(NamedTuple):
     rows_of_sequences_kv: Tensor | None = None
     rows: int = 0
     max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
 
     @classmethod
     def of(
@@ -45,7 +47,7 @@ class Sequences(NamedTuple):
         padding: Tensor | tuple[Tensor, Tensor] | None,
         cu_seqlens: Pair,
         cu_seqlens_padded: Pair,
-        max_seqlen_q: int | None = None,
+        max_seqlens: tuple[int | None, int | None] = (None, None),
     ) -> Sequences:
         """What Transformer Engine's arguments say of q and k.
 
@@ -73,10 +75,10 @@ class Sequences(NamedTuple):
             assert of_q is not None
             assert of_kv is not None
             rows_of_sequences_q, rows_of_sequences_kv = (
-                _between(cu, padded) for cu, padded in zip((of_q, of_kv), cu_seqlens_padded)
+                _between(cu, padded, x.shape[0]) for cu, padded, x in zip((of_q, of_kv), cu_seqlens_padded, (q, k))
             )
             return cls(
-                qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], max_seqlen_q
+                qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], *max_seqlens
             )  # fmt: skip
         if any(padded is not None for padded in cu_seqlens_padded):
             raise ValueError(
@@ -102,18 +104,27 @@ class Sequences(NamedTuple):
         """The output's rows where the queries' were; 0 between them."""
         if self.rows_of_sequences_q is None:
             return o
-        return o.new_zeros(self.rows, *o.shape[1:]).index_copy(0, self.rows_of_sequences_q, o)
+        out = o.new_zeros(self.rows, *o.shape[1:])
+        if torch.compiler.is_compiling():  # rows behind the last sequence are 0, and come on top of its last one
+            return out.index_add(0, self.rows_of_sequences_q, o)
+        return out.index_copy(0, self.rows_of_sequences_q, o)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
         """Each as ``[B, H, L, D]``, and the sequences' lengths."""
-        q, queries = to_heads(q, self.qkv_format, self.cu_seqlens_q)
-        k, keys = to_heads(k, self.qkv_format, self.cu_seqlens_kv)
-        v, _ = to_heads(v, self.qkv_format, self.cu_seqlens_kv)
+        of_q, of_kv = (self.cu_seqlens_q, self.max_seqlen_q), (self.cu_seqlens_kv, self.max_seqlen_kv)
+        (q, queries), (k, keys), (v, _) = (self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv)))
         lengths = None if queries is None or keys is None else Lengths(queries.to(q.device), keys.to(q.device))
         return (q, k, v), lengths
 
+    def _to_heads(self, x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor | None]:
+        if self.qkv_format == "thd" and cu_seqlens is not None and torch.compiler.is_compiling():
+            return packed.heads_of(x, cu_seqlens, longest)
+        return to_heads(x, self.qkv_format, cu_seqlens)
+
     def from_heads(self, o: Tensor) -> Tensor:
         """``[B, H, L, D]`` in the format, contiguous."""
+        if self.qkv_format == "thd" and self.cu_seqlens_q is not None and torch.compiler.is_compiling():
+            return packed.rows_of(o, self.cu_seqlens_q, self.rows)
         return from_heads(
             o, self.qkv_format, self.cu_seqlens_q, self.rows if self.rows_of_sequences_q is None else None
         )
@@ -125,14 +136,19 @@ def _of_mask(mask: Tensor, sequences: int, rows: int) -> Tensor:
     return starts
 
 
-def _between(cu_seqlens: Tensor, padded: Tensor | None) -> Tensor | None:
-    """The rows that belong to a sequence, where each starts at ``padded`` and is as long as in ``cu_seqlens``."""
+def _between(cu_seqlens: Tensor, padded: Tensor | None, rows: int) -> Tensor | None:
+    """The rows that belong to a sequence, where each starts at ``padded`` and is as long as in ``cu_seqlens``.
+
+    In compiled code as many as the tensor's ``rows``: see :func:`packed.rows_between_gaps`.
+    """
     if padded is None:
         return None
     if padded.shape != cu_seqlens.shape:
         raise ValueError(f"{len(cu_seqlens)} cu_seqlens and {len(padded)} of them with padding; both must be as many")
+    if torch.compiler.is_compiling():
+        return packed.rows_between_gaps(cu_seqlens, padded, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    if not torch.compiler.is_compiling() and not cu_seqlens.is_cuda and (lengths > padded[1:] - padded[:-1]).any():
+    if not cu_seqlens.is_cuda and (lengths > padded[1:] - padded[:-1]).any():
         raise ValueError(f"sequences of {lengths.tolist()} rows do not fit between {padded.tolist()}")
     shift = torch.repeat_interleave(padded[:-1] - cu_seqlens[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift

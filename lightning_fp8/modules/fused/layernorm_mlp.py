@@ -154,46 +154,49 @@ class LayerNormMLP(NormedLayer):
         """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
-        self._check(inp, self.fc1_weight)
+        weights = self.fc1_weight, self.fc2_weight  # once: a parametrization may compute others each time
+        self._check(inp, weights[0])
         context = self._context(inp)
         if context.enabled and self.fp8:
-            y, normalized = self._fused(inp, context, is_first_microbatch)
+            y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
             calibrating = context.calibrating and not context.enabled and self.fp8
-            y, normalized = self._in_high_precision(inp, calibrating)
+            y, normalized = self._in_high_precision(inp, weights, calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
-    def _fused(self, x: Tensor, context: FP8Context, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+    def _fused(
+        self, x: Tensor, weights: tuple[Tensor, Tensor], context: FP8Context, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
         """y and, if it is asked for, the norm's output."""
         added_bias = None if self.return_bias else self.fc2_bias
-        parameters = self.fc1_weight, self.fc1_bias, self.fc2_weight, added_bias
+        parameters = weights[0], self.fc1_bias, weights[1], added_bias
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         refuse_transforms(self.kind, *tensors)
-        slots, dtype, observe = self._enter_fp8(context, x, self.fc1_weight, self.fc2_weight)
+        slots, dtype, observe = self._enter_fp8(context, x, *weights)
         fc1, fc2 = (
             self._product(weight, (name,), of_gemm, observe, is_first_microbatch, context)
-            for of_gemm, name, weight in zip(slots, self.weight_names, (self.fc1_weight, self.fc2_weight))
+            for of_gemm, name, weight in zip(slots, self.weight_names, weights)
         )
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
         return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
 
-    def _in_high_precision(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+    def _in_high_precision(self, x: Tensor, weights: tuple[Tensor, Tensor], calibrating: bool) -> tuple[Tensor, Tensor]:
         if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more
-            return self._unfused(x, calibrating)
+            return self._unfused(x, *weights, calibrating)
         both: tuple[Tensor, Tensor] = checkpoint(
-            self._unfused, x, calibrating, use_reentrant=False, preserve_rng_state=False
+            self._unfused, x, *weights, calibrating, use_reentrant=False, preserve_rng_state=False
         )
         return both
 
-    def _unfused(self, x: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
+    def _unfused(self, x: Tensor, w1: Tensor, w2: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
         """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""
         normalized = self._normalized(x)
         added_bias = None if self.return_bias else self.fc2_bias
         if not calibrating:
-            h = F.linear(normalized, self.fc1_weight, self.fc1_bias)
-            return F.linear(activate(h, self.activation), self.fc2_weight, added_bias), normalized
-        h = self._calibrating_forward(normalized, self.fc1_weight, self.fc1_bias)
-        return self._calibrating_forward(activate(h, self.activation), self.fc2_weight, added_bias, gemm=1), normalized
+            h = F.linear(normalized, w1, self.fc1_bias)
+            return F.linear(activate(h, self.activation), w2, added_bias), normalized
+        h = self._calibrating_forward(normalized, w1, self.fc1_bias)
+        return self._calibrating_forward(activate(h, self.activation), w2, added_bias, gemm=1), normalized
 
     def extra_repr(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -119,7 +120,7 @@ class InferenceParams:
 
     @sequence_len_offset.setter
     def sequence_len_offset(self, rows: int) -> None:
-        self._sequence_len_offset = rows
+        self._sequence_len_offset = _count("sequence_len_offset", rows)
         self._step += 1
 
     def reset(self) -> None:
@@ -133,7 +134,11 @@ class InferenceParams:
 
         Raises:
             ValueError: more sequences or rows than the cache has.
+            TypeError: no mapping of names to integers.
         """
+        if not isinstance(step_dict, Mapping):
+            raise TypeError(f"pre_step takes a mapping of sequences to their new rows, {{0: 5}}, not {step_dict!r}")
+        step_dict = {name: _count(f"rows of sequence {name!r}", new) for name, new in step_dict.items()}
         lengths = {name: sum(rows) for name, rows in (self._batch or {}).items()}
         batch = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
         self._check([*batch], [*batch.values()])
@@ -215,11 +220,25 @@ class InferenceParams:
         if len(names) > self.max_batch_size:
             raise ValueError(f"{len(names)} sequences are more than max_batch_size={self.max_batch_size}")
         for name, (before, new) in zip(names, rows):
-            if new < 0 or before + new > self.max_sequence_length:
+            if before + new > self.max_sequence_length:
                 raise ValueError(
                     f"{new} rows for sequence {name!r}, which has {before}, do not fit "
                     f"max_sequence_length={self.max_sequence_length}"
                 )
+
+
+def _count(name: str, rows: Any) -> int:
+    """Raises:
+    TypeError: no integer.
+    ValueError: less than 0.
+    """
+    try:
+        rows = operator.index(rows)
+    except TypeError:
+        raise TypeError(f"{name}={rows!r} must be an integer, a number of rows") from None
+    if rows < 0:
+        raise ValueError(f"{name}={rows} must be at least 0, a number of rows")
+    return int(rows)
 
 
 def _write(cache: Tensor, x: Tensor, batch: Batch, qkv_format: str) -> None:

@@ -236,8 +236,11 @@ class BackwardPlan:
 
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    "forward": {"90a": (ForwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (ForwardPlan, mma.HEAD_DIMS))},
-    "backward": {"90a": (BackwardPlan, HEAD_DIMS), **dict.fromkeys(mma.ARCHITECTURES, (BackwardPlan, mma.HEAD_DIMS))},
+    "forward": dict.fromkeys(("90a", *mma.ARCHITECTURES), (ForwardPlan, HEAD_DIMS)),
+    "backward": {
+        "90a": (BackwardPlan, HEAD_DIMS),
+        **dict.fromkeys(mma.ARCHITECTURES, (BackwardPlan, mma.BACKWARD_HEAD_DIMS)),
+    },
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
 

@@ -107,8 +107,8 @@ def norm_backward(
     """
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
-    norm = format_norm_options(rms, 0.0, zero_centered, bias)
-    dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm)
+    options_text = format_norm_options(rms, 0.0, zero_centered, bias)
+    dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, options_text)
     return dx, dweight, dbias if bias else None
 
 

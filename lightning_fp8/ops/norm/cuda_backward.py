@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cuda_kernels.host import launch
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
-from cuda_kernels.norm.statistics import Norm
+from cuda_kernels.norm.statistics import NormSpec
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
@@ -25,21 +25,21 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """``dx [R, K]``, ``dweight [K]`` and ``dbias [K]``; an empty one if it was not asked for."""
 
 
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
     """See :mod:`lightning_fp8.ops.norm.schema`."""
     if not weight.is_contiguous():
         weight = weight.contiguous()
     return _plan(
         x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
-        weight.data_ptr() % ALIGNMENT, norm,
-    )(dy, x, weight, statistics, norm)  # fmt: skip
+        weight.data_ptr() % ALIGNMENT, options_text,
+    )(dy, x, weight, statistics, options_text)  # fmt: skip
 
 
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
     def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
-        spec = Norm(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
+        spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
         if all(each.is_vectorizable(8, 16) for each in inputs):
@@ -62,7 +62,7 @@ class NormBackwardLaunches:
         self._start = launch.Launch(kernel, blocks, scalars, device).start
         self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
-    def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str) -> Gradients:
+    def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer
         allocate = self._allocate
         sums = self._sums
@@ -89,7 +89,12 @@ class NormBackwardLaunches:
 
 @planned(fallback=reference.norm_backward)
 def _plan(
-    device: torch.device, x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, weight_address: int, norm: str
+    device: torch.device,
+    x_key: PlainKey,
+    dy_key: PlainKey,
+    weight_dtype: torch.dtype,
+    weight_address: int,
+    options_text: str,
 ) -> Callable[..., Gradients]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
     address = x.address | dy.address | weight_address
@@ -100,7 +105,7 @@ def _plan(
     check_not_empty(x.shape)
     if not (x.has_contiguous_rows and dy.has_contiguous_rows):
         return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    return NormBackwardLaunches(x, dy, weight, parse_norm_options(norm)).run
+    return NormBackwardLaunches(x, dy, weight, parse_norm_options(options_text)).run
 
 
 implement("norm_backward", "cuda", norm_backward)

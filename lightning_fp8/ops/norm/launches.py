@@ -14,7 +14,7 @@ from cuda_kernels.norm.bands import BAND, normalize_bands_kernel
 from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
 from cuda_kernels.norm.rows import THREADS, RowLayout
 from cuda_kernels.norm.statistics import (
-    Norm,
+    NormSpec,
     normalized_loader,
     statistics_of_long_rows_kernel,
     statistics_of_rows_kernel,
@@ -67,7 +67,7 @@ class OneReadNorm(NormLaunches):
     """
 
     def __init__(
-        self, x: TensorKey, spec: Norm, norm: NormOptions, row_layout: RowLayout, variant: CastVariant
+        self, x: TensorKey, spec: NormSpec, norm: NormOptions, row_layout: RowLayout, variant: CastVariant
     ) -> None:
         super().__init__(x, norm)
         options, device = variant.options, x.device
@@ -110,7 +110,7 @@ class BandNorm(NormLaunches):
     One scale, which is given and not 0.
     """
 
-    def __init__(self, x: TensorKey, spec: Norm, norm: NormOptions, aligned: bool, variant: CastVariant) -> None:
+    def __init__(self, x: TensorKey, spec: NormSpec, norm: NormOptions, aligned: bool, variant: CastVariant) -> None:
         super().__init__(x, norm)
         options, device = variant.options, x.device
         self._outputs = CastOutputs(device, options, x.rows, x.columns)
@@ -137,7 +137,7 @@ class TwoReadNorm(NormLaunches):
     def __init__(
         self,
         x: TensorKey,
-        spec: Norm,
+        spec: NormSpec,
         norm: NormOptions,
         row_layout: RowLayout | None,
         aligned: bool,

@@ -31,10 +31,10 @@ norm_quantize = cast_op(normalize, num_inputs=3)
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.norm_backward`."""
-    options = parse_norm_options(norm)
+    options = parse_norm_options(options_text)
     require("dy", dy, HIGH_PRECISION, x.shape, x.device)
     check_parameters(x.shape[1:], x.device, weight)
     require_contiguous("statistics", statistics)

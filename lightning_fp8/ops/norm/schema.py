@@ -27,7 +27,8 @@ Results = tuple[Tensor, ...]
 define_cast("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", f"{OPERANDS}, Tensor statistics")
 define(
     "norm_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str norm) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor statistics, str options_text)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 refuse_vmap("norm_quantize", "norm_backward")
 
@@ -96,7 +97,7 @@ def _norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, options_text:
 
 @fake("norm_backward")
 def _norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: str
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bias_shape = weight.shape if parse_norm_options(norm).bias else 0
+    bias_shape = weight.shape if parse_norm_options(options_text).bias else 0
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(bias_shape)

@@ -1,0 +1,72 @@
+"""The forward pass without wgmma over the keys of heads with 256 channels, for 128 channels of the result.
+
+A thread has registers for sums of 128 channels beside scores of a tile: each half of the result has a launch of its
+own, which makes the scores again, three products of a tile instead of two.
+
+Codes of Q and of a tile of K are 32 KB each, those of a half of transposed V 16 of the 99 KB that a block may have. So
+V is copied while scores are computed, and the next tile's K while P is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda_kernels.attention.backward.statistics import SMALLEST
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_panel_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.results import own_place
+from cuda_kernels.attention.softmax import START, make_softmax
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.device.fragments import scale_rows, zeros
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max, load_f32
+
+
+def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]:
+    """``attend`` of :mod:`cuda_kernels.attention.mma.forward`, and the bytes of its shared memory.
+
+    Args:
+        first_channel: of the half of V.
+    """
+    head_dim, panels = spec.head_dim, spec.panels
+    k_offset, v_offset = panels * TILE, 2 * panels * TILE
+    copy_rows, copy_values = make_panel_copy(ROWS, panels), make_copy(CHANNELS, ROWS)
+    scores_of = make_product(ROWS, spec.k_steps, panels=panels)
+    hide, softmax, zero_out = make_band_mask(ROWS // 2), make_softmax(ROWS), zeros(CHANNELS // 2)
+    rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)
+
+    @device
+    def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
+        first, last, whole_first, whole_last = visited_tiles(tile)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row, column = own_place()
+        visible = visible_columns(tile, row, column, left, right)
+        in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        out, state = zero_out(), START
+        values += first_channel * rows_k
+        if first < last:
+            copy_rows(smem, queries, i64(head_dim))
+            copy_rows(smem + k_offset, keys + i64(first) * (ROWS * head_dim), i64(head_dim))
+        cp_async_commit()
+        for j in range(first, last):
+            cp_async_wait(0)
+            cuda.syncthreads()  # K is there, and the product with the last V is done
+            copy_values(smem + v_offset, values + i64(j) * ROWS, rows_k)
+            cp_async_commit()
+            # Loaded here, they are there when the products are.
+            block = i64(i32(key_block + j)) * 4
+            key_scale, value_scale = load_f32(scales[0] + block), load_f32(scales[1] + block)
+            scores = scores_of(in_a, in_b + k_offset)
+            if j < whole_first or j >= whole_last:
+                scores = hide(scores, visible, i32(j * ROWS))
+            words, state, alpha, alpha_below = softmax(scores, float_max(query_factor * key_scale, SMALLEST), state)
+            cp_async_wait(0)
+            cuda.syncthreads()  # V is there, and all are done with K
+            if j + 1 < last:
+                copy_rows(smem + k_offset, keys + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
+            cp_async_commit()
+            out = add_product(rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale, value_scale)
+        return out, state
+
+    return attend, v_offset + CHANNELS * LINE
