@@ -63,25 +63,25 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def is_known(module: nn.Module, known: Mapping[str, str], casting: type[CastingModule]) -> bool:
+def is_known(module: nn.Module, known: Mapping[str, str], casting: type) -> bool:
     """Whether ``known`` has the class of ``module``, told without importing transformers; or it casts already."""
     cls = unsharded_class(module)
     return isinstance(module, casting) or known.get(cls.__name__) == cls.__module__
 
 
-def make_casting(module: nn.Module, casting: type[CastingModule]) -> None:
+def make_casting(module: nn.Module, casting: type) -> None:
     """Put ``casting`` in front of the class of ``module``, in place."""
     if not isinstance(module, casting):
         swap_class(module, casting_class(casting, unsharded_class(module)))
 
 
 @lru_cache
-def casting_class(casting: type[CastingModule], cls: type) -> type:
+def casting_class(casting: type, cls: type) -> type:
     """The class of a casting ``cls``, in the module of ``casting``, where pickles look for it."""
     return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 
-def class_named(name: str, known: Mapping[str, str], casting: type[CastingModule]) -> type:
+def class_named(name: str, known: Mapping[str, str], casting: type) -> type:
     """The class of a pickled module.
 
     Raises:
