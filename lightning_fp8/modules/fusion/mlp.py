@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from lightning_fp8 import autocast, ops
 from lightning_fp8.functions.deferred.gated import GatedCastFunction
 from lightning_fp8.functions.shared_input import offer
-from lightning_fp8.modules.fusion.casting import (
-    CastingModule,
-    begin_cast,
-    class_named,
-    in_transform,
-    is_known,
-    make_casting,
-)
+from lightning_fp8.modules.fusion import casting
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 
 KNOWN = {
@@ -42,7 +35,7 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-class CastingMLP(CastingModule):
+class CastingMLP(casting.CastingModule):
     """A gated MLP whose last layer reads FP8 copies of what it gets.
 
     Anything else that reads that, or its gradients, gets the values; they are computed then.
@@ -69,7 +62,7 @@ class CastingMLP(CastingModule):
 
     def _cast(self, gate: Tensor, up: Tensor) -> Tensor | None:
         down: Any = self.down_proj
-        begun = begin_cast(gate, down)
+        begun = casting.begin_cast(gate, down)
         if begun is None:
             return None
         columnwise = torch.is_grad_enabled() and down.weight.requires_grad
@@ -90,7 +83,7 @@ class CastingMLP(CastingModule):
             )
             and not hooks_of(self.act_fn)
             and activation_of(self) is not None
-            and not in_transform()
+            and not casting.in_transform()
         )
 
 
@@ -109,7 +102,7 @@ def _is_castable(gate: Any, up: Any) -> bool:
 
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known; also where it casts already."""
-    return is_known(module, KNOWN, CastingMLP)
+    return casting.is_known(module, KNOWN, CastingMLP)
 
 
 def activation_of(mlp: nn.Module) -> str | None:
@@ -127,8 +120,8 @@ def hooks_of(module: Any) -> bool:
 
 def cast_activation(mlp: nn.Module) -> None:
     """Make ``mlp`` cast its activation for its last layer, in place."""
-    make_casting(mlp, CastingMLP)
+    casting.make_casting(mlp, CastingMLP)
 
 
 def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
-    return class_named(name, KNOWN, CastingMLP)
+    return casting.class_named(name, KNOWN, CastingMLP)
