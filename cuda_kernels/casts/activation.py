@@ -144,7 +144,7 @@ ACTIVATIONS = {
 """By Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 
-def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
+def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
     """A loader that computes a tile's values as it loads them, so that kernels that read them twice compute them once.
 
     Args:
@@ -187,7 +187,7 @@ def _computed(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, 
 
 
 @device
-def _unpack(quad, values):
+def unpack(quad, values):
     values[0], values[1], values[2], values[3] = quad
 
 
@@ -219,14 +219,14 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     @device
     def compute(columns, column, read, start, values):
         x, gate = cuda.local.array(4, f32), cuda.local.array(4, f32)
-        _unpack(decode_quad(read, start), x)
+        unpack(decode_quad(read, start), x)
         if gated:
-            _unpack(decode_quad(read, start + quad), gate)
+            unpack(decode_quad(read, start + quad), gate)
         for index in range(4):
             values[index] = value(x[index]) * gate[index] if gated else value(x[index])
 
     raw = 2 * quad if gated else quad
-    return _computed(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
+    return computed_loader(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
 
 
 def _wrapped_loader(dtype: str, aligned: bool) -> Any:
@@ -297,14 +297,14 @@ def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bo
         x = cuda.local.array(4, f32)
         dy = cuda.local.array(4, f32)
         gate = cuda.local.array(4, f32)
-        _unpack(decode_x(read, start), x)
-        _unpack(decode_dy(read, start + quad), dy)
+        unpack(decode_x(read, start), x)
+        unpack(decode_dy(read, start + quad), dy)
         if gated:
-            _unpack(decode_x(read, start + quad + dy_quad), gate)
+            unpack(decode_x(read, start + quad + dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
             grad, value = grad_and_value(factor, x[index])
             values[index] = grad if not gated or column + index < columns >> 1 else dy[index] * value
 
     raw = (2 * quad if gated else quad) + dy_quad
-    return _computed(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)
+    return computed_loader(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

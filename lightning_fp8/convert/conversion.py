@@ -18,9 +18,10 @@ from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.attention import attach
 from lightning_fp8.convert.attention import PlannedAttention, place_in, plan_attention, reached_places
 from lightning_fp8.convert.calls import reads_weight_only
+from lightning_fp8.convert.fusion.mlps import fuse_mlps, plan_mlps
+from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
-from lightning_fp8.convert.norms.fuse import fuse_norms, plan_norms
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.convert.towers import Place, find_blocks, find_heads, find_places, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
@@ -102,8 +103,10 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                     LayerDecision(gemm_name(name, gemm), shape, not reason, reason or "eligible", parameters=size)
                 )
         decisions += other_matrices(module, name)
-    norms = plan_norms(model, {layer.name: layer for layer in decisions}) if policy.fuse else ()
-    return ConversionSummary(tuple(decisions), norms)
+    if not policy.fuse:
+        return ConversionSummary(tuple(decisions))
+    by_name = {layer.name: layer for layer in decisions}
+    return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
 
 
 def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
@@ -181,7 +184,8 @@ def convert_module(
         num_layers_at_end_in_bf16: how many last layers.
         replace_layers: False only runs ``lightning_fp8.Linear`` modules in FP8.
         skip: globs of module names that stay in BF16.
-        fuse: let the RMSNorms of Hugging Face's Llama and its like cast for the layers that read them, in one pass.
+        fuse: let the RMSNorms and the gated MLPs' activations of Hugging Face's Llama and its like cast for the layers
+            that read them, in one pass.
 
     Returns:
         ``model`` itself.
@@ -245,6 +249,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
     fuse_norms(model, summary.norms)
+    fuse_mlps(model, summary.mlps)
     history = _share_history(model)
     history.add_owner(model)  # an optimizer of adapters or embeddings alone steps this model too
     return history

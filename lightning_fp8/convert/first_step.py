@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.attention.owners import owner_of, watch
 from lightning_fp8.autocast import in_backward
 from lightning_fp8.convert.attention_ran import judged
-from lightning_fp8.convert.norms.fuse import CAST_NOTHING, forget_what_ran, judged_norm
+from lightning_fp8.convert.fusion.ran import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.modules import LayerNormLinear, LayerNormMLP
 from lightning_fp8.modules.base import FP8Module
@@ -90,8 +90,8 @@ class FirstStep:
         self._before = {
             name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
         }
-        for norm in summary.norms:
-            forget_what_ran(norm, self._modules.get(norm.name))
+        for planned in (*summary.norms, *summary.mlps):
+            forget_what_ran(planned, self._modules.get(planned.name))
         self._attentions = {
             layer.name: owner
             for layer in summary.layers
@@ -168,8 +168,11 @@ class FirstStep:
         known = all(layer.ran is not None or not self._called(self._owner(layer)) for layer in with_matrix if layer.fp8)
         if known and self._counting:
             layers = tuple(replace(each, flops=self._flops(each)) if each in with_matrix else each for each in layers)
-        norms = tuple(judged_norm(norm, self._modules.get(norm.name)) for norm in self.summary.norms)
-        return replace(self.summary, layers=layers, norms=norms)
+        norms, mlps = (
+            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
+            for fused in (self.summary.norms, self.summary.mlps)
+        )
+        return replace(self.summary, layers=layers, norms=norms, mlps=mlps)
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step so far has called are said to be such, once."""
@@ -335,8 +338,10 @@ def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
 def _way_out(reason: str) -> str:
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
-    if reason == CAST_NOTHING:
+    if reason == NORM_CAST_NOTHING:
         return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
+    if reason == MLP_CAST_NOTHING:
+        return ", which is a pass more over memory and no harm else; fuse=False takes it out of the table"
     if reason.startswith("it was not called"):
         return ", which is no harm if it is rarely needed"
     return "; skip=(...) takes it out of the table"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 LINEAR = "linear"
 ATTENTION = "dot product attention"
 NORM = "norm"
+MLP = "mlp"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,17 @@ class ConversionSummary:
 
     Attributes:
         norms: with ``fuse=True``, for each norm whether it casts for the layers that read it; of ``kind`` "norm".
+        mlps: likewise for each MLP whether it casts its activation for its last layer; of ``kind`` "mlp".
     """
 
     layers: tuple[LayerDecision, ...]
     norms: tuple[LayerDecision, ...] = ()
+    mlps: tuple[LayerDecision, ...] = ()
+
+    @property
+    def rows(self) -> tuple[LayerDecision, ...]:
+        """All decisions, in the order of the table."""
+        return (*self.layers, *self.norms, *self.mlps)
 
     @property
     def num_fp8(self) -> int:
@@ -82,22 +90,18 @@ class ConversionSummary:
 
     def is_of(self, plan: ConversionSummary) -> bool:
         """Whether these are the decisions of ``plan``, whatever is known of what ran."""
-        decisions, planned = (
-            [(layer.name, layer.shape, layer.fp8) for layer in (*each.layers, *each.norms)] for each in (self, plan)
-        )
+        decisions, planned = ([(layer.name, layer.shape, layer.fp8) for layer in each.rows] for each in (self, plan))
         return decisions == planned
 
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
-        """Layers that should run in FP8 and multiplied, or of norms cast, nothing in FP8 in the first training step."""
-        return tuple(layer for layer in (*self.layers, *self.norms) if layer.fp8 and layer.ran is False)
+        """Layers that should run in FP8 and multiplied, or of norms and MLPs cast, nothing in FP8 in the first training
+        step."""
+        return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def __str__(self) -> str:
         rows = [("layer", "out × in", "runs in", "because")]
-        rows += [
-            (layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason)
-            for layer in (*self.layers, *self.norms)
-        ]
+        rows += [(layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.rows]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict()])

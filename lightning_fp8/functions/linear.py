@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.functions.deferred.tensor import DeferredGradient
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.quantize.casting import CastArgs
@@ -43,6 +44,8 @@ def quantize_role(
         lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
         return Quantized(lying.columnwise, lying.rowwise)
     args = cast_args(role, recipe, slots, observe=observe, rowwise=rowwise, columnwise=columnwise)
+    if isinstance(x, DeferredGradient):
+        return x.quantized(recipe.cast(role), args)
     return ops.quantize(x, recipe.cast(role), **args)
 
 

@@ -8,6 +8,8 @@ from lightning_fp8.ops.activation import (
     ACTIVATIONS,
     activation_backward_quantize,
     activation_quantize,
+    gated_backward_quantize,
+    gated_quantize,
 )
 from lightning_fp8.ops.core.options import HIGH_PRECISION
 from lightning_fp8.ops.gemm import scaled_mm, scaled_mm_accumulate
@@ -22,6 +24,8 @@ __all__ = [
     "Quantized",
     "activation_backward_quantize",
     "activation_quantize",
+    "gated_backward_quantize",
+    "gated_quantize",
     "norm_backward",
     "norm_quantize",
     "observe",

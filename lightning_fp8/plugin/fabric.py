@@ -63,7 +63,8 @@ class FP8FabricPrecision(FabricPrecision):
             in the Trainer until an epoch or an evaluation begins or an optimizer steps, in Fabric until one steps. Who
             makes such changes in between needs ``False``; in-place changes of the weight itself under
             ``torch.no_grad()`` are seen.
-        fuse: let norms of known model families cast for the layers that read them; see :func:`convert_module`.
+        fuse: let norms and activations of known model families cast for the layers that read them; see
+            :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.

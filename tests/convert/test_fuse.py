@@ -1,4 +1,7 @@
-"""``fuse=True``: norms of Hugging Face's Llama cast for the layers that read them, and are norms for all others."""
+"""``fuse=True``: norms of Hugging Face's Llama cast for the layers that read them, and are norms for all others.
+
+MLPs of such models: ``tests/convert/test_fuse_mlp.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import Policy, plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
-from lightning_fp8.functions.norm_cast import NormOutput
+from lightning_fp8.functions.deferred.norm import NormOutput
 from lightning_fp8.modules.fusion.norm import KNOWN, CastingNorm, is_known_norm
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +85,7 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
 def test_a_norm_casts_for_its_readers(recipe: str) -> None:
-    """One pass for q, k and v, and one for gate and up; what is left are the inputs of o and down."""
+    """One pass for q, k and v, one for gate and up, one for down and one for each of their gradients."""
     exact = step(llama(dtype=torch.float64), enabled=False)
     model = converted(True)
     with Ops() as ops:
@@ -90,7 +93,8 @@ def test_a_norm_casts_for_its_readers(recipe: str) -> None:
     plain = converted(False)
     unfused = [step(plain, recipe) for _ in range(2)][-1]
     assert (ops.counts["norm_quantize"], ops.counts["norm_backward"]) == (2 * 4, 2 * 4)
-    casts_of_a_block = 2 + 2 * 7 + 7  # inputs, weights forward and backward, gradients
+    assert (ops.counts["gated_quantize"], ops.counts["gated_backward_quantize"]) == (2 * 2 * 2, 2 * 2)
+    casts_of_a_block = 1 + 2 * 7 + 5  # o's input, weights forward and backward, gradients of all but gate and up
     assert ops.counts["quantize"] == 2 * 2 * casts_of_a_block
     assert error(fused, exact) < 1.15 * error(unfused, exact)
     torch.testing.assert_close(fused[0], unfused[0], rtol=0.1, atol=0.1)
@@ -136,6 +140,13 @@ def test_checkpointing_changes_no_bit(use_reentrant: bool) -> None:
         assert_equal(step(model), step(plain))
 
 
+def norms_alone(model: Any) -> Any:
+    """``model``, whose MLPs are its own."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda *args: None)
+    return model
+
+
 def doubled(norm: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.mul_(2)
 
@@ -147,7 +158,7 @@ def read(norm: nn.Module, args: Any, output: Tensor) -> Tensor:
 @pytest.mark.parametrize("hook", [doubled, read])
 def test_whoever_else_reads_it_gets_the_norm(hook: Any) -> None:
     """The layers cast what they get, which is the same tensor then."""
-    models = converted(True), converted(False), llama(dtype=torch.float64)
+    models = norms_alone(converted(True)), converted(False), llama(dtype=torch.float64)
     for each in models:
         for layer in each.model.layers:
             layer.input_layernorm.register_forward_hook(hook)
@@ -184,7 +195,7 @@ def test_an_output_is_not_computed_from_other_values() -> None:
 def test_under_autocast_and_in_inference_mode_it_is_the_norm() -> None:
     model, plain = converted(True).float(), converted(False).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_equal(step(model), step(plain))
+        assert_equal(step(norms_alone(copy.deepcopy(model))), step(copy.deepcopy(plain)))
     with torch.inference_mode(), fp8_autocast(fp8_recipe="rowwise"):
         first, second = (each(input_ids=TOKENS).logits for each in (model, plain))
     assert torch.equal(first, second)

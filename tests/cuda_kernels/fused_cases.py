@@ -7,6 +7,7 @@ close to the middle between two codes, either code is right. ReLU forms have one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import cuda_gated
 from lightning_fp8.ops.activation import reference as activation_reference
 from lightning_fp8.ops.activation.schema import format_activation_options, is_gated
 from lightning_fp8.ops.norm import cuda as norm_cuda
@@ -81,6 +83,13 @@ def moved(x: Any, device: str) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
+def sides_of(op: str) -> tuple[ModuleType, ModuleType]:
+    """The modules with the op that starts kernels, and with its reference."""
+    if op.startswith("norm"):
+        return norm_cuda, norm_reference
+    return cuda_gated if op.startswith("gated") else activation_cuda, activation_reference
+
+
 def check_cast(
     op: str,
     tensors: Sequence[Any],
@@ -96,8 +105,7 @@ def check_cast(
     cast = Cast(float8_of(fp8), layout, power_2, epsilon)
     config = f"{computed}, {format_quantize_options(cast, rowwise, columnwise, nonzero)}"
     results, collected = [], []
-    cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
-    for module, on in ((cuda, device), (reference, "cpu")):
+    for module, on in zip(sides_of(op), (device, "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
         largest = None if amax is None else torch.tensor(amax, device=on)
         overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
@@ -194,6 +202,15 @@ def check_activation_backward(
     )
 
 
+def check_gated(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
+    """The product and, with ``backward``, the gradient of what is activated; one tensor is part of a wider one."""
+    x, factor, dy = (values(*shape, dtype, seed=seed, spread=2.0) for seed in range(3))
+    op, tensors = ("gated_quantize", (x, strided(factor)))
+    if config.pop("backward", False):
+        op, tensors = "gated_backward_quantize", (dy, *tensors)
+    check_cast(op, tensors, name, device, exact=name == "relu", **config)
+
+
 ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
 """More than one tile each way, the last of them not full; LONG's rows take two or more warps each,
 and each block has several; FULL's fill the registers of theirs."""
@@ -213,6 +230,10 @@ def _activation(name: str, note: str, *args: Any, **config: Any) -> Case:
 
 def _activation_backward(name: str, note: str, *args: Any, **config: Any) -> Case:
     return Case(f"{name}_backward-{note}", lambda device: check_activation_backward(name, *args, device, **config))
+
+
+def _gated(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"gated-{name}-{note}", lambda device: check_gated(name, *args, device, **config))
 
 
 _ROWS = {"columnwise": False}
@@ -258,4 +279,9 @@ CASES: list[Case] = [
     _activation_backward("qgeglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN, **_KNOWN),
     _activation_backward("glu", "bf16-ragged-rows", RAGGED, BF16, BF16, None, layout=Layout.ROW, columnwise=False),
     _activation_backward("relu", "fp16-1x32", ALIGNED, FP16, BF16, None, layout=Layout.MX_1X32),
+    _gated("silu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
+    _gated("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
+    _gated("silu", "bf16-backward-scale=0", ALIGNED, BF16, fp8=E5M2, backward=True, scale=0.0, amax=0.0),
+    _gated("gelu", "fp32-backward-1x128", ALIGNED, FP32, backward=True, layout=Layout.BLOCK_1X128),
+    _gated("relu", "bf16-backward-ragged-rows", RAGGED, BF16, backward=True, layout=Layout.ROW),
 ]

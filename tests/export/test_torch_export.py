@@ -23,6 +23,10 @@ NOT_OF_INFERENCE = {
     "activation_quantize",  # it, norm_quantize and quantize may write to an amax
     "attention_backward",
     "attention_tables",
+    "gated_backward_quantize",  # what casts for layers of others is the model's own where it is traced
+    "gated_backward_quantize_unobserved",
+    "gated_quantize",
+    "gated_quantize_unobserved",
     "norm_backward",
     "norm_quantize",
     "observe",

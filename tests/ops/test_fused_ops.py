@@ -19,12 +19,11 @@ from lightning_fp8.ops.activation.schema import is_gated
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.norm import cuda as norm_cuda
 from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
-from lightning_fp8.ops.norm import reference as norm_reference
 from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import CastOutputs
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.cuda_kernels.fused_cases import CASES, LONG, assert_close_codes, norm_inputs, values
+from tests.cuda_kernels.fused_cases import CASES, LONG, assert_close_codes, norm_inputs, sides_of, values
 from tests.cuda_kernels.kernel_cases import BF16, FP16, FP32, Case, assert_same
 from tests.float8_reference import cast
 from tests.ops.test_ops import POWER_2, expected
@@ -172,6 +171,25 @@ def test_activation(name: str, layout: Layout) -> None:
     torch.testing.assert_close(dbias.double(), leaf.grad.sum(0), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
 
 
+@LAYOUTS
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_gated(name: str, layout: Layout) -> None:
+    """Two tensors instead of two halves of one: values and both gradients are float64's, in both operands."""
+    x, factor, dy = (values(67, 101, FP32, seed=seed, spread=2.0) for seed in range(3))
+    target = Cast(E4M3, layout, layout in POWER_2)
+    leaves = [tensor.double().requires_grad_() for tensor in (x, factor)]
+    y = exact_activation(leaves[0], name) * leaves[1]
+    y.backward(dy.double())
+    for (row, column), exact in (
+        (ops.gated_quantize(x, factor, name, target, columnwise=True), y.detach()),
+        (ops.gated_backward_quantize(dy, x, factor, name, target, columnwise=True), leaves[0].grad),
+        (ops.gated_quantize(x, dy, name, target, columnwise=True), leaves[1].grad),
+    ):
+        assert exact is not None
+        check_operand(row, exact, layout)
+        check_operand(column, exact.t(), layout)
+
+
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
 def test_limits(name: str) -> None:
     """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
@@ -209,9 +227,12 @@ def test_registration(layout: Layout) -> None:
             gradients = library.activation_backward_quantize
             torch.library.opcheck(gradients, (x, x, f"gelu bias=bfloat16, {cast}", *rest))
             torch.library.opcheck(gradients, (x[:, :24], x, f"reglu, {cast}", *rest))
+            torch.library.opcheck(library.gated_quantize, (x, x, f"silu, {cast}", *rest), test_utils="test_schema")
     cast = format_quantize_options(Cast(E4M3, layout), True, True)  # without anything to write to
     torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, f"layer eps=1e-5, {cast}"))
     torch.library.opcheck(library.activation_quantize_unobserved, (x, f"swiglu, {cast}"))
+    torch.library.opcheck(library.gated_quantize_unobserved, (x, x, f"silu, {cast}"))
+    torch.library.opcheck(library.gated_backward_quantize_unobserved, (x, x, x, f"silu, {cast}"))
     torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, f"gelu bias=bfloat16, {cast}"))
     statistics = torch.stack((x.float().mean(1), torch.ones(35)))
     torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, "layer zero_centered bias"))
@@ -222,10 +243,19 @@ def arguments(op: str, x: Tensor, options_text: str) -> tuple[object, ...]:
     """What ``op`` takes for a tensor that is cast so."""
     if op == "norm_quantize":
         return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {options_text}"
-    return (x, f"gelu, {options_text}") if op == "activation_quantize" else (x, x, f"gelu bias=float32, {options_text}")
+    if op == "activation_backward_quantize":
+        return x, x, f"gelu bias=float32, {options_text}"
+    tensors = {"activation_quantize": 1, "gated_quantize": 2, "gated_backward_quantize": 3}[op]
+    return *[x] * tensors, f"gelu, {options_text}"
 
 
-CAST_OPS = ("norm_quantize", "activation_quantize", "activation_backward_quantize")
+CAST_OPS = (
+    "norm_quantize",
+    "activation_quantize",
+    "activation_backward_quantize",
+    "gated_quantize",
+    "gated_backward_quantize",
+)
 
 
 @LAYOUTS
@@ -235,7 +265,7 @@ def test_without_kernels(op: str, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
     dispatch.clear_plan_cache()
     x, options_text = values(35, 49, BF16), format_quantize_options(Cast(E4M3, layout), columnwise=True)
-    cuda, reference = (norm_cuda, norm_reference) if op.startswith("norm") else (activation_cuda, activation_reference)
+    cuda, reference = sides_of(op)
     results = getattr(cuda, op)(*arguments(op, x, options_text))
     dispatch.clear_plan_cache()
     like = CastOutputs(x.device, parse_quantize_options(options_text), 35, 49).allocate()

@@ -14,6 +14,7 @@ from cuda_kernels.host import launch
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import cuda_gated
 from lightning_fp8.ops.activation import reference as activation_reference
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.core.checks import CheckedAddresses
@@ -45,7 +46,7 @@ def find(op: str, modules: tuple[ModuleType, ...]) -> Op:
 
 
 REFERENCES = (reference, gemm_reference, norm_reference, activation_reference, scales_reference)
-CUDA_SIDES = (cuda, gemm_cuda, norm_cuda, norm_cuda_backward, activation_cuda, scales_cuda)
+CUDA_SIDES = (cuda, gemm_cuda, norm_cuda, norm_cuda_backward, activation_cuda, cuda_gated, scales_cuda)
 SIDES: dict[str, Callable[[str], Op]] = {
     "reference": lambda op: find(op, REFERENCES),
     "kernels": lambda op: find(op, CUDA_SIDES),
@@ -80,6 +81,11 @@ OF_STATISTICS = {
 OF_DY = {
     "dtype": (X.double(), TypeError, r"dy is torch\.float64; it must be torch\.bfloat16 or"),
     "shape": (X[:-1], ValueError, r"dy has shape \[31, 64\]; it must have \[32, 64\]"),
+}
+OF_FACTOR = {
+    "dtype": (X.double(), TypeError, r"factor is torch\.float64; it must be torch\.float32"),
+    "shape": (X[:-1], ValueError, r"factor has shape \[31, 64\]; it must have \[32, 64\]"),
+    "device": (X.to("meta"), ValueError, r"factor is on meta and what it belongs to on cpu; move one"),
 }
 OF_BIAS = {
     "dtype": (torch.ones(R).double(), TypeError, r"bias is torch\.float64"),
@@ -138,6 +144,13 @@ OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
     "activation backward": (
         "activation_backward_quantize", (X, X, f"gelu, {CAST}", ONE, ONE.clone(), COUNTS),
         {0: OF_DY, **beside_a_cast(3)},
+    ),
+    "gated": (
+        "gated_quantize", (X, X, f"silu, {CAST}", ONE, ONE.clone(), COUNTS), {1: OF_FACTOR, **beside_a_cast(3)}
+    ),
+    "gated backward": (
+        "gated_backward_quantize", (X, X, X, f"silu, {CAST}", ONE, ONE.clone(), COUNTS),
+        {2: OF_FACTOR, **beside_a_cast(4)},
     ),
     "product": ("scaled_mm", (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
     "product, observed": ("scaled_mm_observed", (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),
@@ -213,6 +226,11 @@ PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: activation(bias_dtype=WIDE.dtype),
         TypeError,
         "bias_dtype=torch.float64 must be None or one",
+    ),
+    "a gated activation": (
+        lambda: ops.gated_quantize(X, X, "swiglu", SCALED),
+        ValueError,
+        "swiglu would split x: pass silu for swiglu",
     ),
     "an activation": (lambda: activation(activation="elu"), ValueError, "activation='elu' is unknown"),
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_fp8.ops.activation import cuda as _cuda  # noqa: F401  (registers the kernels)
+from lightning_fp8.ops.activation import cuda_gated as _cuda_gated  # noqa: F401  (those of the gated ops)
 from lightning_fp8.ops.activation import reference as _reference  # (registers the implementation)
 from lightning_fp8.ops.activation import schema as _schema  # noqa: F401  (defines the ops)
 from lightning_fp8.ops.activation.schema import activated_shape, format_activation_options, is_gated
@@ -21,6 +22,8 @@ _activation_quantize = op("activation_quantize")
 _activation_quantize_unobserved = op("activation_quantize_unobserved")
 _activation_backward_quantize = op("activation_backward_quantize")
 _activation_backward_quantize_unobserved = op("activation_backward_quantize_unobserved")
+_gated_quantize = op("gated_quantize"), op("gated_quantize_unobserved")
+_gated_backward_quantize = op("gated_backward_quantize"), op("gated_backward_quantize_unobserved")
 
 ACTIVATIONS = tuple(_reference.ACTIVATIONS)
 """Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
@@ -87,6 +90,50 @@ def activation_backward_quantize(
         f"{format_activation_options(activation, bias_dtype)}, ", cast, **cast_args,
     )  # fmt: skip
     return operands, dbias if bias_dtype else None
+
+
+def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
+    """``activation(x) * factor``, cast to FP8; of two tensors what :func:`activation_quantize` is of two halves of one.
+
+    It is also the gradient of ``factor``, where that of the result stands in its place.
+
+    Args:
+        x: ``[R, F]``, bfloat16, float16 or float32.
+        factor: of x's shape and dtype.
+        activation: one of :data:`ACTIVATIONS` that is not gated itself.
+        cast, cast_args: as in :func:`activation_quantize`.
+
+    Raises:
+        TypeError, ValueError: as :func:`activation_quantize`; a gated activation; ``factor`` of another dtype or shape.
+    """
+    _check_gated("gated_quantize", x, activation, cast, cast_args)
+    operands, _ = run_cast(*_gated_quantize, (x, factor), f"{activation}, ", cast, **cast_args)
+    return operands
+
+
+def gated_backward_quantize(
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]
+) -> Quantized:
+    """The gradient of x through :func:`gated_quantize`, cast to FP8.
+
+    Args:
+        dy: ``[R, F]``, the gradient of the result, in x's dtype.
+        x, factor, activation, cast, cast_args: as in :func:`gated_quantize`; the cast is the gradient's.
+
+    Raises:
+        TypeError, ValueError: as :func:`gated_quantize`; ``dy`` of another dtype or shape than x.
+    """
+    _check_gated("gated_backward_quantize", x, activation, cast, cast_args)
+    operands, _ = run_cast(*_gated_backward_quantize, (dy, x, factor), f"{activation}, ", cast, **cast_args)
+    return operands
+
+
+def _check_gated(name: str, x: Tensor, activation: str, cast: Cast, cast_args: CastArgs) -> None:
+    """Check what the gated ops take, and that a tensor of its own multiplies the activation."""
+    check_cast(name, x, cast, **cast_args)
+    _check_activation(activation, x)
+    if is_gated(activation):
+        raise ValueError(f"{name} multiplies by a tensor of its own; {activation} would split x: pass silu for swiglu")
 
 
 def _check_activation(activation: str, x: Tensor) -> None:

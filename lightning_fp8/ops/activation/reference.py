@@ -137,5 +137,28 @@ def activate_backward(dy: Tensor, x: Tensor, options_text: str, io: CastIO) -> t
 
 activation_backward_quantize = cast_op(activate_backward, num_inputs=2)
 
+
+def activate_gated(x: Tensor, factor: Tensor, options_text: str, io: CastIO) -> Outputs:
+    """See :func:`lightning_fp8.ops.gated_quantize`."""
+    require("factor", factor, x.dtype, x.shape, x.device)
+    forward, _ = ACTIVATIONS[parse_activation_options(options_text).name]
+    return cast(forward(x.float()) * factor.float(), options_text, io)
+
+
+gated_quantize = cast_op(activate_gated, num_inputs=2)
+
+
+def activate_gated_backward(dy: Tensor, x: Tensor, factor: Tensor, options_text: str, io: CastIO) -> Outputs:
+    """See :func:`lightning_fp8.ops.gated_backward_quantize`."""
+    require("dy", dy, x.dtype, x.shape, x.device)
+    require("factor", factor, x.dtype, x.shape, x.device)
+    _, backward = ACTIVATIONS[parse_activation_options(options_text).name]
+    return cast(backward(dy.float() * factor.float(), x.float()), options_text, io)
+
+
+gated_backward_quantize = cast_op(activate_gated_backward, num_inputs=3)
+
 implement_cast("activation_quantize", "cpu", activation_quantize)
 implement_cast("activation_backward_quantize", "cpu", activation_backward_quantize)
+implement_cast("gated_quantize", "cpu", gated_quantize)
+implement_cast("gated_backward_quantize", "cpu", gated_backward_quantize)

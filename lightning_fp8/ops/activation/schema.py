@@ -1,7 +1,8 @@
-"""The schemas of ``activation_quantize`` and ``activation_backward_quantize``, and their options' text form.
+"""The schemas of the ops that cast activations and their gradients, and their options' text form.
 
 They cast as ``quantize`` does, with the same last arguments. Their ``options`` says first what is cast:
-``"swiglu, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e5m2 tensor rowwise"``. The backward op takes ``dy`` first.
+``"swiglu, e4m3 tensor rowwise"``, ``"gelu bias=bfloat16, e5m2 tensor rowwise"``. Backward ops take ``dy`` first. The
+``gated`` ops take what multiplies the activation as a tensor of its own, all tensors of one shape and dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Results = tuple[Tensor, ...]
 
 define_cast("activation_quantize", "Tensor x", OPERANDS)
 define_cast("activation_backward_quantize", "Tensor dy, Tensor x", f"{OPERANDS}, Tensor dbias")
-refuse_vmap("activation_quantize", "activation_backward_quantize")
+define_cast("gated_quantize", "Tensor x, Tensor factor", OPERANDS)
+define_cast("gated_backward_quantize", "Tensor dy, Tensor x, Tensor factor", OPERANDS)
+refuse_vmap("activation_quantize", "activation_backward_quantize", "gated_quantize", "gated_backward_quantize")
 
 
 class ActivationOptions(NamedTuple):
@@ -86,3 +89,13 @@ def _activation_backward_quantize(dy: Tensor, x: Tensor, options_text: str, *io:
     bias_dtype = parse_activation_options(options_text).bias_dtype
     dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
     return (*fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1]), dbias)
+
+
+@fake("gated_quantize", "gated_quantize" + UNOBSERVED)
+def _gated_quantize(x: Tensor, factor: Tensor, options_text: str, *io: Tensor | None) -> Outputs:
+    return fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1])
+
+
+@fake("gated_backward_quantize", "gated_backward_quantize" + UNOBSERVED)
+def _gated_backward_quantize(dy: Tensor, x: Tensor, factor: Tensor, options_text: str, *io: Tensor | None) -> Outputs:
+    return fake_outputs(x, parse_quantize_options(options_text), x.shape[0], x.shape[1])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import nn
 
 from lightning_fp8.convert.summary import NORM, LayerDecision
-from lightning_fp8.modules.fusion.norm import CastingNorm, cast_for, is_known_norm
+from lightning_fp8.modules.fusion.norm import cast_for, is_known_norm
 from lightning_fp8.names import clean_name
 
 READERS = {
@@ -16,11 +15,6 @@ READERS = {
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """By their names in a block of Hugging Face's Llama: norms, and the layers that read them, in the order of calls."""
-
-
-CAST_NOTHING = (
-    "its input is not of its weight's dtype, or torch.autocast is on (compute_dtype turns it on), so its readers cast"
-)
 
 
 def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
@@ -40,19 +34,6 @@ def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
     for norm in norms:
         if norm.fp8:
             cast_for(modules[norm.name], [modules[name] for name in _readers(norm.name)])  # type: ignore[misc]
-
-
-def forget_what_ran(norm: LayerDecision, module: nn.Module | None) -> None:
-    """Let :func:`judged_norm` tell of forwards from now on alone."""
-    if norm.fp8 and isinstance(module, CastingNorm):
-        module.cast = None
-
-
-def judged_norm(norm: LayerDecision, module: nn.Module | None) -> LayerDecision:
-    """``norm`` with what it did in training forwards since :func:`forget_what_ran`."""
-    if not norm.fp8 or not isinstance(module, CastingNorm) or module.cast is None:
-        return norm
-    return replace(norm, ran=module.cast, reason=norm.reason if module.cast else CAST_NOTHING)
 
 
 def _readers(name: str) -> list[str]:

@@ -1,0 +1,68 @@
+"""Activations that a second tensor multiplies, and their gradients, as tile loaders."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.casts.activation import ACTIVATIONS, computed_loader, unpack
+from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.language import cuda, device, f32, i64
+from cuda_kernels.device.tile import TileLoader
+
+
+def _apart_loader(name: str, dtype: str, aligned: bool, tensors: int, compute_one: Any) -> TileLoader:
+    """A loader of what ``compute_one`` gives of an element each of two or three tensors of one dtype ``[R, F]``.
+
+    Arguments: the address and the stride of each tensor. ``aligned``: these, and F, are multiples of four elements.
+
+    Args:
+        compute_one: device function ``(first, second, third) -> value``; of two tensors the third is the second.
+    """
+    itemsize = ITEM_BYTES[dtype]
+    quad = quad_registers(dtype)
+    load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
+    third = (tensors - 1) * quad
+
+    @device
+    def load_tensor(address, stride, columns, row, column, in_bounds, registers, start):
+        loaded = load_quad(address + (row * stride + i64(column)) * itemsize, column, columns, in_bounds)
+        for register in range(quad):
+            registers[start + register] = loaded[register]
+
+    @device
+    def load_two(args, columns, row, column, in_bounds, registers, start):
+        load_tensor(args[0], args[1], columns, row, column, in_bounds, registers, start)
+        load_tensor(args[2], args[3], columns, row, column, in_bounds, registers, start + quad)
+
+    @device
+    def load_three(args, columns, row, column, in_bounds, registers, start):
+        load_two(args, columns, row, column, in_bounds, registers, start)
+        load_tensor(args[4], args[5], columns, row, column, in_bounds, registers, start + third)
+
+    @device
+    def compute(columns, column, read, start, values):
+        a, b, c = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
+        unpack(decode_quad(read, start), a)
+        unpack(decode_quad(read, start + quad), b)
+        unpack(decode_quad(read, start + third), c)
+        for index in range(4):
+            values[index] = compute_one(a[index], b[index], c[index])
+
+    load_row = load_two if tensors == 2 else load_three
+    return computed_loader(f"{name} {dtype}", aligned, 2 * tensors, tensors * quad, load_row, compute)
+
+
+@cache
+def gated_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
+    """``activation(x) * factor``; see :func:`_apart_loader`. Arguments: x's address and stride, and the factor's."""
+    value = ACTIVATIONS[name].value
+    return _apart_loader(f"gated {name}", dtype, aligned, 2, device(lambda x, factor, _: value(x) * factor))
+
+
+@cache
+def gated_backward_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
+    """The gradient of x through :func:`gated_loader`. Arguments: dy's address and stride, x's, and the factor's."""
+    grad_and_value = ACTIVATIONS[name].grad_and_value
+    gradient = device(lambda dy, x, factor: grad_and_value(dy * factor, x)[0])
+    return _apart_loader(f"gradient of gated {name}", dtype, aligned, 3, gradient)

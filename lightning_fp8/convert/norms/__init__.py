@@ -1,1 +1,0 @@
-"""Norms that cast for the layers that read them."""

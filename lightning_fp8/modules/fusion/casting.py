@@ -1,0 +1,92 @@
+"""What modules of unchanged models have in common that cast for the FP8 layers that read their result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import autocast
+from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.shared_input import InputCast, cast_before_reading
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.swap import swap_class, unsharded_class
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.scaled import Role
+
+
+class Begun(NamedTuple):
+    """A cast of what a module computes, before it is made.
+
+    Attributes:
+        cast: gets the copies, for all that read the result.
+        slots: the rows of the layer that reads it first.
+        observe: whether the cast feeds them.
+    """
+
+    cast: InputCast
+    slots: Slots
+    observe: bool
+
+
+class CastingModule(nn.Module):
+    """A module whose result FP8 layers read; in high precision, and compiled, it is what it was."""
+
+    cast: bool | None = None
+    """Whether a training forward inside an FP8 context has cast, since somebody watches; None before the first of them,
+    and of compiled code."""
+
+    def _note(self, casts: bool, context: autocast.FP8Context) -> None:
+        if self.training and not self.cast and self.cast is not casts and context.enabled:
+            self.cast = casts  # slow in a module, so only where it changes
+
+
+def begin_cast(like: Tensor, reader: LinearLayer) -> Begun | None:
+    """The cast of something like ``like`` for ``reader``, which reads it first; None where none can be shared."""
+    context = reader.running_context()
+    recipe = context.recipe
+    (slots, *_) = reader.ensure_slots(like.device)
+    slot = slots[Role.INPUT]
+    observe = torch.is_grad_enabled() and reader.training and context.observe
+    if observe and isinstance(recipe, DelayedScaling):
+        slot.history.follow(recipe)
+    cast = cast_before_reading(like, recipe, slot, observe=observe)
+    return None if cast is None else Begun(cast, slots, observe)
+
+
+def in_transform() -> bool:
+    """Whether torch.func's transforms or forward-mode derivatives are active, which FP8 layers refuse."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_known(module: nn.Module, known: Mapping[str, str], casting: type) -> bool:
+    """Whether ``known`` has the class of ``module``, told without importing transformers; or it casts already."""
+    cls = unsharded_class(module)
+    return isinstance(module, casting) or known.get(cls.__name__) == cls.__module__
+
+
+def make_casting(module: nn.Module, casting: type) -> None:
+    """Put ``casting`` in front of the class of ``module``, in place."""
+    if not isinstance(module, casting):
+        swap_class(module, casting_class(casting, unsharded_class(module)))
+
+
+@lru_cache
+def casting_class(casting: type, cls: type) -> type:
+    """The class of a casting ``cls``, in the module of ``casting``, where pickles look for it."""
+    return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
+
+
+def class_named(name: str, known: Mapping[str, str], casting: type) -> type:
+    """The class of a pickled module.
+
+    Raises:
+        AttributeError: ``known`` has no ``name``.
+    """
+    if name not in known:
+        raise AttributeError(f"module {casting.__module__!r} has no attribute {name!r}")
+    return casting_class(casting, getattr(import_module(known[name]), name))
