@@ -61,7 +61,7 @@ class AmaxHistory:
             have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
-        made_in, observed_in: the identifiers of the thread that made it, and of those that observe amaxes.
+        observed_in: the identifiers of the threads that observe amaxes; none where only compiled code does.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
         has_unequal_readers: whether layers that read one tensor did not share its cast, since their rows were unequal.
@@ -101,7 +101,6 @@ class AmaxHistory:
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_rows()
-        self.made_in = threading.get_ident()
         instances.register(self)  # last: other threads see it from now on
 
     def _place_rows(self) -> None:

@@ -20,6 +20,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def update_without_plugin(
 ) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
-    One thread at a time: a region that another thread begins meanwhile finds all scales updated.
+    One thread at a time, without ranks: a region that another thread begins meanwhile finds all scales updated.
 
     Args:
         recipe: for histories whose amaxes were observed under no other recipe.
@@ -102,7 +103,8 @@ def update_without_plugin(
     """
     histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
     collect_unreachable(group)
-    with _one_thread:
+    # Ranks order their collectives themselves: a lock that is held in one could make them wait for each other.
+    with nullcontext() if dist.is_available() and dist.is_initialized() else _one_thread:
         for history in all_histories():
             if history.after_step is None and _is_due(history, calibrated):
                 histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
@@ -119,7 +121,7 @@ def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     """
     if history.steps > 0:
         return True
-    threads = history.observed_in or {history.made_in}
+    threads = history.observed_in
     elsewhere = len(threads) == 1 and threading.get_ident() not in threads
     if elsewhere and any(thread.ident in threads for thread in threading.enumerate()):
         return False

@@ -111,18 +111,23 @@ def test_packed_sequences_in_high_precision_and_between_gaps(enabled: bool, gap:
 
 
 @pytest.mark.parametrize(
-    ("starts", "longest", "said"),
+    ("starts", "padded", "longest", "said"),
     [
-        ([0, 9, 5, 20], None, "lengths added up, 0 first"),
-        ([0, 5, 21], None, "at or before"),
-        ([0, 15, 20], 9, "max_seq"),
+        ([0, 9, 5, 20], None, None, "lengths added up, 0 first"),
+        ([0, 5, 21], None, None, "at or before"),
+        ([0, 15, 20], None, 9, "max_seq"),
+        ([0, 8, 18], [0, 5, 20], None, "do not fit"),
+        ([0, 8, 18], [0, 9, 30], None, "do not fit"),
     ],
 )
-def test_wrong_sequences_fail_in_compiled_code(starts: list[int], longest: int | None, said: str) -> None:
+def test_wrong_sequences_fail_in_compiled_code(
+    starts: list[int], padded: list[int] | None, longest: int | None, said: str
+) -> None:
     module, q = DotProductAttention(2, 8, qkv_format="thd"), torch.randn(20, 2, 8)
     module.compile(fullgraph=True, backend="eager")
+    gaps = {} if padded is None else {"cu_seqlens_q_padded": torch.tensor(padded)}
     with pytest.raises(RuntimeError, match=said):
-        module(q, q, q, cu_seqlens_q=torch.tensor(starts), max_seqlen_q=longest)
+        module(q, q, q, cu_seqlens_q=torch.tensor(starts), max_seqlen_q=longest, **gaps)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

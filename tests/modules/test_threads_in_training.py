@@ -128,3 +128,21 @@ def test_replicas_of_data_parallel_are_refused_where_they_would_leave_the_region
     assert isinstance(module[0]._replicate_for_data_parallel(), LayerNormLinear)
     with fp8_autocast(), pytest.raises(RuntimeError, match=r"LayerNormLinear would run in high precision .* 'ddp'|ddp"):
         module[0]._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_a_compiled_model_gets_scales_in_another_thread_than_the_one_that_made_it(calibrating: bool) -> None:
+    """Compiled code does not tell which thread observes, and the one that made the model lives on."""
+    torch._dynamo.reset()
+    linear = Linear(16, 8)
+    compiled = torch.compile(linear, backend="eager")
+
+    def train() -> float:
+        for _ in range(2):  # without an optimizer of torch
+            with fp8_autocast(enabled=not calibrating, calibrating=calibrating):
+                y = compiled(torch.ones(4, 16))
+            y.sum().backward()
+        with fp8_autocast():
+            return float(linear.slots[linear.roles[0]].scale)
+
+    assert in_a_thread(train) == 448.0

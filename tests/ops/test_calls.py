@@ -18,6 +18,7 @@ from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.registration import past_dispatcher
 from lightning_fp8.scaled import Cast, Layout
+from tests.modules.test_threads import in_a_thread
 
 NAMESPACE = "lightning_fp8_test_calls"
 torch.library.define(f"{NAMESPACE}::double", "(Tensor x, Tensor? y=None, str text='') -> Tensor")
@@ -60,7 +61,8 @@ def paths_taken(run: Callable[[Callable[..., Any]], object]) -> list[str]:
         taken.append("past")
         return 2 * x
 
-    run(past_dispatcher(DOUBLE, {"cpu": past, "cuda": past}))
+    op = past_dispatcher(DOUBLE, {"cpu": past, "cuda": past})
+    run(lambda x, y=None, text="": op(x, y, text))
     return taken
 
 
@@ -79,6 +81,22 @@ def test_what_watches_the_dispatcher_sees_the_op(context: Callable[[], AbstractC
     with torch.no_grad(), context():
         x = torch.ones(2)
         assert paths_taken(lambda call: call(x)) == []
+
+
+def test_a_profiler_of_all_threads_sees_the_op() -> None:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=config):
+        taken = in_a_thread(lambda: [paths_taken(torch.no_grad()(lambda call: call(torch.ones(2))))])
+    assert taken == [[]]
+
+
+@pytest.mark.parametrize("arguments", [(1.0, None), (torch.ones(2), 1.0)], ids=str)
+def test_arguments_of_other_types_are_refused_as_the_schema_says(arguments: tuple[Any, ...]) -> None:
+    def run(call: Callable[..., Any]) -> None:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="Expected a value of type"):
+            call(*arguments)
+
+    assert paths_taken(run) == []
 
 
 @pytest.mark.parametrize("position", [0, 1])

@@ -52,6 +52,8 @@ def rows_between_gaps(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
     row = torch.arange(rows, device=cu_seqlens.device).minimum((cu_seqlens[-1] - 1).clamp(min=0))
     if len(cu_seqlens) == 1:
         return row
+    fits = (cu_seqlens.diff() <= padded.diff()).all() & (padded[0] >= 0) & (padded[-1] <= rows)
+    torch._assert_async(fits, "cu_seqlens and cu_seqlens_padded do not fit together or exceed the rows")
     return (row + (padded - cu_seqlens)[_sequence_of(row, cu_seqlens)]).clamp(max=rows - 1)
 
 

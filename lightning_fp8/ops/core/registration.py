@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.autograd.profiler as _profiler
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,11 +25,13 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _tracing: Callable[[], object] = torch._C._get_tracing_state
-_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # on this thread
 _wrapped: Callable[[Tensor], bool] = torch._C._dispatch_isTensorSubclassLike
 _increment_version: Callable[[tuple[Tensor]], None] = torch._C._increment_version
 
-_PLAIN = frozenset({Tensor, Parameter, type(None), str, int, float, bool, torch.device})
+_TENSORS: frozenset[type] = frozenset({Tensor, Parameter})
+_OPTIONAL_TENSORS: frozenset[type] = frozenset({Tensor, Parameter, type(None)})
+_SCALARS: frozenset[type] = frozenset({str, int, float, bool, torch.device, type(None)})
 
 _implementations: dict[str, dict[str, Callable[..., Any]]] = {}
 _vmap_refusals = torch.library.Library(NAMESPACE, "IMPL")
@@ -78,25 +81,37 @@ def past_dispatcher(overload: torch._ops.OpOverload, by_device: Mapping[str, Cal
     """An op that calls its implementation itself where all that the dispatcher would do is to choose it by device.
 
     That is where no compiler, tracer, profiler, mode or transform is at work and no gradient is recorded, as inside an
-    ``autograd.Function``, and all tensors are plain ones. The versions of what the op writes advance as there.
+    ``autograd.Function``, and all tensors are plain ones. The versions of what the op writes advance, as there. What
+    else may be put between torch and an op misses it: a kernel that overrides ours in a ``torch.library.Library``, and
+    observers that torch's profilers do not know of, such as ``ExecutionTraceObserver`` alone.
 
     Args:
-        overload: the op. Its first argument is a tensor, and all are on that tensor's device.
+        overload: the op. Its first argument is a tensor, and all are on that tensor's device; only the first may be a
+            view that is negated when it is read.
         by_device: what computes it on ``"cpu"`` and ``"cuda"``.
     """
     on_cpu, on_cuda = by_device["cpu"], by_device["cuda"]
-    parameters = enumerate(overload._schema.arguments)
-    written = tuple(i for i, each in parameters if each.alias_info is not None and each.alias_info.is_write)
+    parameters = overload._schema.arguments
+    written = tuple(i for i, p in enumerate(parameters) if p.alias_info is not None and p.alias_info.is_write)
+    expected = [_types(str(parameter.type)) for parameter in parameters]
+    known: set[tuple[type, ...]] = set()  # types of arguments that were found to be as expected
+
+    def are_plain(types: tuple[type, ...]) -> bool:
+        if len(types) == len(expected) and all(each in allowed for each, allowed in zip(types, expected)):
+            known.add(types)
+            return True
+        return False
 
     def call(*args: Any) -> Any:
         if (
             _compiling()
             or _gradients()
-            or not _PLAIN.issuperset(map(type, args))
+            or ((types := tuple(map(type, args))) not in known and not are_plain(types))
             or _dispatch_modes()
             or _function_modes()
             or _transform() is not None
             or _profiled()
+            or _profiler._is_profiler_enabled  # on all threads
             or _tracing() is not None
         ):
             return overload(*args)
@@ -115,3 +130,10 @@ def past_dispatcher(overload: torch._ops.OpOverload, by_device: Mapping[str, Cal
         return results
 
     return call
+
+
+def _types(declared: str) -> frozenset[type]:
+    """The types of plain arguments for a parameter of a schema."""
+    if not declared.removeprefix("Optional[").startswith("Tensor"):
+        return _SCALARS
+    return _OPTIONAL_TENSORS if declared.startswith("Optional[") else _TENSORS
