@@ -2,7 +2,7 @@
 
 The ``schema.py`` of each operation registers an op's signature and its implementation for fake and meta tensors,
 ``reference.py`` what runs on the CPU, ``cuda.py`` what runs on a GPU. The operation's ``__init__`` calls what
-:func:`op` gives: past torch's dispatcher where that has nothing to add, for it takes half of a call's time on the host.
+:func:`op` gives: past torch's dispatcher where that has nothing to add, since it costs the host more than a launch.
 """
 
 from __future__ import annotations
