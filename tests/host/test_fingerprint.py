@@ -35,7 +35,7 @@ from cuda_kernels.attention.backward import delta, dkv, dkv_256, dq
 from cuda_kernels.attention.casts import cast as heads_cast, heads, means, transpose
 from cuda_kernels.attention.mma import dkv as mma_dkv, dq as mma_dq, forward as mma_forward
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
+from cuda_kernels.casts import activation, amax, column_sums, gated, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import tile
 from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
@@ -52,6 +52,8 @@ kernels = {
     "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", "1x32", True, True, False),
     "quantize_gelu": quantize.quantize_tensor_kernel(
         activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
+    "quantize_gated_gelu": quantize.quantize_tensor_kernel(
+        gated.gated_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
     "quantize_norm": quantize.quantize_tensor_kernel(
         statistics.normalized_loader(rms, True), "e4m3", True, True, True, False),
     "sums": column_sums.column_sums_kernel("float32"),
@@ -118,14 +120,15 @@ def copied(source: Path, folder: Path) -> Path:
     return folder
 
 
-CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_norm", "normalize", "bands"}
+CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_gated_gelu", "quantize_norm"}
+CASTS |= {"normalize", "bands"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
 ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
-    ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu"}),
+    ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
     ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
