@@ -25,7 +25,6 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _tracing: Callable[[], object] = torch._C._get_tracing_state
-_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # on this thread
 _wrapped: Callable[[Tensor], bool] = torch._C._dispatch_isTensorSubclassLike
 _increment_version: Callable[[tuple[Tensor]], None] = torch._C._increment_version
 
@@ -110,8 +109,7 @@ def past_dispatcher(overload: torch._ops.OpOverload, by_device: Mapping[str, Cal
             or _dispatch_modes()
             or _function_modes()
             or _transform() is not None
-            or _profiled()
-            or _profiler._is_profiler_enabled  # on all threads
+            or _profiler._is_profiler_enabled  # on any thread
             or _tracing() is not None
         ):
             return overload(*args)
