@@ -104,6 +104,8 @@ KERNELS = {
     "attention's dK and dV": "attention_dkv-64-many queries",
     "attention's dQ, mma.sync": "mma_attention_dq-96-many keys",
     "attention's dK and dV, mma.sync": "mma_attention_dkv-96-many queries",
+    "attention's dQ of 256 channels, mma.sync": "mma_attention_dq-256-many keys",
+    "attention's dV, then dK, of 256 channels, mma.sync": "mma_attention_dkv-256-many queries",
     "attention's dV, then dK, of 256 channels": "attention_dkv-256-many queries",
     "attention, both passes": "attention_ops-bshd grouped bottom right",
 }

@@ -52,6 +52,11 @@ BACKWARD = [
     _backward(check_all, "backward", "ragged causal", Problem((1, 140), (260, 3), 2, 1, 96, CAUSAL, ragged=True)),
     _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=96)),
     _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=128, out="bfloat16")),
+    _backward(check_all, "backward", "window", Problem((140,), (150,), 1, 1, 256, WINDOW, "bfloat16")),
+    _backward(check_all, "backward", "ragged", Problem((1, 70), (140, 3), 2, 2, 256, CAUSAL, "bfloat16", ragged=True)),
+    _backward(check_nan, "backward", "nan", Problem((130,), (20,), head_dim=256, out="bfloat16")),
+    _backward(check_dq, "dq", "many keys", Problem((16,), (300,), head_dim=256, out="bfloat16")),
+    _backward(check_dkv, "dkv", "many queries", Problem((140,), (20,), 2, 2, head_dim=256, out="bfloat16")),
     _backward(check_dq, "dq", "many keys", Problem((128,), (520,), head_dim=96)),
     _backward(check_dkv, "dkv", "many queries", Problem((390,), (128,), 2, 2, head_dim=96)),
 ]

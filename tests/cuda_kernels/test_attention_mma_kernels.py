@@ -23,7 +23,10 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("name", ["mma_attention_forward-128-padded", "mma_attention_backward-128-empty"])
+@pytest.mark.parametrize(
+    "name",
+    ["mma_attention_forward-128-padded", "mma_attention_backward-128-empty", "mma_attention_backward-256-ragged"],
+)
 def test_the_order_of_threads_and_copies_changes_nothing(name: str, emulator: Emulator) -> None:
     for emulator.schedule, emulator.copies in (("forward", "late"), ("reverse", "late"), ("random", "random")):  # type: ignore[assignment]
         NAMED[name].run("cpu")
@@ -36,11 +39,11 @@ def test_what_is_launched_without_wgmma() -> None:
             assert set(ARCHITECTURES) <= set(kernel.architectures)
 
 
-@pytest.mark.parametrize(("channels", "sums"), [(64, 1), (96, 1), (128, 2)])
-def test_what_both_passes_launch_on_cards_without_wgmma(channels: int, sums: int) -> None:
-    """A sum of 128 channels has a launch of its own."""
+@pytest.mark.parametrize(("channels", "parts", "sums"), [(64, 1, 1), (96, 1, 1), (128, 1, 2), (256, 2, 2)])
+def test_what_both_passes_launch_on_cards_without_wgmma(channels: int, parts: int, sums: int) -> None:
+    """A sum of 128 channels has a launch of its own; of 256, forward, each half."""
     problem = replace(PROBLEMS["thd"], channels=channels)
     with WITHOUT_WGMMA:
         launched = [kernel.function.__name__ for kernel in kernels_of(lambda device: run_ops(problem, device))]
     products = [name for name in launched if name.startswith("mma_")]
-    assert products == ["mma_attention_forward", "mma_attention_dq", *["mma_attention_dkv"] * sums]
+    assert products == [*["mma_attention_forward"] * parts, "mma_attention_dq", *["mma_attention_dkv"] * sums]

@@ -52,7 +52,9 @@ MUTATED = (
     "mma_attention_forward-64-many keys",
     "mma_attention_forward-256-many keys",
     "mma_attention_dq-96-many keys",
+    "mma_attention_dq-256-many keys",
     "mma_attention_dkv-96-many queries",
+    "mma_attention_dkv-256-many queries",
 )
 OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA) if case.name.startswith(MUTATED)]
 

@@ -33,7 +33,8 @@ sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.attention import forward
 from cuda_kernels.attention.backward import delta, dkv, dkv_256, dq
 from cuda_kernels.attention.casts import cast as heads_cast, heads, means, transpose
-from cuda_kernels.attention.mma import dkv as mma_dkv, dq as mma_dq, forward as mma_forward
+from cuda_kernels.attention.mma import dkv as mma_dkv, dkv_256 as mma_dkv_256, dq as mma_dq, dq_256 as mma_dq_256
+from cuda_kernels.attention.mma import forward as mma_forward
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.casts import activation, amax, column_sums, gated, quantize, quantize_blocks, update_scales
 from cuda_kernels.device import tile
@@ -79,6 +80,8 @@ kernels = {
     "attention_mma_forward_256": mma_forward.mma_attention_forward_kernel(AttentionSpec(256, "bfloat16")),
     "attention_mma_dq": mma_dq.mma_attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_mma_dq_256": mma_dq_256.mma_attention_dq_256_kernel(AttentionSpec(256, "bfloat16")),
+    "attention_mma_dkv_256": mma_dkv_256.mma_attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
     "transpose_heads": transpose.transpose_heads_kernel(64),
     "quantize_heads": heads_cast.quantize_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4), True, True, True),
     "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
@@ -125,7 +128,7 @@ CASTS |= {"normalize", "bands"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
 ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
-ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv")}
+ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv", "dq_256", "dkv_256")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),

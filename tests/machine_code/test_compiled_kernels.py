@@ -28,8 +28,13 @@ SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
 SPILLED_BYTES = {
     "row_amax(gradient of glu bfloat16, bfloat16, aligned=False, by_row=True, by_column=False)": 16,
+    "mma_attention_dq(d=256 bfloat16)": 24,
 }
-"""Kernels that do not fit into registers: they load three tensors, whose rows begin anywhere, by single elements."""
+"""Kernels that do not fit into registers, and the bytes of their stacks.
+
+The first loads three tensors, whose rows begin anywhere, by single elements. The second has 128 registers of dQ and dS;
+what spills is written before the loop over the keys, and read there once for a tile of 128, or behind it.
+"""
 
 PRODUCTS = [kernel for kernel in KERNELS.values() if "gemm" in kernel.name]
 
@@ -70,9 +75,10 @@ def check_resources(kernel: Kernel, arch: str, report: str) -> None:
     registers = int(re.findall(r"Used (\d+) registers", report)[0])
     assert registers * kernel.threads * kernel.min_blocks_on(arch) <= REGISTERS
     spilled = SPILLED_BYTES.get(kernel.name, 0)
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report) == [
-        (str(spilled),) * 3
-    ]
+    (found,) = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    stack, *spills = map(int, found)
+    assert stack == spilled
+    assert max(spills) <= spilled
     assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE)
     assert kernel.shared_bytes <= min(SHARED_BYTES[arch] for arch in kernel.architectures)
 

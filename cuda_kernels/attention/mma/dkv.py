@@ -16,7 +16,7 @@ the tensor cores are slow enough here for the additions to cost no time of their
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,20 +31,13 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import (
-    BACKWARD_HEAD_DIMS,
-    LINE,
-    TILE,
-    attention_by_mma,
-    make_copy,
-    make_half_copy,
-)
+from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_half_copy, make_row_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
-from cuda_kernels.attention.mma.results import make_gradient_store, own_place
+from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_columns,
     rows_amax,
@@ -66,21 +59,85 @@ from cuda_kernels.device.ptx import (
     shared_load_4,
     warp_any,
 )
+from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
-_QUERIES = 64
+QUERIES = 64
 """Of a tile."""
 _AT_ONCE = 16
 """Queries whose dP is in registers at a time."""
-_STAGE = _QUERIES * LINE
-_OF_EACH = 4 * _QUERIES
+_STAGE = QUERIES * LINE
+_OF_EACH = 4 * QUERIES
 """Bytes of one statistic of a stage."""
-_STATISTICS_BYTES = (STATISTICS - CORRECTED) * _OF_EACH
+STATISTICS_BYTES = (STATISTICS - CORRECTED) * _OF_EACH
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 Result = Literal["dv", "dk", "both"]
 RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk")}
 """What the launches for dK and dV make, by channels of a head."""
+
+
+class QueryStatistics(NamedTuple):
+    """Device functions over the statistics of a tile of queries that lie in a stage of shared memory.
+
+    Attributes:
+        copy: ``(smem, stage, statistics, head, rows_q, query)``: starts to copy them, from packed row ``query`` on.
+        address: ``(smem, stage, which, query)``: where one of query number ``query`` of the tile lies.
+        two_of_d: ``(smem, stage)``: D of two of the tile's queries added up; the lanes have all. It is NaN for a query
+            whose dO has NaN.
+    """
+
+    copy: Any
+    address: Any
+    two_of_d: Any
+
+
+@cache
+def make_query_statistics(offset: int) -> QueryStatistics:
+    """``offset``: of the first stage's in shared memory."""
+
+    @device
+    def place(stage, which, query):
+        return i32(offset + stage * STATISTICS_BYTES + (which - CORRECTED) * _OF_EACH + 4 * query)
+
+    @device
+    def copy(smem, stage, statistics, head, rows_q, query):
+        which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
+        if which < STATISTICS - CORRECTED:
+            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
+
+    @device
+    def address(smem, stage, which, query):
+        return smem + place(stage, which, query)
+
+    @device
+    def two_of_d(smem, stage):
+        lane = cuda.threadIdx.x & 31
+        first = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
+        return first + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
+
+    return QueryStatistics(copy, address, two_of_d)
+
+
+@cache
+def make_rounded(num_registers: int) -> Any:
+    """A device function ``(x, factor, amax, amax_below, limits) -> words, limits``: an operand A of so many registers.
+
+    ``words``: codes of the rows of ``x`` times ``factor`` in units of their scales. ``amax``, ``amax_below``: the rows'
+    largest magnitudes before ``factor``, of this thread's columns. ``limits``: the scales'.
+    """
+    codes_of = make_row_codes(num_registers)
+
+    @device
+    def rounded(x, factor, amax, amax_below, limits):
+        limit, _ = refitted(quad_max(amax) * factor, limits[0])
+        limit_below, _ = refitted(quad_max(amax_below) * factor, limits[1])
+        largest = factor * LARGEST_CODE
+        words = codes_of(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
+        return words, (limit, limit_below)
+
+    return rounded
 
 
 @cache
@@ -90,34 +147,19 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
     tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
     """
-    assert spec.head_dim in BACKWARD_HEAD_DIMS, "there are no registers for sums of more channels"
+    assert spec.panels == 1, "there are no registers for sums of more channels"
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     dot_offset = qt_offset + head_dim * LINE
     statistics_offset = dot_offset + head_dim * LINE
-    num_registers, sums_count = _QUERIES // 2, head_dim // 2
-    copy_keys, copy_queries, copy_half = (
-        make_copy(ROWS, head_dim),
-        make_copy(_QUERIES, head_dim),
-        make_half_copy(head_dim),
-    )
-    product, add_product = make_product(_QUERIES, spec.k_steps), make_add_product(head_dim, _QUERIES // STEP)
-    hide, exp2, gradients_of = make_band_mask(num_registers), exp2_columns(num_registers), _make_gradients(spec.k_steps)
+    num_registers, sums_count = QUERIES // 2, head_dim // 2
+    copy_queries, copy_half = make_row_copy(QUERIES, head_dim), make_half_copy(head_dim)
+    product, add_product = make_product(QUERIES, spec.k_steps), make_add_product(head_dim, QUERIES // STEP)
+    hide, exp2, gradients_of = make_band_mask(num_registers), exp2_columns(num_registers), make_gradients(spec)
     max_of, amax_of = rows_max(num_registers), rows_amax(num_registers)
-    codes_of, zero_sums, store = make_row_codes(num_registers), zeros(sums_count), make_gradient_store(spec)
-
-    @device
-    def statistic(stage, which, query):
-        """Where a statistic of a stage's query lies, from the block's shared memory on."""
-        return i32(statistics_offset + stage * _STATISTICS_BYTES + (which - CORRECTED) * _OF_EACH + 4 * query)
-
-    @device
-    def two_of_d(smem, stage):
-        """D of two of the stage's queries added up; the lanes have all. It is NaN for a query whose dO has NaN."""
-        lane = cuda.threadIdx.x & 31
-        first = from_bits(shared_load_4(smem + statistic(stage, CORRECTED, lane)))
-        return first + from_bits(shared_load_4(smem + statistic(stage, CORRECTED, lane + 32)))
+    rounded, zero_sums = make_rounded(num_registers), zeros(sums_count)
+    copy_statistics, statistic, two_of_d = make_query_statistics(statistics_offset)
 
     @device
     def copy_tile(smem, stage, addresses, rows_q, head, query):
@@ -130,26 +172,10 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             copy_half(smem + qt_offset, stage, q_t + column, i64(rows_q))
         if with_dv:
             copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
-        which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
-        if which < STATISTICS - CORRECTED:
-            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
-            cp_async_16(smem + statistic(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
-
-    @device
-    def rounded(x, factor, amax, amax_below, limits):
-        """Words of an operand A, rows of ``x`` times ``factor`` in units of their scales; and the scales' limits.
-
-        ``amax``, ``amax_below``: the rows' largest magnitudes before ``factor``, of this thread's columns.
-        """
-        limit, _ = refitted(quad_max(amax) * factor, limits[0])
-        limit_below, _ = refitted(quad_max(amax_below) * factor, limits[1])
-        largest = factor * LARGEST_CODE
-        words = codes_of(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
-        return words, (limit, limit_below)
+        copy_statistics(smem, stage, statistics, head, rows_q, query)
 
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
-        """dV and dK of this thread, the latter without the softmax scale; ``key_factor``: K's scale times c."""
         queries = tile[TILE_OTHERS]
         first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -160,24 +186,24 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         p_limits, ds_limits = (START, START), (START, START)
         stage, end = i32(0), i32(first_head + group)
         if first < last:
-            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first * _QUERIES)
+            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first * QUERIES)
         cp_async_commit()
         for head in range(first_head, end):
             for i in range(first, last):
                 cp_async_wait(0)
                 cuda.syncthreads()  # the tile is there, and all are done with the one before it
                 if i + 1 < last:
-                    copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * _QUERIES)
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * QUERIES)
                 elif head + 1 < end:
-                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first * _QUERIES)
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first * QUERIES)
                 cp_async_commit()
-                query_scale = from_bits(shared_load_4(smem + statistic(stage, QUERY_SCALE, column)))
-                gradient_scale = from_bits(shared_load_4(smem + statistic(stage, GRADIENT_SCALE, column)))
+                query_scale = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE, column)))
+                gradient_scale = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE, column)))
                 scores = product(in_k, in_b + q_offset + stage * _STAGE)
                 if i < whole_first or i >= whole_last:
-                    scores = hide(scores, visible, i32(i * _QUERIES))
+                    scores = hide(scores, visible, i32(i * QUERIES))
                 factor = float_max(key_factor * query_scale, SMALLEST)
-                p = exp2(scores, factor, smem + statistic(stage, TOTAL, column))
+                p = exp2(scores, factor, statistic(smem, stage, TOTAL, column))
                 half = stage << 6
                 if with_dv:
                     amax, amax_below = max_of(p)
@@ -190,7 +216,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 if with_dk:
                     ds = gradients_of(
                         p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale * gradient_scale,
-                        smem + statistic(stage, CORRECTED, column),
+                        statistic(smem, stage, CORRECTED, column),
                     )  # fmt: skip
                     amax, amax_below = amax_of(ds)
                     words, ds_limits = rounded(ds, query_scale, amax, amax_below, ds_limits)
@@ -200,12 +226,27 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 stage = i32(stage ^ 1)
         return dv, dk
 
+    return dkv_pass(spec, result, attend, statistics_offset + 2 * STATISTICS_BYTES)
+
+
+def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int) -> Kernel:
+    """The kernel for dK and dV, or one of them, that goes over the queries as ``attend`` does.
+
+    Args:
+        attend: a device function ``(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left,
+            right) -> dv, dk`` of this thread, the latter without the softmax scale; what ``result`` does not ask for is
+            not used. K, and behind it V, have begun to be copied to ``smem``. ``addresses``: of Q, dO, both transposed,
+            from the block's first channel on, and the statistics. ``key_factor``: K's scale times c.
+    """
+    with_dv, with_dk, head_dim, v_offset = result != "dk", result != "dv", spec.head_dim, spec.panels * TILE
+    copy_keys, part_of, store = make_row_copy(ROWS, head_dim), make_part_of(head_dim), make_gradient_store(spec)
+
     def mma_attention_dkv(
         k, v, q, do, q_t, do_t, statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
         row = tile[TILE_ROW]
         keys = (i64(head) * rows_k + row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
@@ -213,32 +254,36 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
             copy_keys(smem, k + keys, i64(head_dim))
             if with_dk:
                 copy_keys(smem + v_offset, v + keys, i64(head_dim))
+        of_channel = i64(first_channel) * rows_q
         dv, dk = attend(
-            smem, tile, (q, do, q_t, do_t, statistics), rows_q, i32(head * group), group,
+            smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,
             load_f32(scale_k + block) * c, load_f32(scale_v + block), left, right,
         )  # fmt: skip
-        tile, head = tile_again(table, heads)
+        # Found again: kept, they would take registers from the loop.
+        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
         strides = stride_b, stride_l, stride_h
         if with_dv:
-            store(dv, _ONE, dv_out, tile, head, strides)
+            store(dv, _ONE, dv_out, tile, head, first_channel, strides)
         if with_dk:
-            store(dk, softmax_scale, dk_out, tile, head, strides)
+            store(dk, softmax_scale, dk_out, tile, head, first_channel, strides)
 
     parameters = *[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3
-    name, shared_bytes = f"mma_attention_dkv({spec}, {result})", statistics_offset + 2 * _STATISTICS_BYTES
-    return attention_by_mma(name, mma_attention_dkv, parameters, shared_bytes)
+    return attention_by_mma(f"mma_attention_dkv({spec}, {result})", mma_attention_dkv, parameters, shared_bytes)
 
 
 @cache
-def _make_gradients(k_steps: int, start: int = 0) -> Any:
+def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> Any:
     """A device function ``(p, a, b, factor, delta) -> ds`` of a warp's rows, for the queries from ``start`` on.
 
-    ``a``, ``b``: addresses of V and dO for ldmatrix, whose product times ``factor`` is dP. ``delta``: the address of D
-    of the thread's first column.
+    ``a``, ``b``: addresses of V, but for ``v_offset``, and dO for ldmatrix, whose product times ``factor`` is dP.
+    ``delta``: the address of D of the thread's first column.
     """
-    product, num_registers = make_product(_AT_ONCE, k_steps, start=start), _AT_ONCE // 2
+    product, num_registers = (
+        make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0)),
+        _AT_ONCE // 2,
+    )
     part, gradients_of = (
-        slice_fragment(_QUERIES // 2, start // 2, num_registers),
+        slice_fragment(QUERIES // 2, start // 2, num_registers),
         score_gradients_columns(num_registers),
     )
 
@@ -246,9 +291,9 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     def some(p, a, b, factor, delta):
         return gradients_of(product(a, b), part(p), factor, delta + 4 * start)
 
-    if start + _AT_ONCE == _QUERIES:
+    if start + _AT_ONCE == QUERIES:
         return some
-    others = _make_gradients(k_steps, start + _AT_ONCE)
+    others = make_gradients(spec, v_offset, start + _AT_ONCE)
 
     @device
     def gradients(p, a, b, factor, delta):

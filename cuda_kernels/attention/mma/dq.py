@@ -24,13 +24,13 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import BACKWARD_HEAD_DIMS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
-from cuda_kernels.attention.mma.results import make_gradient_store, own_place
+from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
     rows_amax,
@@ -48,9 +48,10 @@ from cuda_kernels.device.ptx import (
     quotient,
     store_f32,
 )
+from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.kernel import Kernel
 
-_KEYS = 32
+KEYS = 32
 """Keys whose scores and dP are in registers at a time."""
 
 
@@ -61,7 +62,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
     tensor maps.
     """
-    assert spec.head_dim in BACKWARD_HEAD_DIMS, "there are no registers for sums of more channels"
+    assert spec.panels == 1, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     num_registers = ROWS // 2
@@ -69,7 +70,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
     amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
     codes_of = make_row_codes(num_registers)
-    zero_sums, store = zeros(head_dim // 2), make_gradient_store(spec)
+    zero_sums = zeros(head_dim // 2)
 
     @device
     def copy_keys(smem, k, v, j):
@@ -79,11 +80,6 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     @device
     def attend(smem, tile, operands, row_terms, scales, left, right):
-        """dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
-
-        ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, and
-        the last one's stride. ``row_terms``: Q's scale times c, dO's, and of both rows the total and D.
-        """
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
         first, last, whole_first, whole_last = visited_tiles(tile)
@@ -125,12 +121,27 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             dq = add_product(dq, words, in_b + kt_offset, unit * key_scale, unit_below * key_scale)
         return dq, rest, rest_below
 
+    return dq_pass(spec, attend, kt_offset + head_dim * LINE)
+
+
+def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
+    """The kernel for dQ that goes over the keys as ``attend`` does.
+
+    Args:
+        attend: a device function ``(smem, tile, operands, row_terms, scales, left, right) -> dq, rest, rest_below``:
+            dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows. ``operands``:
+            addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, from the
+            block's first channel on, and the last one's stride. ``row_terms``: Q's scale times c, dO's, and of both
+            rows the total and D. ``scales``: addresses of those of K and V, the sequence's first.
+    """
+    head_dim, part_of, store = spec.head_dim, make_part_of(spec.head_dim), make_gradient_store(spec)
+
     def mma_attention_dq(
         q, do, k, v, k_t, table, scale_k, scale_v, statistics, out,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
         row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         line, _ = own_place()
@@ -143,34 +154,52 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         )  # fmt: skip
         queries = (i64(head) * rows_q + row) * head_dim
         keys = (i64(kv_head) * rows_k + others) * head_dim
-        keys_of_channel = i64(kv_head) * head_dim * rows_k + others
+        keys_of_channel = (i64(kv_head) * head_dim + first_channel) * rows_k + others
         block = (i64(kv_head) * (rows_k >> 7) + (others >> 7)) * 4
         dq, rest, rest_below = attend(
             smem, tile,
             (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
             row_terms, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
-        tile, head = tile_again(table, heads)
+        # Found again: kept, they would take registers from the loop.
+        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
-        if cuda.threadIdx.x & 3 == 0:
+        if cuda.threadIdx.x & 3 == 0 and first_channel == 0:
             store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
-        store(dq, softmax_scale, out, tile, head, (stride_b, stride_l, stride_h))
+        store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
     parameters = *[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3
-    name, shared_bytes = f"mma_attention_dq({spec})", kt_offset + head_dim * LINE
-    return attention_by_mma(name, mma_attention_dq, parameters, shared_bytes)
+    return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, shared_bytes)
 
 
 @cache
 def _make_gradients(k_steps: int, start: int = 0) -> Any:
+    """:func:`make_gradients_of` all keys from ``start`` on, some at a time."""
+    product = make_product(KEYS, k_steps, start=start)
+    some = make_gradients_of(product, start)
+    if start + KEYS == ROWS:
+        return some
+    others = _make_gradients(k_steps, start + KEYS)
+
+    @device
+    def gradients(addresses, scales, rows, partial, visible, first_key):
+        return some(addresses, scales, rows, partial, visible, first_key) + others(
+            addresses, scales, rows, partial, visible, first_key
+        )
+
+    return gradients
+
+
+def make_gradients_of(product: Any, start: int) -> Any:
     """A device function ``(addresses, scales, rows, partial, visible, first_key) -> ds`` of a warp's rows.
 
-    It takes the keys from ``start`` on, some at a time. ``addresses``: of Q, dO, K and V for ldmatrix. ``scales``: of Q
-    times c, of K, dO and V. ``rows``: of both rows the total and D. ``partial``: whether ``visible`` matters.
+    Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
+    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``rows``: of both rows the total and D.
+    ``partial``: whether ``visible`` matters. ``first_key``: the tile's.
     """
-    product, num_registers = make_product(_KEYS, k_steps, start=start), _KEYS // 2
+    num_registers = KEYS // 2
     hide, exp2, gradients_of = (
         make_band_mask(num_registers),
         exp2_rows(num_registers),
@@ -189,14 +218,4 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
         p = exp2(scores, factor, -total, -total_below)
         return gradients_of(product(in_do, in_v), p, gradient_scale * value_scale, delta, delta_below)
 
-    if start + _KEYS == ROWS:
-        return some
-    others = _make_gradients(k_steps, start + _KEYS)
-
-    @device
-    def gradients(addresses, scales, rows, partial, visible, first_key):
-        return some(addresses, scales, rows, partial, visible, first_key) + others(
-            addresses, scales, rows, partial, visible, first_key
-        )
-
-    return gradients
+    return some

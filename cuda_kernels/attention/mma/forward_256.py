@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_panel_copy
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.softmax import START, make_softmax
@@ -31,7 +31,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     """
     head_dim, panels = spec.head_dim, spec.panels
     k_offset, v_offset = panels * TILE, 2 * panels * TILE
-    copy_rows, copy_values = make_panel_copy(ROWS, panels), make_copy(CHANNELS, ROWS)
+    copy_rows, copy_values = make_row_copy(ROWS, head_dim), make_copy(CHANNELS, ROWS)
     scores_of = make_product(ROWS, spec.k_steps, panels=panels)
     hide, softmax, zero_out = make_band_mask(ROWS // 2), make_softmax(ROWS), zeros(CHANNELS // 2)
     rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)

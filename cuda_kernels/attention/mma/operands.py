@@ -23,8 +23,6 @@ TILE = ROWS * LINE
 ARCHITECTURES = ("89", "120")
 CHANNELS = 128
 """Of a result that a thread has registers for, beside scores of a tile, at most."""
-BACKWARD_HEAD_DIMS = (64, 96, 128)
-"""Channels of a head that the backward pass is for; the forward pass is for all."""
 
 
 @cache
@@ -56,12 +54,14 @@ def make_half_copy(rows: int) -> Any:
 
 
 @cache
-def make_panel_copy(rows: int, panels: int) -> Any:
-    """A device function ``(shared, address, stride)`` that starts to copy ``rows`` rows of panels of 128 bytes.
+def make_row_copy(rows: int, head_dim: int) -> Any:
+    """A device function ``(shared, address, stride)`` that starts to copy ``rows`` rows of codes.
 
-    The panels lie one behind the other in shared memory.
+    Of more than 128 channels, panels of 128 lie one behind the other in shared memory.
     """
-    copy_panel = make_copy(rows, LINE)
+    if head_dim <= LINE:
+        return make_copy(rows, head_dim)
+    panels, copy_panel = head_dim // LINE, make_copy(rows, LINE)
 
     @device
     def copy(shared, address, stride):

@@ -46,7 +46,10 @@ def place_in_b(lane):
 
 
 @cache
-def make_product(columns: int, k_steps: int, start: int = 0, panels: int = 1, panel_rows: int = ROWS) -> Any:
+def make_product(
+    columns: int, k_steps: int, start: int = 0, panels: int = 1, panel_rows: int = ROWS,
+    behind: tuple[int, int] = (0, 0),
+) -> Any:  # fmt: skip
     """A device function ``(a, b) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]`` of E4M3 codes.
 
     ``a``, ``b``: addresses in shared memory, :func:`place_in_a` and :func:`place_in_b` from the operands' first rows.
@@ -55,6 +58,8 @@ def make_product(columns: int, k_steps: int, start: int = 0, panels: int = 1, pa
     Args:
         start: the row of B that makes the first column; a multiple of 8.
         panel_rows: of a panel of B; one of A has 128.
+        behind: bytes from ``a`` and ``b`` to the operands. Added here, they are left for the instruction, and operands
+            of several products share their addresses.
     """
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
@@ -63,14 +68,14 @@ def make_product(columns: int, k_steps: int, start: int = 0, panels: int = 1, pa
         return device(lambda a: load_a((a ^ flip) + panel))
 
     steps = tuple(
-        _Step(words_of(STEP * step, panel * TILE), STEP * step, panel * panel_rows * LINE)
+        _Step(words_of(STEP * step, panel * TILE + behind[0]), STEP * step, panel * panel_rows * LINE + behind[1])
         for panel in range(panels)
         for step in range(k_steps)
     )
     product = _chained(width, steps, start)
     if width == columns:
         return product
-    others = make_product(columns - width, k_steps, start + width, panels, panel_rows)
+    others = make_product(columns - width, k_steps, start + width, panels, panel_rows, behind)
 
     @device
     def products(a, b):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.mma.operands import CHANNELS
 from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID, AttentionSpec
+from cuda_kernels.attention.tiles import tile_of
 from cuda_kernels.device.fragments import scale_seen_rows, store_fragment_global
 from cuda_kernels.device.language import cuda, device, i32, i64
 
@@ -18,24 +20,41 @@ def own_place():
 
 
 @cache
+def make_part_of(head_dim: int) -> Any:
+    """A device function ``(block, table, heads) -> tile, head, first_channel``: what a block makes of a gradient.
+
+    Neighbours share a tile where a head has more channels than a block makes, and most of what they read is in the
+    cache for the second.
+    """
+    shift = (head_dim // CHANNELS).bit_length() - 1 if head_dim > CHANNELS else 0
+
+    @device
+    def part_of(block, table, heads):
+        tile, head = tile_of(i32(block >> shift), table, heads)
+        return tile, head, i32((block & ((1 << shift) - 1)) * CHANNELS)
+
+    return part_of
+
+
+@cache
 def make_gradient_store(spec: AttentionSpec) -> Any:
-    """A device function ``(acc, factor, out, tile, head, strides)`` that stores a warp's sums in ``spec.out``.
+    """A device function ``(acc, factor, out, tile, head, first_channel, strides)``: a warp's sums, in ``spec.out``.
 
     Rows beyond the sequence are 0. ``out``: the address of the result; ``strides``: its strides in elements, from a
     sequence to the next, a row and a head.
     """
-    head_dim, item = spec.head_dim, 4 if spec.out == "float32" else 2
-    num_registers = head_dim // 2
+    channels, item = min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
+    num_registers = channels // 2
     finish, store_rows = scale_seen_rows(num_registers), store_fragment_global(num_registers, spec.out, True, False)
 
     @device
-    def store(acc, factor, out, tile, head, strides):
+    def store(acc, factor, out, tile, head, first_channel, strides):
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         valid = tile[TILE_VALID]
         stride_b, stride_l, stride_h = strides
         row, column = own_place()
-        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
+        place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h + first_channel
         acc = finish(acc, factor, factor, row < valid, row + 8 < valid)
-        store_rows(acc, out + place * item, stride_l, row, out_rows, column, i32(head_dim))
+        store_rows(acc, out + place * item, stride_l, row, out_rows, column, i32(channels))
 
     return store

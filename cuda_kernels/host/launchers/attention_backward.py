@@ -13,7 +13,13 @@ from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.launchers.attention import AttentionProblem, PackedCodes, Strides, stride_parameters
-from cuda_kernels.host.launchers.attention_kernels import dkv_kernels, dq_kernel, operand_on, uses_scratch
+from cuda_kernels.host.launchers.attention_kernels import (
+    blocks_of_tile,
+    dkv_kernels,
+    dq_kernel,
+    operand_on,
+    uses_scratch,
+)
 from cuda_kernels.host.launchers.attention_tiles import PackedRows, most_seen
 from cuda_kernels.host.tensor_maps import Box
 
@@ -78,10 +84,11 @@ class BackwardLaunch:
             delta, blocks, device, heads=heads[0], rows_q=problem.queries.total, **of_queries
         )  # fmt: skip
         scalars = {**problem.sizes(heads[0]), **seen.limits(), **scales, **of_queries}
-        self._dq = named_launch(dq_kernel(spec, device), blocks, device, **scalars)
+        of_tile = blocks_of_tile(spec, device)
+        self._dq = named_launch(dq_kernel(spec, device), blocks * of_tile, device, **scalars)
         scalars = {**problem.sizes(heads[1]), **seeing.limits(), **scales, **of_keys}
         kernels = dkv_kernels(spec, device, flush)
-        self._dkv = [named_launch(kernel, key_blocks, device, **scalars) for kernel in kernels]
+        self._dkv = [named_launch(kernel, key_blocks * of_tile, device, **scalars) for kernel in kernels]
         self._address = address_on(device)
         row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
         self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)

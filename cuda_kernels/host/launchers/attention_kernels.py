@@ -13,7 +13,9 @@ from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.mma.dkv import RESULTS, mma_attention_dkv_kernel
+from cuda_kernels.attention.mma.dkv_256 import mma_attention_dkv_256_kernel
 from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
+from cuda_kernels.attention.mma.dq_256 import mma_attention_dq_256_kernel
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, architecture_of
@@ -34,7 +36,9 @@ def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
 
 def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
     """dQ, as :func:`forward_kernels` is the forward pass."""
-    return mma_attention_dq_kernel(spec) if _backward_by_mma(spec, device) else attention_dq_kernel(spec)
+    if not _multiplies_in_warps(device):
+        return attention_dq_kernel(spec)
+    return mma_attention_dq_kernel(spec) if spec.panels == 1 else mma_attention_dq_256_kernel(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
@@ -42,11 +46,18 @@ def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[K
 
     ``flush`` is for kernels that use scratch.
     """
-    if _backward_by_mma(spec, device):
-        return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
+    if _multiplies_in_warps(device):
+        if spec.panels == 1:
+            return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
+        return [mma_attention_dkv_256_kernel(spec, "dv"), mma_attention_dkv_256_kernel(spec, "dk")]
     if spec.panels == 1:
         return [attention_dkv_kernel(spec, flush)]
     return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
+
+
+def blocks_of_tile(spec: AttentionSpec, device: torch.device) -> int:
+    """Blocks that share a tile of a head in the backward pass, each with some channels of the result."""
+    return -(-spec.head_dim // mma.CHANNELS) if _multiplies_in_warps(device) else 1
 
 
 def uses_scratch(device: torch.device) -> bool:
@@ -57,10 +68,6 @@ def uses_scratch(device: torch.device) -> bool:
 def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
     """Operand to launch argument: Hopper's kernels take tensor maps of ``box``, the others addresses."""
     return address_on(device) if _multiplies_in_warps(device) else map_on(device, box)
-
-
-def _backward_by_mma(spec: AttentionSpec, device: torch.device) -> bool:
-    return spec.head_dim in mma.BACKWARD_HEAD_DIMS and _multiplies_in_warps(device)
 
 
 def _multiplies_in_warps(device: torch.device) -> bool:

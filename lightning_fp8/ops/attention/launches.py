@@ -236,11 +236,8 @@ class BackwardPlan:
 
 
 PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    "forward": dict.fromkeys(("90a", *mma.ARCHITECTURES), (ForwardPlan, HEAD_DIMS)),
-    "backward": {
-        "90a": (BackwardPlan, HEAD_DIMS),
-        **dict.fromkeys(mma.ARCHITECTURES, (BackwardPlan, mma.BACKWARD_HEAD_DIMS)),
-    },
+    which: dict.fromkeys(("90a", *mma.ARCHITECTURES), (plan, HEAD_DIMS))
+    for which, plan in (("forward", ForwardPlan), ("backward", BackwardPlan))
 }
 """By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
 

@@ -1,0 +1,135 @@
+"""dK, or dV, without wgmma of heads with 256 channels, 128 channels of the result in a block: rows are keys.
+
+A thread has registers for one sum of 128 channels beside scores of a tile, as in :mod:`.dkv`: dV and dK have a launch
+each, and each half of a result is another block's, which makes the probabilities again: 16 products of 128 channels for
+a tile instead of eight.
+
+Codes of K and, for dK, of V are 32 KB each of the 99 that a block may have. Q of 64 queries, for dK dO, and 128
+channels of a transposed one take turns in a ring of two stages; one is copied while the other is multiplied.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from cuda_kernels.attention.backward.running_scale import START
+from cuda_kernels.attention.backward.statistics import (
+    CODE_UNIT,
+    CORRECTED,
+    GRADIENT_SCALE,
+    QUERY_SCALE,
+    SMALLEST,
+    TOTAL,
+)
+from cuda_kernels.attention.mma.dkv import (
+    QUERIES,
+    STATISTICS_BYTES,
+    dkv_pass,
+    make_gradients,
+    make_query_statistics,
+    make_rounded,
+)
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_half_copy, make_row_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.results import own_place
+from cuda_kernels.attention.spec import TILE_OTHERS, AttentionSpec
+from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.device.fragments import exp2_columns, rows_amax, zeros
+from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max, from_bits, shared_load_4, warp_any
+from cuda_kernels.kernel import Kernel
+
+_STAGE = CHANNELS * LINE
+"""Bytes of 128 channels of a tile's transposed queries, half of each line; or of its 64 queries."""
+_ZERO = np.float32(0)
+
+
+@cache
+def mma_attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
+    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
+
+    Parameters are those of :func:`cuda_kernels.attention.mma.dkv.mma_attention_dkv_kernel`; a tile of a head has two
+    blocks, one behind the other.
+    """
+    is_dk, head_dim, panels = result == "dk", spec.head_dim, spec.panels
+    v_offset = panels * TILE
+    ring = 2 * v_offset if is_dk else v_offset
+    statistics_offset = ring + 2 * _STAGE
+    num_registers = QUERIES // 2
+    copy_queries, copy_half = make_row_copy(QUERIES, head_dim), make_half_copy(CHANNELS)
+    product = make_product(QUERIES, spec.k_steps, panels=panels, panel_rows=QUERIES)
+    gradients_of, add_product = make_gradients(spec, v_offset), make_add_product(CHANNELS, QUERIES // STEP)
+    hide, exp2, amax_of = make_band_mask(num_registers), exp2_columns(num_registers), rows_amax(num_registers)
+    rounded, zero_sums = make_rounded(num_registers), zeros(CHANNELS // 2)
+    copy_statistics, statistic, two_of_d = make_query_statistics(statistics_offset)
+
+    @device
+    def copy_q(smem, stage, addresses, rows_q, head, query):
+        """``query``: the tile's first one among the packed rows. All are done with the last tile's statistics."""
+        copy_queries(stage, addresses[0] + (i64(head) * rows_q + query) * head_dim, i64(head_dim))
+        copy_statistics(smem, 0, addresses[4], head, rows_q, query)
+
+    @device
+    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
+        queries = tile[TILE_OTHERS]
+        first, last, whole_first, whole_last = visited_tiles(tile)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row, column = own_place()
+        visible = visible_columns(tile, row, column, left, right)
+        in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + ring + place_in_b(lane))
+        sums, limits = zero_sums(), (START, START)
+        here, end = i32(0), i32(first_head + group)
+        if first < last:
+            copy_q(smem, smem + ring, addresses, rows_q, first_head, queries + first * QUERIES)
+        cp_async_commit()
+        for head in range(first_head, end):
+            for i in range(first, last):
+                there, query = i32(here ^ _STAGE), i32(queries + i * QUERIES)
+                transposed = here if is_dk else there
+                of_channels = i64(head) * head_dim * rows_q + query
+                cp_async_wait(0)
+                cuda.syncthreads()  # Q is there, and all are done with the tile before it
+                if is_dk:
+                    rows = addresses[1] + (i64(head) * rows_q + query) * head_dim
+                    copy_queries(smem + ring + there, rows, i64(head_dim))
+                else:
+                    copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
+                cp_async_commit()
+                query_scale = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE, column)))
+                gradient_scale = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE, column)))
+                scores = product(in_k, in_b + here)
+                if i < whole_first or i >= whole_last:
+                    scores = hide(scores, visible, i32(i * QUERIES))
+                factor = float_max(key_factor * query_scale, SMALLEST)
+                x = exp2(scores, factor, statistic(smem, 0, TOTAL, column))
+                scale = gradient_scale
+                if is_dk:
+                    cp_async_wait(0)
+                    cuda.syncthreads()  # dO is there, and all are done with Q
+                    copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
+                    cp_async_commit()
+                    corrected = statistic(smem, 0, CORRECTED, column)
+                    x = gradients_of(x, in_k, in_b + there, value_scale * gradient_scale, corrected)
+                    scale = query_scale
+                amax, amax_below = amax_of(x)
+                words, limits = rounded(x, scale, amax, amax_below, limits)
+                d = _ZERO if is_dk else two_of_d(smem, 0)
+                cp_async_wait(0)
+                cuda.syncthreads()  # the transposed one is there, and all are done with the other stage
+                free = smem + ring + (transposed ^ _STAGE)
+                if i + 1 < last:
+                    copy_q(smem, free, addresses, rows_q, head, query + QUERIES)
+                elif head + 1 < end:
+                    copy_q(smem, free, addresses, rows_q, head + 1, queries + first * QUERIES)
+                cp_async_commit()
+                # Codes that are all 0, as behind the border of a mask, add nothing unless they meet NaN.
+                if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
+                    unit, unit_below = limits[0] * CODE_UNIT, limits[1] * CODE_UNIT
+                    sums = add_product(sums, words, in_b + transposed, unit, unit_below)
+                here = i32(transposed ^ _STAGE)
+        return sums, sums
+
+    return dkv_pass(spec, result, attend, statistics_offset + STATISTICS_BYTES)

@@ -1,0 +1,135 @@
+"""dQ without wgmma of heads with 256 channels, 128 channels of the result in a block.
+
+A thread has registers for sums of 128 channels beside dS of a tile: each half of the result is another block's, which
+makes dS again, ten products of 128 channels for a tile instead of six.
+
+Codes of Q and dO are 64 KB of the 99 that a block may have. The keys of a tile go through a ring of two stages: K and V
+of 32 keys four times, then 128 channels of transposed K for all of them; one is copied while the other is multiplied.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cuda_kernels.attention.mma.dq import KEYS, dq_pass, make_gradients_of
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.results import own_place
+from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.attention.tiles import visible_columns, visited_tiles
+from cuda_kernels.device.fragments import rows_amax, rows_sum, zeros
+from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, load_f32
+from cuda_kernels.kernel import Kernel
+
+_STAGE = CHANNELS * LINE
+"""Bytes of transposed K of a tile, or of K and V of :data:`~cuda_kernels.attention.mma.dq.KEYS` keys."""
+
+
+@cache
+def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
+    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+
+    Parameters are those of :func:`cuda_kernels.attention.mma.dq.mma_attention_dq_kernel`; a tile of a head has two
+    blocks, one behind the other.
+    """
+    head_dim, panels = spec.head_dim, spec.panels
+    do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
+    num_registers = ROWS // 2
+    copy_rows, copy_some, copy_columns = (
+        make_row_copy(ROWS, head_dim),
+        make_row_copy(KEYS, head_dim),
+        make_copy(CHANNELS, ROWS),
+    )
+    product = make_product(KEYS, spec.k_steps, panels=panels, panel_rows=KEYS)
+    add_product = make_add_product(CHANNELS, ROWS // STEP)
+    amax_of, sum_of, codes_of = rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers)
+    zero_sums = zeros(CHANNELS // 2)
+
+    @device
+    def copy_keys(stage, operands, tile_key, key):
+        """Keys from number ``key`` of the tile on; ``tile_key``: its first."""
+        _, _, k, v, _, _ = operands
+        start = (i64(tile_key) + key) * head_dim
+        copy_some(stage, k + start, i64(head_dim))
+        copy_some(stage + v_offset, v + start, i64(head_dim))
+
+    def make_gradients(start: int) -> Any:
+        """As ``make_gradients_of``, of all keys from ``start`` on; what comes next is copied meanwhile."""
+        gradients_of = make_gradients_of(product, start)
+        is_last = start + KEYS == ROWS
+
+        @device
+        def some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
+            smem, in_b = ring_of
+            there = here ^ _STAGE
+            cp_async_wait(0)
+            cuda.syncthreads()  # these keys are there, and all are done with what came before them
+            if is_last:
+                copy_columns(smem + there, operands[4] + i64(first_key), operands[5])
+            else:
+                copy_keys(smem + there, operands, first_key, start + KEYS)
+            cp_async_commit()
+            in_stage = in_b + here
+            addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
+            return gradients_of(addresses, scales, rows, partial, visible, first_key)
+
+        if is_last:
+            return some
+        others = make_gradients(start + KEYS)
+
+        @device
+        def gradients(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
+            return some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scales, rows, partial, visible, first_key
+            )
+
+        return gradients
+
+    gradients_of = make_gradients(0)
+
+    @device
+    def attend(smem, tile, operands, row_terms, scales, left, right):
+        scale_k, scale_v = scales
+        first, last, whole_first, whole_last = visited_tiles(tile)
+        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row, column = own_place()
+        visible = visible_columns(tile, row, column, left, right)
+        in_a = i32(smem + warp * (16 * LINE) + place_in_a(lane))
+        ring_of = i32(smem + ring), i32(smem + ring + place_in_b(lane))
+        dq, rest, rest_below = zero_sums(), f32(0), f32(0)
+        stage = i32(0)
+        if first < last:
+            copy_rows(smem, operands[0], i64(head_dim))
+            copy_rows(smem + do_offset, operands[1], i64(head_dim))
+            copy_keys(smem + ring, operands, first * ROWS, 0)
+        cp_async_commit()
+        for j in range(first, last):
+            # Loaded here, they are there when the products are.
+            key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
+            partial = j < whole_first or j >= whole_last
+            ds = gradients_of(
+                ring_of, stage, operands, in_a,
+                (query_factor, key_scale, gradient_scale, value_scale),
+                (total, total_below, delta, delta_below),
+                partial, visible, i32(j * ROWS),
+            )  # fmt: skip
+            more, more_below = sum_of(ds)
+            rest, rest_below = rest + more, rest_below + more_below
+            amax, amax_below = amax_of(ds)
+            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+            words = codes_of(ds, scale, scale_below)
+            cp_async_wait(0)
+            cuda.syncthreads()  # transposed K is there, and all are done with the last keys
+            shared, in_b = ring_of
+            if j + 1 < last:
+                copy_keys(shared + (stage ^ _STAGE), operands, j * ROWS, ROWS)
+            cp_async_commit()
+            dq = add_product(dq, words, in_b + stage, unit * key_scale, unit_below * key_scale)
+            stage = i32(stage ^ _STAGE)
+        return dq, rest, rest_below
+
+    return dq_pass(spec, attend, ring + 2 * _STAGE)
