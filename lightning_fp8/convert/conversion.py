@@ -200,7 +200,7 @@ def convert_module(
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
-    prepare_attention(model, policy)  # before modules of ours get rows in the history
+    prepare_attention(model, policy)  # before modules of ours get slots in the history
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
@@ -257,7 +257,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
 def _share_history(model: nn.Module) -> AmaxHistory:
     modules = [(name, module) for name, module in fp8_modules(model) if module.fp8]
-    names_and_roles = [row for name, module in modules for row in module.history_rows(name)]
+    names_and_roles = [slot for name, module in modules for slot in module.history_slots(name)]
     histories = [module.history for _, module in modules]
     shared = histories[0] if histories else None
     if (
@@ -269,10 +269,10 @@ def _share_history(model: nn.Module) -> AmaxHistory:
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     history = AmaxHistory(names_and_roles, device)
     history.load_state_dict(fp8_state_dict(model))
-    first_row = 0
+    first_slot = 0
     for _, module in modules:
-        module.use_history(history, first_row)
-        first_row += len(module.history_rows())
+        module.use_history(history, first_slot)
+        first_slot += len(module.history_slots())
     return history
 
 

@@ -9,7 +9,7 @@
 
 The plugin's ``update_scales`` and :func:`update_without_plugin` sort histories by recipe; :func:`reduce_and_update`
 takes the maximum of the amaxes over the ranks, in one collective for all histories. :func:`_advance` then pushes them
-into each history, whose maximum, or newest row, gives the scales: ``ops.update_scales``, one launch, by the formulas
+into each history, whose maximum, or newest step, gives the scales: ``ops.update_scales``, one launch, by the formulas
 of :func:`lightning_fp8.scaling.updated_scales`.
 """
 
@@ -73,7 +73,7 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     previous_scale: Tensor | None = None
     if recipe.interval > 1:
         previous_scale = history.scale.clone()
-        # An update that did not see a row brings it no nearer to its next scale.
+        # An update that did not see a tensor brings it no nearer to its next scale.
         history.num_observed += history.amax != 0
     ops.update_scales(
         history.amax,

@@ -83,7 +83,7 @@ def _quantize_input(
             Role.INPUT,
             recipe,
             slots,
-            observe=observe and shared.reads == 1,  # a later reader's row is fed already
+            observe=observe and shared.reads == 1,  # a later reader's slot is fed already
             rowwise=lacks_rowwise,
             columnwise=lacks_columnwise,
         )

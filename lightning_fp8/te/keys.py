@@ -9,10 +9,10 @@ Parameters and states of a module called ``p``:
 | LayerNormLinear | Linear's, ``p.layer_norm_weight``, ... | ours, or the norm and the Linear inside ``p`` |
 | LayerNormMLP | ``p.layer_norm_weight``, ``p.fc1_weight``, ... | ours, or a norm and two Linears inside |
 | MultiheadAttention | ``p.qkv.weight`` or ``p.qkv.query_weight``, ... | ours, fused or not, rows by heads |
-| Linear, LayerNormLinear | ``p._extra_state`` | rows ``p.input``, ``p.weight``, ``p.grad_output`` |
-| LayerNormMLP | ``p._extra_state`` | rows ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
-| attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | rows ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
-| attention from 1.8 on | ``p._extra_state`` | the same rows |
+| Linear, LayerNormLinear | ``p._extra_state`` | slots ``p.input``, ``p.weight``, ``p.grad_output`` |
+| LayerNormMLP | ``p._extra_state`` | slots ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
+| attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | slots ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
+| attention from 1.8 on | ``p._extra_state`` | the same slots |
 | LayerNorm, RMSNorm from 2.0 on | ``p._extra_state``, always empty | nothing |
 | GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
 

@@ -101,7 +101,7 @@ class CoreAttention(FP8Module):
         return sequences.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
-        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
+        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the slots there."""
         history = self.history
         if torch.compiler.is_compiling() or history is None:
             return

@@ -27,7 +27,7 @@ class DotProductAttention(CoreAttention):
     more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
     tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning say why.
 
-    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's rows beside it,
+    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's slots beside it,
     observed where tensors pass (``qkv``, ``o``, ``do``, ``dqkv``) and for checkpoints alone (``s``, ``dp``).
 
     Args:
@@ -113,7 +113,7 @@ class DotProductAttention(CoreAttention):
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
         self.reason = self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
-        self.use_history(AmaxHistory(self.history_rows()))
+        self.use_history(AmaxHistory(self.history_slots()))
 
     def forward(
         self,
