@@ -66,7 +66,12 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
 
     place = "registers" if from_registers else "shared"
     return Kernel(
-        f"product_rate({n=}, A in {place})", product_rate, (i64, i32), THREADS, shared_bytes, architectures=("90a",)
+        f"product_rate({n=}, A in {place})",
+        product_rate,
+        {"out": i64, "repetitions": i32},
+        THREADS,
+        shared_bytes,
+        architectures=("90a",),
     )
 
 
@@ -93,4 +98,11 @@ def copy_rate_kernel(add: bool) -> Kernel:
                 tma_store_wait(3)
             tma_store_wait(0)
 
-    return Kernel(f"copy_rate({add=})", copy_rate, (tensor_map, i32), THREADS, shared_bytes, architectures=("90a",))
+    return Kernel(
+        f"copy_rate({add=})",
+        copy_rate,
+        {"out": tensor_map, "repetitions": i32},
+        THREADS,
+        shared_bytes,
+        architectures=("90a",),
+    )

@@ -50,7 +50,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 """Stages of the ring of keys and values, by channels of a head."""
@@ -210,5 +210,11 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if two_halves:
                 store_high(acc_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
-    parameters = *[tensor_map] * 3, *[i64] * 7, *[i32] * 6, f32, *[i64] * 3
+    parameters = {
+        **typed(tensor_map, "map_q map_k map_v"),
+        **typed(i64, "table scale_q scale_k scale_v out m l"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        "c": f32,
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_on_hopper(f"attention_forward({spec}, {stages=})", attention_forward, parameters, offsets)

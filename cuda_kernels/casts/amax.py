@@ -27,7 +27,7 @@ from cuda_kernels.device.tile import (
     block_max,
     thread_origin,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -69,7 +69,7 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     return Kernel(
         f"amax({loader.name}, {accumulate=})",
         amax,
-        (loader.args_type, i64, i64, i32, i32),
+        {"x": loader.args_type, **typed(i64, "scale amax"), **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=loader.min_blocks_per_sm,
@@ -115,7 +115,7 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
     return Kernel(
         f"row_amax({loader.name}, {by_row=}, {by_column=})",
         row_amax,
-        (loader.args_type, i64, i64, i32, i32),
+        {"x": loader.args_type, **typed(i64, "rows_amax columns_amax"), **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=WARPS * TILE * 4,
         min_blocks_per_sm=max(1, loader.min_blocks_per_sm - 1),

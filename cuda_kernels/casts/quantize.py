@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -32,7 +32,7 @@ from cuda_kernels.device.tile import (
     row_storer,
     store_transposed,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -91,7 +91,13 @@ def quantize_tensor_kernel(
             store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
 
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
-    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "scale block_amax amax_out counts out out_scale out_t"),
+        **typed(i32, "rows columns num_block_amax power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_t_stride"),
+    }
     shared_bytes, blocks = TRANSPOSED_BYTES + 64, min_blocks_per_sm(loader, count)
     return Kernel(name, quantize_tensor, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)
 
@@ -149,6 +155,12 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
-    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "rows_amax columns_amax counts out out_scale out_t out_t_scale"),
+        **typed(i32, "rows columns power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+    }
     blocks = min_blocks_per_sm(loader, count, rowwise + columnwise)
     return Kernel(name, quantize_rows, parameters, THREADS, shared_bytes=TRANSPOSED_BYTES, min_blocks_per_sm=blocks)

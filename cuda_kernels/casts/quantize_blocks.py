@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -37,7 +37,7 @@ from cuda_kernels.device.tile import (
     row_storer,
     store_transposed,
 )
-from cuda_kernels.kernel import Kernel, KernelError
+from cuda_kernels.kernel import Kernel, KernelError, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -238,7 +238,13 @@ def quantize_blocks_kernel(
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})"
-    parameters = loader.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "counts out out_scale out_t out_t_scale"),
+        **typed(i32, "rows columns power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+    }
     shared_bytes = TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4
     blocks = min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise)
     return Kernel(name, quantize_blocks, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)

@@ -18,7 +18,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
     unsigned_max,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 SLOTS = 32
 """Slots, one for a tensor, of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
@@ -94,7 +94,7 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
     return Kernel(
         f"update_scales({most_recent=})",
         update_scales,
-        (i64, i64, i64, i64, f32, i32, i32),
+        {**typed(i64, "amaxes amax_history scale fp8_max"), "power": f32, **typed(i32, "length n")},
         SLOTS * WARPS,
         shared_bytes=SLOTS * WARPS * 4,
     )

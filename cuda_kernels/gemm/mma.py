@@ -39,7 +39,7 @@ from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
 from cuda_kernels.gemm.spec import TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 
 @cache
@@ -182,7 +182,11 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     return Kernel(
         f"mma_gemm({spec}, {config})",
         mma_gemm,
-        (*[i64] * 12, i32, i32, i32),
+        {
+            **typed(i64, "a a_stride b b_stride scale_a scale_a_stride scale_b scale_b_stride"),
+            **typed(i64, "bias amax_out out out_stride"),
+            **typed(i32, "m n k"),
+        },
         threads,
         shared_bytes=config.shared_bytes(scaling),
         architectures=("89", "120"),

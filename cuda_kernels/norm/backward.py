@@ -17,7 +17,7 @@ import numpy as np
 from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -43,9 +43,12 @@ def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | No
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
-_PARAMETERS = (*[i64] * 9, i32, i32, f32)
-"""x, its stride, dy, its stride, weight, statistics, dx, partial sums, their stride, rows, columns, offset; strides are
-in elements."""
+_PARAMETERS = {
+    **typed(i64, "x stride dy dy_stride weight means dx partials partial_stride"),
+    **typed(i32, "rows columns"),
+    "offset": f32,
+}
+"""Strides are in elements; the first is x's."""
 
 
 def _normalizer(norm: NormSpec) -> Any:

@@ -36,7 +36,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.tile import block_max, reduce_block_amax
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -170,7 +170,12 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     return Kernel(
         f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
         normalize,
-        (*[i64] * 10, i32, i32, f32, f32, i64),
+        {
+            **typed(i64, "x stride weight bias means scale block_amax amax_out out out_scale"),
+            **typed(i32, "rows columns"),
+            **typed(f32, "offset eps"),
+            "out_stride": i64,
+        },
         THREADS,
         shared_bytes=160,
         min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
@@ -219,7 +224,14 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
     return Kernel(
         f"cast_normalized({norm}, {fp8}, {row_layout})",
         cast_normalized,
-        (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
+        {
+            **typed(i64, "x stride weight bias means scale block_amax out out_scale"),
+            **typed(i32, "rows columns"),
+            "offset": f32,
+            **typed(i32, "num_block_amax power_2"),
+            "epsilon": f32,
+            "out_stride": i64,
+        },
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),

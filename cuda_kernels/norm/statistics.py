@@ -18,7 +18,7 @@ from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, 
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -235,8 +235,8 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
 _AT_ONCE = 8
 """Loads of a thread that are in flight together."""
 
-_STATISTICS = (i64, i64, i64, i32, i32, f32)
-"""x, the stride of its rows in elements, statistics, rows, columns, eps."""
+_PARAMETERS = typed(i64, "x stride means") | typed(i32, "rows columns") | typed(f32, "eps")
+"""``stride``: between rows of x, in elements."""
 
 
 @cache
@@ -267,7 +267,7 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
     return Kernel(
         f"statistics({dtype}, {mean=}, {row_layout})",
         statistics_of_rows,
-        _STATISTICS,
+        _PARAMETERS,
         THREADS,
         shared_bytes=64,
         min_blocks_per_sm=2 if num_registers > 32 else 4,
@@ -293,7 +293,7 @@ def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Ker
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",
         statistics_of_long_rows,
-        _STATISTICS,
+        _PARAMETERS,
         THREADS,
         shared_bytes=64,
         min_blocks_per_sm=4,

@@ -271,11 +271,11 @@ def test_launch_bounds_and_parameters_count() -> None:
         pass
 
     declared = [
-        Kernel("a", kernel, (i32,), 32),
-        Kernel("a", kernel, (f32,), 32),
-        Kernel("a", kernel, (i32,), 64),
-        Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
-        Kernel("b", kernel, (i32,), 32),
+        Kernel("a", kernel, {"x": i32}, 32),
+        Kernel("a", kernel, {"x": f32}, 32),
+        Kernel("a", kernel, {"x": i32}, 64),
+        Kernel("a", kernel, {"x": i32}, 32, min_blocks_per_sm=2),
+        Kernel("b", kernel, {"x": i32}, 32),
     ]
     found = {compile_cache.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}
     assert len(found) == 9  # side by side on cards with GDDR memory: 2 - 1 = 1

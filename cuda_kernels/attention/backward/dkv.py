@@ -71,7 +71,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE = np.float32(1)
 
@@ -173,7 +173,13 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
             store(sums, softmax_scale, smem + out_offset, dk_out, dv_out, tile, head, warp, strides)
 
     attention_dkv.__name__ = attention_dkv.__qualname__ = function_name
-    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(tensor_map, "map_k map_v map_q map_do map_qt map_dot map_statistics"),
+        **typed(i64, "table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_on_hopper(variant, attention_dkv, parameters, offsets)
 
 

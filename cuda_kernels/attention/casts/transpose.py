@@ -17,7 +17,7 @@ from cuda_kernels.device.ptx import (
     store_16,
 )
 from cuda_kernels.device.tile import transpose_quads
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 
 @cache
@@ -78,7 +78,7 @@ def transpose_heads_kernel(head_dim: int) -> Kernel:
     return Kernel(
         f"transpose_heads(d={head_dim})",
         transpose_heads,
-        (i64, i64, i32, i32),
+        typed(i64, "codes out") | typed(i32, "heads packed_rows"),
         threads,
         shared_bytes=ROWS * head_dim,
         min_blocks_per_sm=max(1, 1024 // threads),

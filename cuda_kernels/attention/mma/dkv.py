@@ -66,7 +66,7 @@ from cuda_kernels.device.ptx import (
     shared_load_4,
     warp_any,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _QUERIES = 64
 """Of a tile."""
@@ -224,7 +224,12 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         if with_dk:
             store(dk, softmax_scale, dk_out, tile, head, strides)
 
-    parameters = *[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(i64, "k v q do q_t do_t statistics table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     name, shared_bytes = f"mma_attention_dkv({spec}, {result})", statistics_offset + 2 * _STATISTICS_BYTES
     return attention_by_mma(name, mma_attention_dkv, parameters, shared_bytes)
 
