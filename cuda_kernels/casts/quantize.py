@@ -104,7 +104,7 @@ def quantize_tensor_kernel(
 
 @cache
 def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
-    """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
+    """One scale for each row, and for the transposed copy one for each column, from ``amaxes [rows + columns]``."""
     decode, num_registers = loader.decode, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -114,7 +114,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     quads_of_row = loader.vector // 4
 
     def quantize_rows(
-        x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
+        x, amaxes, counts, out, out_scale, out_t, out_t_scale,
         rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -127,7 +127,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
             row_of_lane = i32(first_row + WARP_ROWS * warp + lane)
             if lane < WARP_ROWS and row_of_lane < rows:
-                scale = amax_to_scale(load_f32(rows_amax + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
+                scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
                 if first_column == 0:
                     store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
             for step in range(WARP_ROWS):
@@ -142,7 +142,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             for index in range(4):
                 scales[index] = _ONE
                 if column + index < columns:
-                    amax = load_f32(columns_amax + i64(column + index) * 4)
+                    amax = load_f32(amaxes + (i64(rows) + column + index) * 4)
                     scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
@@ -157,7 +157,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "x": loader.args_type,
-        **typed(i64, "rows_amax columns_amax counts out out_scale out_t out_t_scale"),
+        **typed(i64, "amaxes counts out out_scale out_t out_t_scale"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),

@@ -160,19 +160,20 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     index = device.index or 0
     memset = _driver().cuMemsetD32Async
     stream = torch._C._cuda_getCurrentRawStream
-    entered = threading.local()
 
     def zero(address: int) -> None:
-        try:
-            stream_of = entered.stream_of
-        except AttributeError:
+        (result,) = memset(address, 0, elements, stream(index))
+        if result == _INVALID_CONTEXT:  # the first CUDA call of a thread
             enter_context(index)
-            stream_of = entered.stream_of = stream
-        (result,) = memset(address, 0, elements, stream_of(index))
+            (result,) = memset(address, 0, elements, stream(index))
         if result:
             raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
 
     return zero
+
+
+_INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT"""
 
 
 def enter_context(index: int) -> None:
@@ -223,19 +224,19 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 def architecture_of(device: torch.device) -> str:
     """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
-    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
+    return architecture(device.index or 0) if is_cuda_device(device) else EMULATED
 
 
 @cache
 def name_of(device: torch.device) -> str:
     """The GPU's name; that of the device's type where there is none."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return torch.cuda.get_device_name(device) if is_cuda_device(device) else device.type
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors; 4 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda_device(device) else 4
 
 
 @cache
