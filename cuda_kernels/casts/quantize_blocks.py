@@ -41,8 +41,10 @@ from cuda_kernels.kernel import Kernel, KernelError, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
-LAYOUTS = "1x128", "128x128", "1x32"
-"""Rows and columns of a block that has a scale."""
+MX_COLUMNS = 32
+"""Columns of a block of MX, whose scale is E8M0 (OCP Microscaling Formats 1.0)."""
+BLOCKS = {"1x128": (1, TILE), "128x128": (TILE, TILE), "1x32": (1, MX_COLUMNS)}
+"""Rows and columns of a block that has a scale, by layout; each divides a tile."""
 
 
 def _exchange(values: int, distance: int) -> Any:
@@ -90,7 +92,7 @@ def _reduce_scatter_max(lanes: int) -> Any:
 def quantize_blocks_kernel(
     loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each block of ``layout``, one of :data:`LAYOUTS`, from the block itself.
+    """One scale for each block of ``layout``, one of :data:`BLOCKS`, from the block itself.
 
     The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
@@ -99,8 +101,8 @@ def quantize_blocks_kernel(
     Raises:
         KernelError: another layout.
     """
-    if layout not in LAYOUTS:
-        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
+    if layout not in BLOCKS:
+        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(BLOCKS)}")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -110,13 +112,14 @@ def quantize_blocks_kernel(
     cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
     reciprocal_max = _ONE / fp8_max
-    block_2d = layout == "128x128"
-    microscaled = layout == "1x32"
-    row_scales_from_warp = rowwise and layout == "1x128"
+    block_rows, block_columns = BLOCKS[layout]
+    block_2d = block_rows > 1
+    microscaled = block_columns == MX_COLUMNS
+    row_scales_from_warp = rowwise and not block_2d and not microscaled
     quads_of_row = loader.vector // 4
-    lanes_of_32 = 32 // loader.vector
+    lanes_of_block = MX_COLUMNS // loader.vector
     n_vectors = WARP_ROWS // quads_of_row
-    reduce_scatter = _reduce_scatter_max(lanes_of_32)
+    reduce_scatter = _reduce_scatter_max(lanes_of_block)
     amax_smem = TRANSPOSED_BYTES
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
@@ -178,7 +181,7 @@ def quantize_blocks_kernel(
                 if microscaled:
                     # The lanes that share a block of 32 columns compute the scales of their rows, two each.
                     reduce_scatter(vector_amax, lane)
-                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
+                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_block - 1)))
                     scale_address = out_scale + i64(column >> 5) * out_scale_stride + i64(row + scale_row)
                     for index in range(2):
                         code = e8m0_code(from_bits(vector_amax[index]), reciprocal_max)
@@ -189,7 +192,7 @@ def quantize_blocks_kernel(
                     quad = decode(registers, step)
                     if microscaled and step & (quads_of_row - 1) == 0:
                         vector = step // quads_of_row
-                        owner = i32((lane & (32 - lanes_of_32)) + (vector >> 1))
+                        owner = i32((lane & (32 - lanes_of_block)) + (vector >> 1))
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))

@@ -271,7 +271,8 @@ def transpose_quads(packed):
 def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
     """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
-    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
+    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros. The shared memory has a
+    swizzle of its own, which nothing else reads.
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)

@@ -235,7 +235,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
 _AT_ONCE = 8
 """Loads of a thread that are in flight together."""
 
-_PARAMETERS = typed(i64, "x stride means") | typed(i32, "rows columns") | typed(f32, "eps")
+_PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | typed(f32, "eps")
 """``stride``: between rows of x, in elements."""
 
 
@@ -243,7 +243,7 @@ _PARAMETERS = typed(i64, "x stride means") | typed(i32, "rows columns") | typed(
 def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, row_layout)
-    statistics = row_statistics(dtype, mean, row_layout)
+    statistics_of_row = row_statistics(dtype, mean, row_layout)
     num_registers = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
     lane_mask = row_layout.threads_per_row - 1
@@ -251,18 +251,18 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
     rows_of_block = THREADS >> row_layout.log2_threads
     rstd_pointer = rstd_address(mean)
 
-    def statistics_of_rows(x, stride, means, rows, columns, eps):
+    def statistics_of_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
         lane = thread & lane_mask
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
         load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, lane, registers)
-        m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
+        m, r = statistics_of_row(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:
-                store_f32(means + i64(row) * 4, m)
-            store_f32(rstd_pointer(means, rows) + i64(row) * 4, r)
+                store_f32(statistics + i64(row) * 4, m)
+            store_f32(rstd_pointer(statistics, rows) + i64(row) * 4, r)
 
     return Kernel(
         f"statistics({dtype}, {mean=}, {row_layout})",
@@ -277,18 +277,18 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
 @cache
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    statistics = long_row_statistics(dtype, mean, aligned, THREADS)
+    statistics_of_row = long_row_statistics(dtype, mean, aligned, THREADS)
     itemsize = ITEM_BYTES[dtype]
     rstd_pointer = rstd_address(mean)
 
-    def statistics_of_long_rows(x, stride, means, rows, columns, eps):
+    def statistics_of_long_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
-        m, r = statistics(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
+        m, r = statistics_of_row(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
-                store_f32(means + row * 4, m)
-            store_f32(rstd_pointer(means, rows) + row * 4, r)
+                store_f32(statistics + row * 4, m)
+            store_f32(rstd_pointer(statistics, rows) + row * 4, r)
 
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",

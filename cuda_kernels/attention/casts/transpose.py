@@ -26,7 +26,8 @@ def make_column_store(threads: int) -> Any:
 
     ``packed``: a thread's four channels of 16 rows, a register for each row. ``shared``: 128 bytes for each channel.
     ``group``, ``quad``: which 16 rows and which four channels. ``out``: the address of the block's first row in the
-    first channel; ``stride``: of a channel. Each 16 rows are put into :data:`ORDER_A`.
+    first channel; ``stride``: of a channel. Each 16 rows are put into :data:`ORDER_A`. ``shared`` has a swizzle of its
+    own, which nothing else reads.
     """
     column_step = threads // 8
     order = ORDER_A
