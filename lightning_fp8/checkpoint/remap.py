@@ -26,6 +26,7 @@ from lightning_fp8.te.keys import (
     module_of_state,
     prefix_of,
     prefix_renamer,
+    projection_parameters,
     state_key,
     stem_of,
 )
@@ -143,7 +144,8 @@ def _translate(
     prefix = prefix_of(owner)
     parent, _, projection = owner.rpartition(".")
     if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
-        return {f"{prefix}{last}": value for last, value in attention.renamed(projection, te_params).items()}
+        own_params = projection_parameters(attention, projection, te_params)
+        return {f"{prefix}{last}": value for last, value in own_params.items()}
     unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
     for last in te_params:

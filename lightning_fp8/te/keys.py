@@ -125,6 +125,9 @@ def stem_of(leaf: str) -> str:
 class RowOrder(Protocol):
     """The order of the rows of a projection to several tensors: their numbers by name, and parameters cut by it."""
 
+    def with_order(self, interleaved: bool) -> RowOrder:
+        """The same rows by groups of heads, or by names."""
+
     @property
     def sizes(self) -> dict[str, int]:
         """Rows by name: ``query``, ``key``, ``value``, or some of them."""
@@ -136,7 +139,36 @@ class RowOrder(Protocol):
         """What :meth:`split_parameter` takes, of what it gives."""
 
 
-def split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
+class Projecting(Protocol):
+    """Attention with projections, as our ``MultiheadAttention`` is.
+
+    Attributes:
+        projection_rows: the order of each projection's rows, by the name of its module.
+        fuse_qkv_params: a projection to several tensors has one weight.
+        qkv_weight_interleaved: its rows are by groups of heads.
+    """
+
+    fuse_qkv_params: bool
+    qkv_weight_interleaved: bool
+
+    @property
+    def projection_rows(self) -> Mapping[str, RowOrder]: ...
+
+
+def projection_parameters(attention: Projecting, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
+
+    Args:
+        projection: the name of its module in ``attention``.
+        values: by name, without prefix; what fits nothing stays as it is.
+    """
+    if (rows := attention.projection_rows.get(projection)) is None:
+        return dict(values)
+    split = not attention.fuse_qkv_params and projection != "query_layer"
+    return _split_or_joined(values, rows.with_order(attention.qkv_weight_interleaved), split)
+
+
+def _split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
     """Parameters of a projection as one that is ``split``, or is not, names them.
 
     Args:
