@@ -30,7 +30,7 @@ from lightning_fp8.convert.conversion import (
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update
+from lightning_fp8.delayed.reduce_and_update import update_of_plugin
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
@@ -238,14 +238,7 @@ class FP8FabricPrecision(FabricPrecision):
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
         self._report_first_steps()
-        due: dict[DelayedScaling, list[AmaxHistory]] = {}
-        for history in self.histories.values():
-            # Under another recipe than delayed scaling a region inside may have it, and knows how.
-            recipe = self.recipe if isinstance(self.recipe, DelayedScaling) else history.recipe
-            if recipe is not None:
-                due.setdefault(recipe, []).append(history)
-        for recipe, histories in due.items():
-            reduce_and_update(histories, recipe)
+        update_of_plugin(self.histories.values(), self.recipe)
 
     def _report_first_steps(self) -> None:
         """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
