@@ -145,7 +145,7 @@ EDITS = [
     ("references.py", "sorted(", "list(", None),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
     ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
-    ("casts/update_scales.py", "COLUMNS = 32", "COLUMNS = 16", {"scales"}),
+    ("casts/update_scales.py", "SLOTS = 32", "SLOTS = 16", {"scales"}),
     ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
 ]
 
