@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fp8.attention import sdpa
-from lightning_fp8.attention.attach import Place as AttentionPlace
+from lightning_fp8.attention.attach import AttentionPlace
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
-from lightning_fp8.convert.towers import Place
+from lightning_fp8.convert.towers import BlockPosition
 from lightning_fp8.modules import DotProductAttention
 from lightning_fp8.names import clean_name
 
@@ -122,7 +122,7 @@ def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[st
     return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
 
 
-def place_in(blocks: Mapping[str, Place], name: str) -> Place | None:
+def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:
     """The place of the block that holds the module called ``name``."""
     return next((place for block, place in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
 

@@ -23,7 +23,7 @@ from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import Place, find_blocks, find_heads, find_places, is_linear, matrices_of
+from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_places, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -277,7 +277,7 @@ def _share_history(model: nn.Module) -> AmaxHistory:
 
 
 def _reason_for_bf16(
-    name: str, module: nn.Module, output_heads: Mapping[str, str], place: Place | None, policy: Policy
+    name: str, module: nn.Module, output_heads: Mapping[str, str], place: BlockPosition | None, policy: Policy
 ) -> str:
     if name in output_heads and not isinstance(module, LinearLayer):
         return f"output head: {output_heads[name]}"

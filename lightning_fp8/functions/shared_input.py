@@ -57,26 +57,27 @@ class InputCast:
 
     def serve(self, slot: Slot, observe: bool) -> bool:
         """Whether the layer of ``slot`` takes these copies; its slot then has got what its own cast would write."""
-        first = self.slot
-        if first is None or (first is slot and self.reads):  # who reads twice may read what something has filled anew
+        first_slot = self.slot
+        is_first = first_slot is slot
+        if first_slot is None or (is_first and self.reads):  # who reads twice may read what something has filled anew
             return False
-        if first is not slot and isinstance(self.recipe, DelayedScaling) and not self._feed(first, slot, observe):
+        if not is_first and isinstance(self.recipe, DelayedScaling) and not self._feed(first_slot, slot, observe):
             return False
         self.reads += 1
-        first.readers_of_last = self.reads
+        first_slot.readers_of_last = self.reads
         return True
 
-    def _feed(self, first: Slot, slot: Slot, observe: bool) -> bool:
-        if slot.history is not first.history:
+    def _feed(self, first_slot: Slot, slot: Slot, observe: bool) -> bool:
+        if slot.history is not first_slot.history:
             return False
         marks = slot.history.marks()
-        if marks[first.index] != self.mark_after or marks[slot.index] != self.mark_before:
+        if marks[first_slot.index] != self.mark_after or marks[slot.index] != self.mark_before:
             slot.history.has_unequal_readers = True
             return False
         if observe:
             if self.mark_after == self.mark_before:  # nobody has found the amax
                 return False
-            torch.maximum(slot.amax, first.amax, out=slot.amax)
+            torch.maximum(slot.amax, first_slot.amax, out=slot.amax)
             marks[slot.index] = self.mark_after
         return True
 
