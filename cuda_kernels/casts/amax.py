@@ -56,8 +56,8 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         origin = origin_of(thread)
         while tile < end:
             load_tile_at(x, tile, origin, rows, columns, registers)
-            for step in range(WARP_ROWS):
-                fold(registers, step, decode(registers, step), running_max)
+            for quad_index in range(WARP_ROWS):
+                fold(registers, quad_index, decode(registers, quad_index), running_max)
             tile = i32(tile + cuda.gridDim.x)
         amax_bits = block_max(amax_of(running_max), dynamic_shared(), thread)
         if thread == 0:
@@ -92,13 +92,13 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
         lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
         clear(column_maxima)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
-            take(registers, step, quad, quad_maxima)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
+            take(registers, quad_index, quad, quad_maxima)
             if by_row:
                 amax_bits = warp_max(largest_of(quad_maxima))
-                row_max = amax_bits if lane == step else row_max
-            fold(registers, step, quad, column_maxima)
+                row_max = amax_bits if lane == quad_index else row_max
+            fold(registers, quad_index, quad, column_maxima)
         if by_row and lane < WARP_ROWS and row + lane < rows:
             atomic_max(amaxes + i64(row + lane) * 4, row_max)
         if by_column:

@@ -38,8 +38,8 @@ def summed_loader(loader: TileLoader) -> TileLoader:
     def load(args, rows, columns, row, column, full_tile, registers):
         load_values(args, rows, columns, row, column, full_tile, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
-        for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step)
+        for quad_index in range(WARP_ROWS):
+            a, b, c, d = decode(registers, quad_index)
             p, q, r, s = p + a, q + b, r + c, s + d
         if row < rows and column < columns:
             stride = i64(columns + 3) & i64(-4)

@@ -73,12 +73,12 @@ def quantize_tensor_kernel(
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
         overflows = u32(0)
         clear(running_max)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
-            packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
+            packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
             overflows += num_overflows
             if observe:
-                fold(registers, step, quad, running_max)
+                fold(registers, quad_index, quad, running_max)
         if rowwise:
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if count:
@@ -130,11 +130,11 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
                 if first_column == 0:
                     store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
-            for step in range(WARP_ROWS):
-                quad = decode(registers, step)
-                if step & (quads_of_row - 1) == 0:
-                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                packed[step], num_overflows = cast_row(quad, factor, factor, factor, factor)
+            for quad_index in range(WARP_ROWS):
+                quad = decode(registers, quad_index)
+                if quad_index & (quads_of_row - 1) == 0:
+                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
+                packed[quad_index], num_overflows = cast_row(quad, factor, factor, factor, factor)
                 overflows += num_overflows
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
@@ -146,9 +146,9 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                     scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
-            for step in range(WARP_ROWS):
-                quad = decode(registers, step)
-                packed[step], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
+            for quad_index in range(WARP_ROWS):
+                quad = decode(registers, quad_index)
+                packed[quad_index], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
                 overflows += num_overflows
             store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:

@@ -142,18 +142,18 @@ def quantize_blocks_kernel(
         vector_amax = cuda.local.array(n_vectors, u32)
         row_amax = u32(0)  # of row `lane` of the warp's 16
         clear(column_maxima)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
             if block_2d or columnwise:
-                fold(registers, step, quad, column_maxima)
-            if step & (quads_of_row - 1) == 0:
-                take(registers, step, quad, vector_maxima)
+                fold(registers, quad_index, quad, column_maxima)
+            if quad_index & (quads_of_row - 1) == 0:
+                take(registers, quad_index, quad, vector_maxima)
             else:
-                fold(registers, step, quad, vector_maxima)
+                fold(registers, quad_index, quad, vector_maxima)
             if row_scales_from_warp:
                 amax_bits = warp_max(largest_of(vector_maxima))
-                row_amax = amax_bits if lane == step else row_amax
-            vector_amax[step // quads_of_row] = largest_of(vector_maxima)
+                row_amax = amax_bits if lane == quad_index else row_amax
+            vector_amax[quad_index // quads_of_row] = largest_of(vector_maxima)
 
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
@@ -165,8 +165,8 @@ def quantize_blocks_kernel(
                     store_f32(out_scale + (block_row * out_scale_stride + block_column) * 4, divide(_ONE, factor))
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
-            for step in range(WARP_ROWS):
-                packed[step], num_overflows = cast(decode(registers, step), factor, factor, factor, factor)
+            for quad_index in range(WARP_ROWS):
+                packed[quad_index], num_overflows = cast(decode(registers, quad_index), factor, factor, factor, factor)
                 overflows += num_overflows
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
@@ -188,15 +188,15 @@ def quantize_blocks_kernel(
                         vector_amax[index] = magnitude(e8m0_scale(code))
                         if i32(row + scale_row + quads_of_row * index) < rows and i32(column & -32) < columns:
                             store_1(scale_address + i64(quads_of_row * index), code)
-                for step in range(WARP_ROWS):
-                    quad = decode(registers, step)
-                    if microscaled and step & (quads_of_row - 1) == 0:
-                        vector = step // quads_of_row
+                for quad_index in range(WARP_ROWS):
+                    quad = decode(registers, quad_index)
+                    if microscaled and quad_index & (quads_of_row - 1) == 0:
+                        vector = quad_index // quads_of_row
                         owner = i32((lane & (32 - lanes_of_block)) + (vector >> 1))
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
-                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
+                    packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
                     overflows += num_overflows
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
@@ -232,8 +232,8 @@ def quantize_blocks_kernel(
                 group = warp >> 1 if microscaled else 0
                 scales = shared_load_16(smem + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
-                for step in range(WARP_ROWS):
-                    packed[step], num_overflows = cast_columns(decode(registers, step), e, f, g, h)
+                for quad_index in range(WARP_ROWS):
+                    packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
                     overflows += num_overflows
         if columnwise:
             store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)

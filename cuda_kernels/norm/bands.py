@@ -66,11 +66,11 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
             load(x, rows, columns, first, column, False, registers)
-            for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
-                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
+            for quad_index in range(WARP_ROWS):
+                a, b, c, d = decode(registers, quad_index)
+                packed[quad_index] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
-                    fold(registers, step, (a, b, c, d), running_max)
+                    fold(registers, quad_index, (a, b, c, d), running_max)
             if rowwise:
                 store_rows(packed, out, out_stride, first, rows, column, False)
             transpose_quads(packed)

@@ -112,21 +112,21 @@ def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
             registers[limits + index] = u32(below) if column + index < columns else u32(0)
 
     @device
-    def element(registers, step, index, x, mean_of_row, rstd_of_row):
+    def element(registers, quad_index, index, x, mean_of_row, rstd_of_row):
         shift = from_bits(registers[bias + index]) if has_bias else _ZERO
         y = normalize(x, mean_of_row, rstd_of_row, from_bits(registers[weight + index]), shift)
-        return y if u32(step) < registers[limits + (0 if aligned else index)] else _ZERO
+        return y if u32(quad_index) < registers[limits + (0 if aligned else index)] else _ZERO
 
     @device
-    def decode(registers, step):
-        a, b, c, d = decode_x(registers, step)
-        m = from_bits(shuffle(registers[mean], step)) if has_mean else _ZERO
-        r = from_bits(shuffle(registers[rstd], step))
+    def decode(registers, quad_index):
+        a, b, c, d = decode_x(registers, quad_index)
+        m = from_bits(shuffle(registers[mean], quad_index)) if has_mean else _ZERO
+        r = from_bits(shuffle(registers[rstd], quad_index))
         return (
-            element(registers, step, 0, a, m, r),
-            element(registers, step, 1, b, m, r),
-            element(registers, step, 2, c, m, r),
-            element(registers, step, 3, d, m, r),
+            element(registers, quad_index, 0, a, m, r),
+            element(registers, quad_index, 1, b, m, r),
+            element(registers, quad_index, 2, c, m, r),
+            element(registers, quad_index, 3, d, m, r),
         )
 
     min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
