@@ -91,9 +91,9 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 class PlannedAttention(NamedTuple):
-    """The row in the table of a module that computes attention, and how it is reached; None needs no reaching."""
+    """What the table says of a module that computes attention, and how it is reached; None needs no reaching."""
 
-    row: LayerDecision
+    decision: LayerDecision
     place: AttentionPlace | None
 
 
@@ -110,14 +110,14 @@ def plan_attention(
             "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
         )
         reason = kept or reason_for_bf16(name) or why
-        row = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
-        planned.append(PlannedAttention(row, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
+        decision = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
+        planned.append(PlannedAttention(decision, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
     return planned
 
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
     """What to attach: the modules, and blocks in high precision of whose attention none was found."""
-    found = [each.row.name for each in planned]
+    found = [each.decision.name for each in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
     return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
 

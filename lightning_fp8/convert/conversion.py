@@ -80,7 +80,9 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
 
     With ``attention``, for every module that computes attention, too.
     """
-    attentions = {planned.row.name: planned.row for planned in _attentions(model, policy)} if attention else {}
+    attentions = (
+        {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
+    )
     output_heads = find_heads(model)
     places = find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -130,7 +132,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
-            module.fp8 = next(each.row.fp8 for each in planned if each.row.name == clean_name(name))
+            module.fp8 = next(each.decision.fp8 for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
     attach.prepare(model, reached_places(planned, kept))
