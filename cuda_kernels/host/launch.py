@@ -224,19 +224,19 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 def architecture_of(device: torch.device) -> str:
     """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
-    return architecture(device.index or 0) if is_cuda_device(device) else EMULATED
+    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
 
 
 @cache
 def name_of(device: torch.device) -> str:
     """The GPU's name; that of the device's type where there is none."""
-    return torch.cuda.get_device_name(device) if is_cuda_device(device) else device.type
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors; 4 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda_device(device) else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @cache
