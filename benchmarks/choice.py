@@ -1,4 +1,4 @@
-"""The fastest plan of each product that a run timed: what is shipped for its card."""
+"""The fastest kernel or library of each product that a run timed: what is shipped for its card."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import write
-from cuda_kernels.host.gemm_selection import Measurement, from_json, shipped_file
-from cuda_kernels.host.gemm_selection import document as measurements
+from cuda_kernels.host.gemm_measurements import Measurement, from_json, shipped_file
+from cuda_kernels.host.gemm_measurements import document as measurements
 
 
 def winners(document: dict[str, Any]) -> list[Measurement]:
-    """Of those that were right, the plan of least median time for each product and size; in the run's order."""
+    """Of those that were right, the choice of least median time for each product and size; in the run's order."""
     fastest: dict[tuple[str, tuple[int, int, int]], tuple[float, Measurement]] = {}
     for result in document["suites"].get("products", ()):
         if result.get("choice") and result["correct"] and result["milliseconds"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.device.fragments import rows_sum, zeros
 from cuda_kernels.device.language import cuda, i32, i64, tensor_map, u32
 from cuda_kernels.device.ptx import dynamic_shared, shared_store_16, store_f32
@@ -21,6 +21,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
+from cuda_kernels.device.swizzle import smem_descriptor
 from cuda_kernels.kernel import Kernel
 
 THREADS = 256
@@ -50,12 +51,12 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
             shared_store_16(smem + 16 * index, u32(_ONES), u32(_ONES), u32(_ONES), u32(_ONES))
         fence_proxy_async_shared()
         cuda.syncthreads()
-        y = descriptor(smem + 128 * 128)
+        y = smem_descriptor(smem + 128 * 128)
         if from_registers:
             w = u32(_ONES)
             x = (w, w, w, w, w, w, w, w, w, w, w, w, w, w, w, w)
         else:
-            x = descriptor(smem + shfl_sync_0(cuda.threadIdx.x >> 7) * 8192)
+            x = smem_descriptor(smem + shfl_sync_0(cuda.threadIdx.x >> 7) * 8192)
         acc = zero()
         for _ in range(repetitions):
             wgmma_fence()
@@ -66,7 +67,12 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
 
     place = "registers" if from_registers else "shared"
     return Kernel(
-        f"product_rate({n=}, A in {place})", product_rate, (i64, i32), THREADS, shared_bytes, architectures=("90a",)
+        f"product_rate({n=}, A in {place})",
+        product_rate,
+        {"out": i64, "repetitions": i32},
+        THREADS,
+        shared_bytes,
+        architectures=("90a",),
     )
 
 
@@ -93,4 +99,11 @@ def copy_rate_kernel(add: bool) -> Kernel:
                 tma_store_wait(3)
             tma_store_wait(0)
 
-    return Kernel(f"copy_rate({add=})", copy_rate, (tensor_map, i32), THREADS, shared_bytes, architectures=("90a",))
+    return Kernel(
+        f"copy_rate({add=})",
+        copy_rate,
+        {"out": tensor_map, "repetitions": i32},
+        THREADS,
+        shared_bytes,
+        architectures=("90a",),
+    )

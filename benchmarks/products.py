@@ -1,6 +1,6 @@
 """Suite ``products``: FP8 matrix products and layers, beside what libraries reach and beside BF16, in one run.
 
-Every plan that is legal for a problem is timed, so that the choice among them can be looked up later. Results are
+Every choice that is legal for a problem is timed, so that the choice among them can be looked up later. Results are
 compared with float64 on some of their rows first.
 """
 
@@ -179,7 +179,7 @@ def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exa
 def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """BF16; torch and cuBLASLt itself, with fast accumulation and without: where scales vary along k, only without."""
     from cuda_kernels.host.gemm_configs import Library, cublaslt_takes
-    from cuda_kernels.host.gemm_selection import Measurement, to_json
+    from cuda_kernels.host.gemm_measurements import Measurement, to_json
 
     shape, out = (work.m, work.n, work.k), exam.out
     a, b = left.dequantize(torch.bfloat16), right.dequantize(torch.bfloat16)
@@ -230,7 +230,7 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
 def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """Every legal tile of ours."""
     from cuda_kernels.host.gemm_configs import Library, choose_by_estimate, legal_choices
-    from cuda_kernels.host.gemm_selection import Measurement, to_json
+    from cuda_kernels.host.gemm_measurements import Measurement, to_json
     from cuda_kernels.host.launch import EXECUTORS
 
     bound, shape = _bound_gemm(work, plan), (work.m, work.n, work.k)

@@ -7,7 +7,7 @@ tensor maps, and int64.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -28,6 +28,11 @@ class KernelError(RuntimeError):
     """Kernels cannot be compiled or started here; the message says why and what to install."""
 
 
+def typed(kind: Any, names: str) -> dict[str, Any]:
+    """The same type for each of ``names``, which spaces part: ``typed(i32, "rows columns")``."""
+    return dict.fromkeys(names.split(), kind)
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One variant of one kernel.
@@ -35,24 +40,33 @@ class Kernel:
     Attributes:
         name: unique among all variants, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: kernel code; see :mod:`cuda_kernels.device.language`.
-        parameters: a type for each parameter of ``function``, in its order: int64 for an address, int32, int64 or
-            float32, a tuple of one of them, or a tensor map. The compiler takes them from here, a launch packs by them.
+        parameters: the type of each parameter of ``function`` by its name, in its order: int64 for an address, int32,
+            int64 or float32, a tuple of one of them, or a tensor map. The compiler takes them from here, a launch packs
+            by them.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         min_blocks_per_sm: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.
         cluster: blocks of a cluster; the kernel's code says it too.
         architectures: those that it can be compiled for.
+
+    Raises:
+        TypeError: ``parameters`` are not those of ``function``.
     """
 
     name: str
     function: Callable[..., Any]
-    parameters: tuple[Any, ...]
+    parameters: Mapping[str, Any]
     threads: int
     shared_bytes: int = 0
     min_blocks_per_sm: int = 1
     cluster: int = 1
     architectures: tuple[str, ...] = ARCHITECTURES
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        names = tuple(signature(self.function).parameters)
+        if tuple(self.parameters) != names:
+            raise TypeError(f"{self.name} takes {', '.join(names)}; types are given for {', '.join(self.parameters)}")
 
     def min_blocks_on(self, arch: str) -> int:
         """Blocks that must fit into a multiprocessor of ``arch``.
@@ -64,13 +78,13 @@ class Kernel:
     @cached_property
     def parameter_names(self) -> tuple[str, ...]:
         """The name of each parameter; a tuple has one."""
-        return tuple(signature(self.function).parameters)
+        return tuple(self.parameters)
 
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:
         """The type of each parameter, those of tuples one by one."""
         kinds: list[str] = []
-        for each in self.parameters:
+        for each in self.parameters.values():
             kinds += [each.dtype.name] * each.count if isinstance(each, UniTuple) else [each.name]
         return tuple(kinds)
 

@@ -6,6 +6,9 @@
 
 Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
 runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
+
+How the distance from BF16 develops is shown twice: over the steps, as the difference of the training losses; and over
+the depth, as the distance of each block's result from what the same weights give in BF16, after training.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import multiprocessing
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ import lightning as L
 import matplotlib.pyplot as plt
 import torch
 from bf16_on_cpu import fast_bf16, made_on  # the files beside this one
+from block_distances import BlockDistances
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from train_gpt import GPT, StdlibBytes
@@ -46,7 +51,13 @@ class Curve(L.Callback):
 
 
 def fitted(
-    model: L.LightningModule, data: L.LightningDataModule, recipe: str, steps: int, attention: bool, all_blocks: bool
+    model: L.LightningModule,
+    data: L.LightningDataModule,
+    recipe: str,
+    steps: int,
+    attention: bool,
+    all_blocks: bool,
+    more_callbacks: Sequence[L.Callback] = (),
 ) -> dict[str, Any]:
     """Train a model in BF16 or by a recipe: its final validation loss, its training losses, and what ran in FP8."""
     curve, in_bf16 = Curve(), recipe == "bf16"
@@ -59,7 +70,7 @@ def fitted(
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *([] if in_bf16 else [FP8Callback()])],
+        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *more_callbacks, *([] if in_bf16 else [FP8Callback()])],
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
     )
     with fast_bf16():
@@ -97,7 +108,11 @@ def train(
     L.seed_everything(seed)
     model = GPT(width=width, depth=depth, heads=heads, lr=lr, modules=modules)
     data = StdlibBytes(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed)
-    return fitted(model, data, recipe, steps, attention, all_blocks)
+    if recipe == "bf16":
+        return fitted(model, data, recipe, steps, attention, all_blocks)
+    distances = BlockDistances(model.blocks)
+    run = fitted(model, data, recipe, steps, attention, all_blocks, [distances])
+    return run | {"block_distances": distances.distances}
 
 
 def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
@@ -116,6 +131,23 @@ def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> st
             f"{runs[f'{recipe}/0']['fp8_layers']} | {runs[f'{recipe}/0'].get('fp8_attentions', 0)} |"
         )
     return "\n".join(rows)
+
+
+def distances_table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
+    """Markdown: for each recipe the distance of each block's result from BF16, a mean over the seeds' runs."""
+    rows = []
+    for recipe in recipes:
+        of_seeds = [runs[f"{recipe}/{seed}"].get("block_distances") for seed in range(seeds)]
+        if all(of_seeds):
+            rows.append([recipe, *(f"{statistics.mean(each):.2%}" for each in zip(*of_seeds))])
+    if not rows:
+        return ""
+    head = ["distance after block", *map(str, range(1, len(rows[0])))]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return (
+        "After training, the distance of each block's result from what the same weights give in BF16, relative to its"
+        " norm, in the first batch of the validation:\n\n" + "\n".join(lines) + "\n\n"
+    )
 
 
 def plot(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, path: Path) -> None:
@@ -182,9 +214,10 @@ def main() -> None:
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
     what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
+    distances = distances_table(runs, recipes, args.seeds)
     text = (
         f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
-        f"{table(runs, recipes, args.seeds)}\n\n![training curves]({args.out.with_suffix('.png').name})\n"
+        f"{table(runs, recipes, args.seeds)}\n\n{distances}![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)
     plot(runs, recipes, args.seeds, args.out.with_suffix(".png"))

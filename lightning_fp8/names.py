@@ -1,4 +1,4 @@
-"""Names of modules and of the rows that an amax history keeps for them."""
+"""Names of modules and of the slots that an amax history keeps for them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def gemm_name(module: str, gemm: str) -> str:
     return f"{module}.{gemm}".strip(".")
 
 
-def row_name(module: str, role: Role) -> str:
-    """The name of the row of ``role`` in the module, or its GEMM, called ``module``: ``layers.0.fc1.input``."""
+def slot_name(module: str, role: Role) -> str:
+    """The name of the slot of ``role`` in the module, or its GEMM, called ``module``: ``layers.0.fc1.input``."""
     return f"{module}.{role.value}" if module else role.value

@@ -79,6 +79,11 @@ class Layout(Enum):
         return self.block[1] is not None
 
     @property
+    def has_one_scale_per_row(self) -> bool:
+        """Whether each row has one scale of its own."""
+        return self.block == (1, None)
+
+    @property
     def scale_major(self) -> Literal["k", "mn"]:
         """The dimension along which kernels keep neighbouring scales side by side in memory."""
         return "mn" if self.scales_along_k and self.block[0] == 1 else "k"

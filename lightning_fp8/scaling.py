@@ -72,10 +72,10 @@ def updated_scales(
         scale: float32 ``[n]``, the scales in use.
         fp8_max: float32 ``[n]``, the largest value of each tensor's format.
         margin: binary digits of head room.
-        algorithm: ``"max"`` of the history or its ``"most_recent"`` row.
+        algorithm: ``"max"`` of the history or its ``"most_recent"`` step.
 
     Returns:
-        New scales and the new history, whose first row is 0: that amax counted for the last time.
+        New scales and the new history, whose first step is 0: that amax counted for the last time.
     """
     usable = (amax > 0) & torch.isfinite(amax)
     amax_history = torch.where(usable, torch.cat([amax_history[1:], amax[None]]), amax_history)

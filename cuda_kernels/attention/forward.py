@@ -20,7 +20,7 @@ import numpy as np
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load, per_stage, placed
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
@@ -50,7 +50,8 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 """Stages of the ring of keys and values, by channels of a head."""
@@ -136,7 +137,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
-        desc_q = descriptor(smem + q_offset + wg_idx * HALF_TILE)
+        desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
         state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
@@ -152,8 +153,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last - 1))) * 4
             next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
-            desc_k = descriptor(smem + k_offset + stage_idx * k_bytes)
-            desc_v = descriptor(smem + v_offset + stage_idx * v_bytes)
+            desc_k = smem_descriptor(smem + k_offset + stage_idx * k_bytes)
+            desc_v = smem_descriptor(smem + v_offset + stage_idx * v_bytes)
             mbarrier_wait(smem + full_k + 8 * stage_idx, phase)
             named_barrier(_TURN + wg_idx, 256)
             wgmma_fence()
@@ -210,5 +211,11 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if two_halves:
                 store_high(acc_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
-    parameters = *[tensor_map] * 3, *[i64] * 7, *[i32] * 6, f32, *[i64] * 3
+    parameters = {
+        **typed(tensor_map, "map_q map_k map_v"),
+        **typed(i64, "table scale_q scale_k scale_v out m l"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        "c": f32,
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_on_hopper(f"attention_forward({spec}, {stages=})", attention_forward, parameters, offsets)

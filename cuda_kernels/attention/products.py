@@ -8,14 +8,9 @@ from typing import Any
 from cuda_kernels.device.fragments import slice_words
 from cuda_kernels.device.language import asm, device, i32
 from cuda_kernels.device.sm90 import wgmma, wgmma_commit, wgmma_rs
-from cuda_kernels.device.swizzle import smem_descriptor
 
 _PANEL = 128 * 128 >> 4
 """From 128 channels of a tile of 128 rows to the next 128, in a descriptor's units of 16 bytes."""
-
-descriptor = smem_descriptor
-"""As the kernels of attention call it."""
-
 
 found_again = asm("mov.b32 $0, $1;", i32, i32)
 """The same number. What follows from it in a loop is computed there: kept ready, it would take registers."""

@@ -6,6 +6,7 @@ FlashAttention-3 (arXiv:2407.08608, section 3.1).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cuda_kernels.attention.tiles import tile_of
@@ -74,6 +75,6 @@ def accumulator_origin(wg_idx):
     return i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
 
 
-def attention_on_hopper(name: str, function: Any, parameters: tuple[Any, ...], offsets: dict[str, int]) -> Kernel:
+def attention_on_hopper(name: str, function: Any, parameters: Mapping[str, Any], offsets: dict[str, int]) -> Kernel:
     """The declaration of a kernel with such blocks; ``offsets``: its buffers, as :func:`placed` gives them."""
     return Kernel(name, function, parameters, _THREADS, shared_bytes=offsets["end"], architectures=("90a",))

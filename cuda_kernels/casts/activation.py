@@ -179,8 +179,8 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
             load_rows(args, rows, columns, row, column, full_tile, registers, 3 * together)
 
     @device
-    def decode(registers, step):
-        return decode_quad(registers, 4 * step)
+    def decode(registers, quad_index):
+        return decode_quad(registers, 4 * quad_index)
 
     min_blocks_per_sm = 2 if raw <= 4 or (aligned and raw <= 6) else 1
     return TileLoader(f"{name}, {aligned=}", num_args, 4 * WARP_ROWS, load, decode, decoded_maxima(), min_blocks_per_sm)

@@ -27,7 +27,7 @@ from cuda_kernels.device.tile import (
     block_max,
     thread_origin,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -56,8 +56,8 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         origin = origin_of(thread)
         while tile < end:
             load_tile_at(x, tile, origin, rows, columns, registers)
-            for step in range(WARP_ROWS):
-                fold(registers, step, decode(registers, step), running_max)
+            for quad_index in range(WARP_ROWS):
+                fold(registers, quad_index, decode(registers, quad_index), running_max)
             tile = i32(tile + cuda.gridDim.x)
         amax_bits = block_max(amax_of(running_max), dynamic_shared(), thread)
         if thread == 0:
@@ -69,7 +69,7 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     return Kernel(
         f"amax({loader.name}, {accumulate=})",
         amax,
-        (loader.args_type, i64, i64, i32, i32),
+        {"x": loader.args_type, **typed(i64, "scale amax"), **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=loader.min_blocks_per_sm,
@@ -78,13 +78,13 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
 
 @cache
 def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
-    """``max |x|`` of each row and each column, raised in ``rows_amax [rows]`` and ``columns_amax [columns]``."""
+    """``max |x|`` of each row and each column, raised in ``amaxes [rows + columns]``, those of rows first."""
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     columns_of, largest_of = maxima.columns, maxima.largest
 
-    def row_amax(x, rows_amax, columns_amax, rows, columns):
+    def row_amax(x, amaxes, rows, columns):
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
         _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
@@ -92,15 +92,15 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
         lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
         clear(column_maxima)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
-            take(registers, step, quad, quad_maxima)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
+            take(registers, quad_index, quad, quad_maxima)
             if by_row:
                 amax_bits = warp_max(largest_of(quad_maxima))
-                row_max = amax_bits if lane == step else row_max
-            fold(registers, step, quad, column_maxima)
+                row_max = amax_bits if lane == quad_index else row_max
+            fold(registers, quad_index, quad, column_maxima)
         if by_row and lane < WARP_ROWS and row + lane < rows:
-            atomic_max(rows_amax + i64(row + lane) * 4, row_max)
+            atomic_max(amaxes + i64(row + lane) * 4, row_max)
         if by_column:
             smem = dynamic_shared()
             a, b, c, d = columns_of(column_maxima)
@@ -110,12 +110,12 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
                 amax_bits = u32(0)
                 for other_warp in range(WARPS):
                     amax_bits = unsigned_max(amax_bits, shared_load_4(smem + other_warp * (4 * TILE) + thread * 4))
-                atomic_max(columns_amax + i64(first_column + thread) * 4, amax_bits)
+                atomic_max(amaxes + (i64(rows) + first_column + thread) * 4, amax_bits)
 
     return Kernel(
         f"row_amax({loader.name}, {by_row=}, {by_column=})",
         row_amax,
-        (loader.args_type, i64, i64, i32, i32),
+        {"x": loader.args_type, "amaxes": i64, **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=WARPS * TILE * 4,
         min_blocks_per_sm=max(1, loader.min_blocks_per_sm - 1),

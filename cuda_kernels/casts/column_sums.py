@@ -15,7 +15,7 @@ from cuda_kernels.device.codec import ITEM_BYTES, element_storer
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 COLUMNS = 32
 """Columns of a block: a warp reads 128 bytes of a row of partial sums."""
@@ -38,8 +38,8 @@ def summed_loader(loader: TileLoader) -> TileLoader:
     def load(args, rows, columns, row, column, full_tile, registers):
         load_values(args, rows, columns, row, column, full_tile, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
-        for step in range(WARP_ROWS):
-            a, b, c, d = decode(registers, step)
+        for quad_index in range(WARP_ROWS):
+            a, b, c, d = decode(registers, quad_index)
             p, q, r, s = p + a, q + b, r + c, s + d
         if row < rows and column < columns:
             stride = i64(columns + 3) & i64(-4)
@@ -93,7 +93,7 @@ def column_sums_kernel(dtype: str) -> Kernel:
     return Kernel(
         f"column_sums({dtype})",
         column_sums,
-        (i64, i64, i64, i64, i32, i32),
+        typed(i64, "partials out other stride") | typed(i32, "n columns"),
         COLUMNS * _WARPS,
         shared_bytes=COLUMNS * _WARPS * 4,
     )

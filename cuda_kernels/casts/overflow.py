@@ -12,9 +12,6 @@ from cuda_kernels.device.language import device, i64, u32
 from cuda_kernels.device.ptx import atomic_add, float8x4, warp_sum
 from cuda_kernels.device.tile import TileLoader
 
-STRIDES = (i64, i64, i64, i64)
-"""The types of a kernel's last parameters: the strides of codes and scales, of the rowwise and the transposed copy."""
-
 _SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
 _ZERO = np.float32(0)
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -32,7 +32,7 @@ from cuda_kernels.device.tile import (
     row_storer,
     store_transposed,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -73,12 +73,12 @@ def quantize_tensor_kernel(
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
         overflows = u32(0)
         clear(running_max)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
-            packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
+            packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
             overflows += num_overflows
             if observe:
-                fold(registers, step, quad, running_max)
+                fold(registers, quad_index, quad, running_max)
         if rowwise:
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if count:
@@ -91,14 +91,20 @@ def quantize_tensor_kernel(
             store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
 
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
-    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, i32, f32, i64, i64
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "scale block_amax amax_out counts out out_scale out_t"),
+        **typed(i32, "rows columns num_block_amax power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_t_stride"),
+    }
     shared_bytes, blocks = TRANSPOSED_BYTES + 64, min_blocks_per_sm(loader, count)
     return Kernel(name, quantize_tensor, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)
 
 
 @cache
 def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
-    """One scale for each row, and for the transposed copy one for each column, from their amaxes."""
+    """One scale for each row, and for the transposed copy one for each column, from ``amaxes [rows + columns]``."""
     decode, num_registers = loader.decode, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -108,7 +114,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     quads_of_row = loader.vector // 4
 
     def quantize_rows(
-        x, rows_amax, columns_amax, counts, out, out_scale, out_t, out_t_scale,
+        x, amaxes, counts, out, out_scale, out_t, out_t_scale,
         rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -121,14 +127,14 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
             row_of_lane = i32(first_row + WARP_ROWS * warp + lane)
             if lane < WARP_ROWS and row_of_lane < rows:
-                scale = amax_to_scale(load_f32(rows_amax + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
+                scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
                 if first_column == 0:
                     store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
-            for step in range(WARP_ROWS):
-                quad = decode(registers, step)
-                if step & (quads_of_row - 1) == 0:
-                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                packed[step], num_overflows = cast_row(quad, factor, factor, factor, factor)
+            for quad_index in range(WARP_ROWS):
+                quad = decode(registers, quad_index)
+                if quad_index & (quads_of_row - 1) == 0:
+                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
+                packed[quad_index], num_overflows = cast_row(quad, factor, factor, factor, factor)
                 overflows += num_overflows
             store_rows(packed, out, out_stride, row, rows, column, full_tile)
         if columnwise:
@@ -136,19 +142,25 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             for index in range(4):
                 scales[index] = _ONE
                 if column + index < columns:
-                    amax = load_f32(columns_amax + i64(column + index) * 4)
+                    amax = load_f32(amaxes + (i64(rows) + column + index) * 4)
                     scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
                     if first_row == 0 and warp == 0:
                         store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
-            for step in range(WARP_ROWS):
-                quad = decode(registers, step)
-                packed[step], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
+            for quad_index in range(WARP_ROWS):
+                quad = decode(registers, quad_index)
+                packed[quad_index], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
                 overflows += num_overflows
             store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
-    parameters = loader.args_type, *[i64] * 7, i32, i32, i32, f32, *STRIDES
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "amaxes counts out out_scale out_t out_t_scale"),
+        **typed(i32, "rows columns power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+    }
     blocks = min_blocks_per_sm(loader, count, rowwise + columnwise)
     return Kernel(name, quantize_rows, parameters, THREADS, shared_bytes=TRANSPOSED_BYTES, min_blocks_per_sm=blocks)

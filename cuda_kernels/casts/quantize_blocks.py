@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import STRIDES, add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -37,12 +37,14 @@ from cuda_kernels.device.tile import (
     row_storer,
     store_transposed,
 )
-from cuda_kernels.kernel import Kernel, KernelError
+from cuda_kernels.kernel import Kernel, KernelError, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
-LAYOUTS = "1x128", "128x128", "1x32"
-"""Rows and columns of a block that has a scale."""
+MX_COLUMNS = 32
+"""Columns of a block of MX, whose scale is E8M0 (OCP Microscaling Formats 1.0)."""
+BLOCKS = {"1x128": (1, TILE), "128x128": (TILE, TILE), "1x32": (1, MX_COLUMNS)}
+"""Rows and columns of a block that has a scale, by layout; each divides a tile."""
 
 
 def _exchange(values: int, distance: int) -> Any:
@@ -90,7 +92,7 @@ def _reduce_scatter_max(lanes: int) -> Any:
 def quantize_blocks_kernel(
     loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each block of ``layout``, one of :data:`LAYOUTS`, from the block itself.
+    """One scale for each block of ``layout``, one of :data:`BLOCKS`, from the block itself.
 
     The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
@@ -99,8 +101,8 @@ def quantize_blocks_kernel(
     Raises:
         KernelError: another layout.
     """
-    if layout not in LAYOUTS:
-        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(LAYOUTS)}")
+    if layout not in BLOCKS:
+        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(BLOCKS)}")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -110,13 +112,14 @@ def quantize_blocks_kernel(
     cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
     reciprocal_max = _ONE / fp8_max
-    block_2d = layout == "128x128"
-    microscaled = layout == "1x32"
-    row_scales_from_warp = rowwise and layout == "1x128"
+    block_rows, block_columns = BLOCKS[layout]
+    block_2d = block_rows > 1
+    microscaled = block_columns == MX_COLUMNS
+    row_scales_from_warp = rowwise and not block_2d and not microscaled
     quads_of_row = loader.vector // 4
-    lanes_of_32 = 32 // loader.vector
+    lanes_of_block = MX_COLUMNS // loader.vector
     n_vectors = WARP_ROWS // quads_of_row
-    reduce_scatter = _reduce_scatter_max(lanes_of_32)
+    reduce_scatter = _reduce_scatter_max(lanes_of_block)
     amax_smem = TRANSPOSED_BYTES
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
@@ -139,18 +142,18 @@ def quantize_blocks_kernel(
         vector_amax = cuda.local.array(n_vectors, u32)
         row_amax = u32(0)  # of row `lane` of the warp's 16
         clear(column_maxima)
-        for step in range(WARP_ROWS):
-            quad = decode(registers, step)
+        for quad_index in range(WARP_ROWS):
+            quad = decode(registers, quad_index)
             if block_2d or columnwise:
-                fold(registers, step, quad, column_maxima)
-            if step & (quads_of_row - 1) == 0:
-                take(registers, step, quad, vector_maxima)
+                fold(registers, quad_index, quad, column_maxima)
+            if quad_index & (quads_of_row - 1) == 0:
+                take(registers, quad_index, quad, vector_maxima)
             else:
-                fold(registers, step, quad, vector_maxima)
+                fold(registers, quad_index, quad, vector_maxima)
             if row_scales_from_warp:
                 amax_bits = warp_max(largest_of(vector_maxima))
-                row_amax = amax_bits if lane == step else row_amax
-            vector_amax[step // quads_of_row] = largest_of(vector_maxima)
+                row_amax = amax_bits if lane == quad_index else row_amax
+            vector_amax[quad_index // quads_of_row] = largest_of(vector_maxima)
 
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
@@ -162,8 +165,8 @@ def quantize_blocks_kernel(
                     store_f32(out_scale + (block_row * out_scale_stride + block_column) * 4, divide(_ONE, factor))
                 if columnwise:
                     store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
-            for step in range(WARP_ROWS):
-                packed[step], num_overflows = cast(decode(registers, step), factor, factor, factor, factor)
+            for quad_index in range(WARP_ROWS):
+                packed[quad_index], num_overflows = cast(decode(registers, quad_index), factor, factor, factor, factor)
                 overflows += num_overflows
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
@@ -178,22 +181,22 @@ def quantize_blocks_kernel(
                 if microscaled:
                     # The lanes that share a block of 32 columns compute the scales of their rows, two each.
                     reduce_scatter(vector_amax, lane)
-                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_32 - 1)))
+                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_block - 1)))
                     scale_address = out_scale + i64(column >> 5) * out_scale_stride + i64(row + scale_row)
                     for index in range(2):
                         code = e8m0_code(from_bits(vector_amax[index]), reciprocal_max)
                         vector_amax[index] = magnitude(e8m0_scale(code))
                         if i32(row + scale_row + quads_of_row * index) < rows and i32(column & -32) < columns:
                             store_1(scale_address + i64(quads_of_row * index), code)
-                for step in range(WARP_ROWS):
-                    quad = decode(registers, step)
-                    if microscaled and step & (quads_of_row - 1) == 0:
-                        vector = step // quads_of_row
-                        owner = i32((lane & (32 - lanes_of_32)) + (vector >> 1))
+                for quad_index in range(WARP_ROWS):
+                    quad = decode(registers, quad_index)
+                    if microscaled and quad_index & (quads_of_row - 1) == 0:
+                        vector = quad_index // quads_of_row
+                        owner = i32((lane & (32 - lanes_of_block)) + (vector >> 1))
                         factor = from_bits(shuffle(vector_amax[vector & 1], owner))
                     elif row_scales_from_warp:
-                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, step)))
-                    packed[step], num_overflows = cast(quad, factor, factor, factor, factor)
+                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
+                    packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
                     overflows += num_overflows
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:
@@ -229,8 +232,8 @@ def quantize_blocks_kernel(
                 group = warp >> 1 if microscaled else 0
                 scales = shared_load_16(smem + scale_smem + (group * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
-                for step in range(WARP_ROWS):
-                    packed[step], num_overflows = cast_columns(decode(registers, step), e, f, g, h)
+                for quad_index in range(WARP_ROWS):
+                    packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
                     overflows += num_overflows
         if columnwise:
             store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
@@ -238,7 +241,13 @@ def quantize_blocks_kernel(
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})"
-    parameters = loader.args_type, *[i64] * 5, i32, i32, i32, f32, *STRIDES
+    parameters = {
+        "x": loader.args_type,
+        **typed(i64, "counts out out_scale out_t out_t_scale"),
+        **typed(i32, "rows columns power_2"),
+        "epsilon": f32,
+        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+    }
     shared_bytes = TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4
     blocks = min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise)
     return Kernel(name, quantize_blocks, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)

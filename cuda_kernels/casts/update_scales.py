@@ -18,12 +18,12 @@ from cuda_kernels.device.ptx import (
     store_f32,
     unsigned_max,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
-COLUMNS = 32
-"""Tensors of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
+SLOTS = 32
+"""Slots, one for a tensor, of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
 WARPS = 32
-ROWS = 8
+STEPS = 8
 """Steps of the history that one warp moves at a time: its loads are in flight together."""
 
 _ZERO = np.float32(0)
@@ -35,7 +35,7 @@ _LARGEST = np.finfo(np.float32).max
 def update_scales_kernel(most_recent: bool) -> Kernel:
     """Push ``amaxes [n]`` into ``amax_history [length, n]``, oldest first, compute ``scale [n]``, zero ``amaxes``.
 
-    A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first row is 0 afterwards.
+    A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first step is 0 afterwards.
     ``power``: 2**-margin.
     """
 
@@ -44,35 +44,37 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
     def update_scales(amaxes, amax_history, scale, fp8_max, power, length, n):
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
-        column = cuda.blockIdx.x * COLUMNS + lane
-        inside = column < n
-        byte_offset = i64(column) * 4
+        slot = cuda.blockIdx.x * SLOTS + lane
+        inside = slot < n
+        byte_offset = i64(slot) * 4
         newest = _ZERO
         if inside:
             newest = load_f32(amaxes + byte_offset)
         usable = _ZERO < newest < _INFINITY
-        shifted = cuda.local.array(ROWS, f32)
+        shifted = cuda.local.array(STEPS, f32)
         largest = newest if usable else _ZERO
         start = i32(0)
         # A warp reads the steps after its own before any warp overwrites them.
         while start < length:
-            first = start + warp * ROWS
+            first_step = start + warp * STEPS
             if usable:
-                for step in range(ROWS):
-                    row = first + step
-                    shifted[step] = newest
-                    if row + 1 < length:
-                        shifted[step] = load_f32(amax_history + i64(row + 1) * n * 4 + byte_offset)
-                        largest = shifted[step] if shifted[step] > largest else largest
+                for index in range(STEPS):
+                    step = first_step + index
+                    shifted[index] = newest
+                    if step + 1 < length:
+                        shifted[index] = load_f32(amax_history + i64(step + 1) * n * 4 + byte_offset)
+                        largest = shifted[index] if shifted[index] > largest else largest
             cuda.syncthreads()
             if usable:
-                for step in range(ROWS):
-                    row = first + step
-                    if row < length:
-                        store_f32(amax_history + i64(row) * n * 4 + byte_offset, _ZERO if row == 0 else shifted[step])
-            elif inside and first == 0:
+                for index in range(STEPS):
+                    step = first_step + index
+                    if step < length:
+                        store_f32(
+                            amax_history + i64(step) * n * 4 + byte_offset, _ZERO if step == 0 else shifted[index]
+                        )
+            elif inside and first_step == 0:
                 store_f32(amax_history + byte_offset, _ZERO)
-            start += WARPS * ROWS
+            start += WARPS * STEPS
         smem = dynamic_shared()
         if use_history_max:
             shared_store_4(smem + thread * 4, bits(largest))
@@ -83,7 +85,7 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
                 if use_history_max:
                     highest = u32(0)
                     for other_warp in range(WARPS):
-                        highest = unsigned_max(highest, shared_load_4(smem + (other_warp * COLUMNS + lane) * 4))
+                        highest = unsigned_max(highest, shared_load_4(smem + (other_warp * SLOTS + lane) * 4))
                     amax = from_bits(highest)
                 new = divide(load_f32(fp8_max + byte_offset) * power, amax)
                 store_f32(scale + byte_offset, new if new < _LARGEST else _LARGEST)
@@ -92,7 +94,7 @@ def update_scales_kernel(most_recent: bool) -> Kernel:
     return Kernel(
         f"update_scales({most_recent=})",
         update_scales,
-        (i64, i64, i64, i64, f32, i32, i32),
-        COLUMNS * WARPS,
-        shared_bytes=COLUMNS * WARPS * 4,
+        {**typed(i64, "amaxes amax_history scale fp8_max"), "power": f32, **typed(i32, "length n")},
+        SLOTS * WARPS,
+        shared_bytes=SLOTS * WARPS * 4,
     )

@@ -213,8 +213,8 @@ class Maxima:
     Attributes:
         num_registers: registers that hold the maxima of four columns.
         clear: device function ``maxima`` that resets them.
-        take: device function ``(registers, step, quad, maxima)`` that replaces them by those of one quad; ``quad``: its
-            decoded values.
+        take: device function ``(registers, quad_index, quad, maxima)`` that replaces them by those of one quad;
+            ``quad``: its decoded values.
         fold: the same, but it keeps the larger of each.
         columns: device function ``maxima -> bits of four float32``.
         largest: device function ``maxima -> bits`` of the largest.
@@ -244,14 +244,14 @@ def packed_maxima(dtype: str) -> Maxima:
     high = high_half[dtype]
 
     @device
-    def take(registers, step, quad, maxima):
-        maxima[0], maxima[1] = registers[2 * step], registers[2 * step + 1]
+    def take(registers, quad_index, quad, maxima):
+        maxima[0], maxima[1] = registers[2 * quad_index], registers[2 * quad_index + 1]
 
     @device
-    def fold(registers, step, quad, maxima):
+    def fold(registers, quad_index, quad, maxima):
         maxima[0], maxima[1] = (
-            larger(maxima[0], registers[2 * step]),
-            larger(maxima[1], registers[2 * step + 1]),
+            larger(maxima[0], registers[2 * quad_index]),
+            larger(maxima[1], registers[2 * quad_index + 1]),
         )
 
     @device
@@ -272,12 +272,12 @@ def decoded_maxima() -> Maxima:
     larger = larger_magnitudes["float32"]
 
     @device
-    def take(registers, step, quad, maxima):
+    def take(registers, quad_index, quad, maxima):
         for index in range(4):
             maxima[index] = bits(quad[index])
 
     @device
-    def fold(registers, step, quad, maxima):
+    def fold(registers, quad_index, quad, maxima):
         for index in range(4):
             maxima[index] = bits(larger(from_bits(maxima[index]), quad[index]))
 

@@ -71,7 +71,7 @@ class TileLoader:
         load: device function ``(args, rows, columns, row, column, full_tile, registers)`` that fills them; the thread's
             first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
             ``full_tile``: all of the tile is inside.
-        decode: device function ``(registers, step) -> four float32`` of quad ``step``.
+        decode: device function ``(registers, quad_index) -> four float32`` of a quad.
         maxima: how the largest magnitudes of quads are kept.
         min_blocks_per_sm: blocks of a cast that registers must suffice for.
         vector: neighbouring columns that a lane holds: 4 of each of a warp's rows, or 8 of every other row.
@@ -137,15 +137,15 @@ def thread_origin(vector: int) -> Any:
 
 
 def row_of_quad(vector: int) -> Any:
-    """A device function ``(lane, step) -> row`` of quad ``step``, among its warp's rows."""
+    """A device function ``(lane, quad_index) -> row`` of a quad, among its warp's rows."""
 
     @device
-    def quad_row(lane, step):
-        return i32(step)
+    def quad_row(lane, quad_index):
+        return i32(quad_index)
 
     @device
-    def octet_row(lane, step):
-        return i32(2 * (step >> 1) + (lane >> 4))
+    def octet_row(lane, quad_index):
+        return i32(2 * (quad_index >> 1) + (lane >> 4))
 
     return quad_row if vector == 4 else octet_row
 
@@ -186,8 +186,8 @@ def tensor_loader(dtype: str, vector: int) -> TileLoader:
                 address += stride
 
     @device
-    def decode(registers, step):
-        return decode_quad(registers, step * quad)
+    def decode(registers, quad_index):
+        return decode_quad(registers, quad_index * quad)
 
     maxima = decoded_maxima() if dtype == "float32" else packed_maxima(dtype)
     blocks = (3 if quad == 2 else 2) - int(vector == 1)
@@ -271,7 +271,8 @@ def transpose_quads(packed):
 def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
     """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
-    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros.
+    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros. The shared memory has a
+    swizzle of its own, which nothing else reads.
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)

@@ -38,8 +38,8 @@ from cuda_kernels.device.swizzle import swizzle_128b
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.gemm.spec import LOG2_TILE_K, TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
+from cuda_kernels.kernel import Kernel, typed
 
 
 @cache
@@ -126,7 +126,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         row, column = tile_row * tile_m, tile_column * tile_n
         a_args = (a, a_stride, scale_a, scale_a_stride)
         b_args = (b, b_stride, scale_b, scale_b_stride)
-        k_iters = (k + (TILE_K - 1)) >> 7
+        k_iters = (k + (TILE_K - 1)) >> LOG2_TILE_K
         for k_iter in range(prefetch):
             if k_iter < k_iters:
                 copy(smem + k_iter * stage_bytes, k_iter, a_args, b_args, row, column, m, n, k)
@@ -182,7 +182,11 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     return Kernel(
         f"mma_gemm({spec}, {config})",
         mma_gemm,
-        (*[i64] * 12, i32, i32, i32),
+        {
+            **typed(i64, "a a_stride b b_stride scale_a scale_a_stride scale_b scale_b_stride"),
+            **typed(i64, "bias amax_out out out_stride"),
+            **typed(i32, "m n k"),
+        },
         threads,
         shared_bytes=config.shared_bytes(scaling),
         architectures=("89", "120"),

@@ -13,7 +13,7 @@ from typing import Any
 from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
-from cuda_kernels.gemm.spec import ACCUMULATORS, SCALE_N, GemmConfig, GemmSpec, Scaling, smem_offsets
+from cuda_kernels.gemm.spec import ACCUMULATORS, LOG2_SCALE_N, SCALE_N, GemmConfig, GemmSpec, Scaling, smem_offsets
 
 
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
@@ -118,7 +118,7 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
 
     @device
     def load_block_scales(scale_b, stride, column, n, first_k_iter, k_iters):
-        block = column >> 7
+        block = column >> LOG2_SCALE_N
         k_iter = i32(first_k_iter + (cuda.threadIdx.x & 31))
         address = scale_b + (i64(block) * stride + k_iter) * 4
         first = load_4_if(address, k_iter < k_iters and column < n)

@@ -18,6 +18,7 @@ SCALE_K = 128
 """Elements of K that have one scale of blocks of 1x128 or 128x128."""
 SCALE_N = 128
 """Rows of B that have one scale of blocks of 128x128."""
+LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
 assert TILE_K == SCALE_K, "the products of one K iteration have one scale"
 
 EPI_TILE_BYTES = 64 * 128

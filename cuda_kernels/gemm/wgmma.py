@@ -57,7 +57,7 @@ from cuda_kernels.gemm.promotion import (
 )
 from cuda_kernels.gemm.raster import tile_coord
 from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, smem_offsets
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
 """Environment variable: with 1, a barrier that nobody completes traps in place of a hang."""
@@ -327,7 +327,11 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     return Kernel(
         f"gemm({spec}, {config}{' trap' * traps})",
         gemm,
-        (*[tensor_map] * 5, *[i64] * 7, i32, i32, i32),
+        {
+            **typed(tensor_map, "map_a map_b map_out map_scale_a map_scale_b"),
+            **typed(i64, "scale_a scale_b bias amax_out out out_stride scale_b_stride"),
+            **typed(i32, "m n k"),
+        },
         config.threads,
         shared_bytes=offsets["end"],
         cluster=cluster,

@@ -160,19 +160,20 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
     index = device.index or 0
     memset = _driver().cuMemsetD32Async
     stream = torch._C._cuda_getCurrentRawStream
-    entered = threading.local()
 
     def zero(address: int) -> None:
-        try:
-            stream_of = entered.stream_of
-        except AttributeError:
+        (result,) = memset(address, 0, elements, stream(index))
+        if result == _INVALID_CONTEXT:  # the first CUDA call of a thread
             enter_context(index)
-            stream_of = entered.stream_of = stream
-        (result,) = memset(address, 0, elements, stream_of(index))
+            (result,) = memset(address, 0, elements, stream(index))
         if result:
             raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
 
     return zero
+
+
+_INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT"""
 
 
 def enter_context(index: int) -> None:

@@ -173,7 +173,7 @@ def ltoir(kernel: Kernel, arch: str) -> bytes:
     assert isinstance(kernel.function, FunctionType)
     code, _ = cuda.compile(
         _function_in_numba(kernel.function),
-        types.void(*(type_of(kind) for kind in kernel.parameters)),
+        types.void(*(type_of(kind) for kind in kernel.parameters.values())),
         device=False,
         abi="numba",
         cc=compute_capability(arch),

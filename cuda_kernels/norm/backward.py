@@ -17,7 +17,7 @@ import numpy as np
 from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -43,9 +43,12 @@ def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | No
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
 
-_PARAMETERS = (*[i64] * 9, i32, i32, f32)
-"""x, its stride, dy, its stride, weight, statistics, dx, partial sums, their stride, rows, columns, offset; strides are
-in elements."""
+_PARAMETERS = {
+    **typed(i64, "x stride dy dy_stride weight statistics dx partials partial_stride"),
+    **typed(i32, "rows columns"),
+    "offset": f32,
+}
+"""Strides are in elements; the first is x's."""
 
 
 def _normalizer(norm: NormSpec) -> Any:
@@ -149,11 +152,11 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
     ahead = threads < 1024
 
     @device
-    def load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys):
+    def load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys):
         """Load x and dy of a row into registers, and return its mean and rstd."""
         load_x(x + row * stride * itemsize, columns, thread, xs)
         load_dy(dy + row * dy_stride * dy_itemsize, columns, thread, dys)
-        return load_f32(means + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(means, rows) + row * 4)
+        return load_f32(statistics + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(statistics, rows) + row * 4)
 
     @device
     def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
@@ -162,7 +165,9 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
         w = weights(weight_address(weight, quad, thread), in_bounds(column, columns))
         return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
 
-    def norm_backward(x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset):
+    def norm_backward(
+        x, stride, dy, dy_stride, weight, statistics, dx, partials, partial_stride, rows, columns, offset
+    ):
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         sum_buffer = i32(0)
@@ -173,10 +178,10 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
             weight_sums[index], bias_sums[index] = _ZERO, _ZERO
         row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
         if ahead and row < rows:
-            mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
+            mean, rstd = load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys)
         while row < rows:
             if not ahead:
-                mean, rstd = load(x, stride, dy, dy_stride, means, row, rows, columns, thread, xs, dys)
+                mean, rstd = load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys)
             g_mean = _ZERO
             product_mean = _ZERO
             row_rstd = rstd
@@ -190,7 +195,7 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
                     normalized_row[4 * quad + index], g_row[4 * quad + index] = normalized[index], g[index]
             next_row = row + i64(cuda.gridDim.x)
             if ahead and next_row < rows:
-                mean, rstd = load(x, stride, dy, dy_stride, means, next_row, rows, columns, thread, xs, dys)
+                mean, rstd = load(x, stride, dy, dy_stride, statistics, next_row, rows, columns, thread, xs, dys)
             if has_mean:
                 g_mean = divide(total(g_mean, smem + sum_buffer, thread), f32(columns))
             product_mean = divide(total(product_mean, smem + sum_buffer + sum_bytes, thread), f32(columns))
@@ -252,7 +257,7 @@ def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> K
         store_f32(address, (load_f32(address) if begun else _ZERO) + value)
 
     def long_norm_backward(
-        x, stride, dy, dy_stride, weight, means, dx, partials, partial_stride, rows, columns, offset
+        x, stride, dy, dy_stride, weight, statistics, dx, partials, partial_stride, rows, columns, offset
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
@@ -265,8 +270,8 @@ def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> K
             begun = row >= i64(cuda.gridDim.x)
             x_row = x + row * stride * itemsize
             dy_row = dy + row * dy_stride * dy_itemsize
-            rstd = load_f32(rstd_pointer(means, rows) + row * 4)
-            mean = load_f32(means + row * 4) if has_mean else _ZERO
+            rstd = load_f32(rstd_pointer(statistics, rows) + row * 4)
+            mean = load_f32(statistics + row * 4) if has_mean else _ZERO
             g_mean, product_mean = _ZERO, _ZERO
             column = i64(4 * thread)
             while column < columns:

@@ -14,7 +14,7 @@ from cuda_kernels.device.codec import ITEM_BYTES, update_amax
 from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import divide, dynamic_shared, float8x4, load_f32, store_16, store_f32
 from cuda_kernels.device.tile import THREADS, WARP_ROWS, WARPS, block_max, row_storer, transpose_quads
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.statistics import NormSpec, long_row_statistics, normalized_loader, rstd_address
 
 BAND = WARP_ROWS
@@ -66,11 +66,11 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
             load(x, rows, columns, first, column, False, registers)
-            for step in range(WARP_ROWS):
-                a, b, c, d = decode(registers, step)
-                packed[step] = pack(a * factor, b * factor, c * factor, d * factor)
+            for quad_index in range(WARP_ROWS):
+                a, b, c, d = decode(registers, quad_index)
+                packed[quad_index] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
-                    fold(registers, step, (a, b, c, d), running_max)
+                    fold(registers, quad_index, (a, b, c, d), running_max)
             if rowwise:
                 store_rows(packed, out, out_stride, first, rows, column, False)
             transpose_quads(packed)
@@ -89,7 +89,13 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
     return Kernel(
         f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
-        (loader.args_type, *[i64] * 5, i32, i32, f32, i64, i64),
+        {
+            "x": loader.args_type,
+            **typed(i64, "scale amax_out out out_scale out_t"),
+            **typed(i32, "rows columns"),
+            "eps": f32,
+            **typed(i64, "out_stride out_t_stride"),
+        },
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=loader.min_blocks_per_sm,

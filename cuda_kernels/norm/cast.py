@@ -36,7 +36,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.tile import block_max, reduce_block_amax
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -113,7 +113,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
     """
     load_row = row_loader(norm.dtype, row_layout)
-    statistics = row_statistics(norm.dtype, norm.mean, row_layout)
+    statistics_of_row = row_statistics(norm.dtype, norm.mean, row_layout)
     cast = _row_caster(norm, fp8, row_layout)
     has_mean = norm.mean
     rstd_pointer = rstd_address(norm.mean)
@@ -126,7 +126,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     code_address = quad_address(1, row_layout)
 
     def normalize(
-        x, stride, weight, bias, means, scale, block_amax, amax_out, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale,
         rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -146,11 +146,11 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
             load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, lane, registers)
-            m, r = statistics(registers, columns, lane, eps, smem + sum_buffer, thread)
+            m, r = statistics_of_row(registers, columns, lane, eps, smem + sum_buffer, thread)
             if lane == 0 and in_bounds:
                 if has_mean:
-                    store_f32(means + row * 4, m)
-                store_f32(rstd_pointer(means, rows) + row * 4, r)
+                    store_f32(statistics + row * 4, m)
+                store_f32(rstd_pointer(statistics, rows) + row * 4, r)
             stored = in_bounds and factor != _ZERO
             amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
@@ -170,7 +170,12 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     return Kernel(
         f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
         normalize,
-        (*[i64] * 10, i32, i32, f32, f32, i64),
+        {
+            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale"),
+            **typed(i32, "rows columns"),
+            **typed(f32, "offset eps"),
+            "out_stride": i64,
+        },
         THREADS,
         shared_bytes=160,
         min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
@@ -195,7 +200,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
-        x, stride, weight, bias, means, scale, block_amax, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale,
         rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
@@ -210,8 +215,8 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         while row < rows:
             registers = cuda.local.array(num_registers, u32)
             load_row(x + row * stride * itemsize, columns, lane, registers)
-            m = load_f32(means + row * 4) if has_mean else _ZERO
-            r = load_f32(rstd_pointer(means, rows) + row * 4)
+            m = load_f32(statistics + row * 4) if has_mean else _ZERO
+            r = load_f32(rstd_pointer(statistics, rows) + row * 4)
             codes = code_address(out + row * out_stride, 0, lane)
             cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, True)
             row += i64(cuda.gridDim.x) * rows_of_block
@@ -219,7 +224,14 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
     return Kernel(
         f"cast_normalized({norm}, {fp8}, {row_layout})",
         cast_normalized,
-        (*[i64] * 9, i32, i32, f32, i32, i32, f32, i64),
+        {
+            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale"),
+            **typed(i32, "rows columns"),
+            "offset": f32,
+            **typed(i32, "num_block_amax power_2"),
+            "epsilon": f32,
+            "out_stride": i64,
+        },
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),

@@ -18,7 +18,7 @@ from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, 
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,
     RowLayout,
@@ -112,21 +112,21 @@ def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
             registers[limits + index] = u32(below) if column + index < columns else u32(0)
 
     @device
-    def element(registers, step, index, x, mean_of_row, rstd_of_row):
+    def element(registers, quad_index, index, x, mean_of_row, rstd_of_row):
         shift = from_bits(registers[bias + index]) if has_bias else _ZERO
         y = normalize(x, mean_of_row, rstd_of_row, from_bits(registers[weight + index]), shift)
-        return y if u32(step) < registers[limits + (0 if aligned else index)] else _ZERO
+        return y if u32(quad_index) < registers[limits + (0 if aligned else index)] else _ZERO
 
     @device
-    def decode(registers, step):
-        a, b, c, d = decode_x(registers, step)
-        m = from_bits(shuffle(registers[mean], step)) if has_mean else _ZERO
-        r = from_bits(shuffle(registers[rstd], step))
+    def decode(registers, quad_index):
+        a, b, c, d = decode_x(registers, quad_index)
+        m = from_bits(shuffle(registers[mean], quad_index)) if has_mean else _ZERO
+        r = from_bits(shuffle(registers[rstd], quad_index))
         return (
-            element(registers, step, 0, a, m, r),
-            element(registers, step, 1, b, m, r),
-            element(registers, step, 2, c, m, r),
-            element(registers, step, 3, d, m, r),
+            element(registers, quad_index, 0, a, m, r),
+            element(registers, quad_index, 1, b, m, r),
+            element(registers, quad_index, 2, c, m, r),
+            element(registers, quad_index, 3, d, m, r),
         )
 
     min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
@@ -235,15 +235,15 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
 _AT_ONCE = 8
 """Loads of a thread that are in flight together."""
 
-_STATISTICS = (i64, i64, i64, i32, i32, f32)
-"""x, the stride of its rows in elements, statistics, rows, columns, eps."""
+_PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | typed(f32, "eps")
+"""``stride``: between rows of x, in elements."""
 
 
 @cache
 def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, row_layout)
-    statistics = row_statistics(dtype, mean, row_layout)
+    statistics_of_row = row_statistics(dtype, mean, row_layout)
     num_registers = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
     lane_mask = row_layout.threads_per_row - 1
@@ -251,23 +251,23 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
     rows_of_block = THREADS >> row_layout.log2_threads
     rstd_pointer = rstd_address(mean)
 
-    def statistics_of_rows(x, stride, means, rows, columns, eps):
+    def statistics_of_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
         lane = thread & lane_mask
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(num_registers, u32)
         # A thread without a row reads the last again.
         load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, lane, registers)
-        m, r = statistics(registers, columns, lane, eps, dynamic_shared(), thread)
+        m, r = statistics_of_row(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
             if mean:
-                store_f32(means + i64(row) * 4, m)
-            store_f32(rstd_pointer(means, rows) + i64(row) * 4, r)
+                store_f32(statistics + i64(row) * 4, m)
+            store_f32(rstd_pointer(statistics, rows) + i64(row) * 4, r)
 
     return Kernel(
         f"statistics({dtype}, {mean=}, {row_layout})",
         statistics_of_rows,
-        _STATISTICS,
+        _PARAMETERS,
         THREADS,
         shared_bytes=64,
         min_blocks_per_sm=2 if num_registers > 32 else 4,
@@ -277,23 +277,23 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
 @cache
 def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    statistics = long_row_statistics(dtype, mean, aligned, THREADS)
+    statistics_of_row = long_row_statistics(dtype, mean, aligned, THREADS)
     itemsize = ITEM_BYTES[dtype]
     rstd_pointer = rstd_address(mean)
 
-    def statistics_of_long_rows(x, stride, means, rows, columns, eps):
+    def statistics_of_long_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
-        m, r = statistics(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
+        m, r = statistics_of_row(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
             if mean:
-                store_f32(means + row * 4, m)
-            store_f32(rstd_pointer(means, rows) + row * 4, r)
+                store_f32(statistics + row * 4, m)
+            store_f32(rstd_pointer(statistics, rows) + row * 4, r)
 
     return Kernel(
         f"long_statistics({dtype}, {mean=}, {aligned=})",
         statistics_of_long_rows,
-        _STATISTICS,
+        _PARAMETERS,
         THREADS,
         shared_bytes=64,
         min_blocks_per_sm=4,

@@ -14,7 +14,7 @@ from lightning_fp8.attention import owners, sdpa
 from lightning_fp8.attention.owners import Owner
 
 
-class Place(NamedTuple):
+class AttentionPlace(NamedTuple):
     """A module that computes attention, or that holds something that does and could not be found.
 
     Attributes:
@@ -28,12 +28,12 @@ class Place(NamedTuple):
     config: Any = None
 
 
-_prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[Place]] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
-def prepare(model: nn.Module, places: Sequence[Place]) -> None:
+def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
     """Remember where ``model`` computes attention, for :func:`attach`; it changes nothing about the model yet."""
     with _lock:
         was_attached = is_attached(model)
@@ -45,7 +45,7 @@ def prepare(model: nn.Module, places: Sequence[Place]) -> None:
             attach(model)
 
 
-def _key(place: Place) -> tuple[str, bool, int]:
+def _key(place: AttentionPlace) -> tuple[str, bool, int]:
     return place.name, place.fp8, id(place.config)
 
 

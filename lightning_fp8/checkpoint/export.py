@@ -20,7 +20,7 @@ from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, make_recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
 from lightning_fp8.te.keys import num_gemms_of, state_key
-from lightning_fp8.te.te_state import empty_columns, place_row
+from lightning_fp8.te.te_state import empty_columns, put_tensor_state
 from lightning_fp8.te.unpickle import Standin
 
 _RECIPES = "transformer_engine.common.recipe"
@@ -98,8 +98,8 @@ def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]]) -> dict[str, Tensor]
     columns = empty_columns(num_gemms_of(tuple(slots_of_gemms[0]), len(slots_of_gemms)), length)
     for gemm, slots in enumerate(slots_of_gemms):
         for role, slot in slots.items():
-            amax_history = slot.history.amax_history[:, slot.row].detach().cpu()
-            place_row(columns, role, slot.scale.item(), amax_history, gemm)
+            amax_history = slot.history.amax_history[:, slot.index].detach().cpu()
+            put_tensor_state(columns, role, slot.scale.item(), amax_history, gemm)
     return columns
 
 

@@ -1,4 +1,4 @@
-"""A Transformer Engine checkpoint in a model's names: its parameters, and its states as rows of an amax history.
+"""A Transformer Engine checkpoint in a model's names: its parameters, and its states as slots of an amax history.
 
 :mod:`lightning_fp8.te.keys` has the table of names. Nothing is loaded here: these are functions of a state dict and
 of a model's shape.
@@ -17,7 +17,7 @@ from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.modules import MultiheadAttention
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.names import clean_name, gemm_name, row_name
+from lightning_fp8.names import clean_name, gemm_name, slot_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 from lightning_fp8.te.keys import (
     is_grouped,
@@ -26,15 +26,16 @@ from lightning_fp8.te.keys import (
     module_of_state,
     prefix_of,
     prefix_renamer,
+    projection_parameters,
     state_key,
     stem_of,
 )
-from lightning_fp8.te.te_state import Row, TEState, read_te_state
+from lightning_fp8.te.te_state import TensorState, TEState, read_te_state
 from lightning_fp8.te.torch_file import TensorRecord
 from lightning_fp8.te.unpickle import CheckpointError
 
 FP8Roles = Mapping[str, tuple[Role, ...]]
-"""The modules of a model that keep history rows, by name, and their roles."""
+"""The modules of a model that keep slots of a history, by name, and their roles."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
         state_dict: parameters and ``_extra_state`` values by name. Prefixes of Lightning, DDP, FSDP and torch.compile
             may differ from the model's.
         model: decides the names; its values are not read.
-        fp8_roles: which of its modules keep history rows, and for what.
+        fp8_roles: which of its modules keep slots of a history, and for what.
 
     Raises:
         CheckpointError: a state is damaged or foreign; the message names its key.
@@ -82,22 +83,22 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
     states, entries = _read_states(te_values, modules)
 
     renamed = dict(_renamed(parameters, modules, set(model_keys)))
-    state_rows: dict[str, Row] = {}
+    tensor_states: dict[str, TensorState] = {}
     for owner, (key, state) in states.items():
         if is_grouped(owner, parameters):
             entries.append(Entry(key, "ignored", "GroupedLinear's states are not read", state.writer))
             continue
-        rows, outcome, reason = _place(owner, key, state, modules, fp8_roles)
-        state_rows |= rows
+        placed, outcome, reason = _place(owner, key, state, modules, fp8_roles)
+        tensor_states |= placed
         entries.append(Entry(key, outcome, reason, state.writer))
-    missing = [name for name in fp8_roles if not state_rows.keys() & _rows_of(name, fp8_roles[name], modules)]
+    missing = [name for name in fp8_roles if not tensor_states.keys() & _slots_of(name, fp8_roles[name], modules)]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
     result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
-    return Remapped(result, _history_state(state_rows), LoadReport(tuple(entries)))
+    return Remapped(result, _history_state(tensor_states), LoadReport(tuple(entries)))
 
 
-def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
+def states_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
     """A checkpoint by its own names, where no model is at hand.
 
     Returns:
@@ -110,8 +111,10 @@ def rows_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     te_values = [(key, clean_name(key), value) for key, value in state_dict.items() if key not in parameters]
     states, _ = _read_states(te_values, {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
-    named_rows = {name: row for owner, state in read.items() for name, row in state.named_rows(owner).items()}
-    return parameters, _history_state(named_rows), len(read)
+    named_states = {
+        name: each for owner, state in read.items() for name, each in state.named_tensor_states(owner).items()
+    }
+    return parameters, _history_state(named_states), len(read)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -141,7 +144,8 @@ def _translate(
     prefix = prefix_of(owner)
     parent, _, projection = owner.rpartition(".")
     if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
-        return {f"{prefix}{last}": value for last, value in attention.renamed(projection, te_params).items()}
+        own_params = projection_parameters(attention, projection, te_params)
+        return {f"{prefix}{last}": value for last, value in own_params.items()}
     unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
     parts: dict[str, list[str]] = {"norm": [], "gemm": []}
     for last in te_params:
@@ -236,56 +240,58 @@ def _keeps_its_own_extra_state(module: nn.Module | None) -> bool:
 
 def _place(
     owner: str, key: str, state: TEState, modules: Mapping[str, nn.Module], fp8_roles: FP8Roles
-) -> tuple[dict[str, Row], Outcome, str]:
-    """The rows that a state becomes, and what to say of it."""
+) -> tuple[dict[str, TensorState], Outcome, str]:
+    """The states of tensors, by slot, that a state becomes, and what to say of it."""
     if state.forward is None:
         return {}, "defaulted", f"{state.recipe} keeps no state" if state.recipe else "the module had no FP8 state"
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            rows = {row: state.row(role, gemm) for row, (role, gemm) in _rows_of(owner, roles, modules).items()}
+            placed = {
+                slot: state.tensor_state(role, gemm) for slot, (role, gemm) in _slots_of(owner, roles, modules).items()
+            }
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
         moved = clean_name(key) != state_key(owner)
-        return rows, "remapped" if moved else "loaded", f"to {owner}{note}"
+        return placed, "remapped" if moved else "loaded", f"to {owner}{note}"
     linears = _linears(owner, modules)
     if not linears or len(linears) != state.num_gemms:
-        where = f"{type(modules[owner]).__name__} has no rows" if owner in modules else "the model has no such module"
+        where = f"{type(modules[owner]).__name__} has no slots" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    rows = {row_name(name, role): state.row(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
-    if not rows:
+    placed = {slot_name(name, role): state.tensor_state(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
+    if not placed:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
-    return rows, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
+    return placed, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
 
 
 def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """The names of the linear layers in a module that keeps rows, or will: one without a name, if it is one itself."""
+    """The names of the linear layers in a module that keeps slots, or will: one without a name, if it is one itself."""
     module = modules.get(owner)
     return module.gemms if isinstance(module, FP8Module) else ("",)
 
 
-def _rows_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Module]) -> dict[str, tuple[Role, int]]:
-    """Names of the rows of a module, with the role and the index of the GEMM that each is for."""
+def _slots_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Module]) -> dict[str, tuple[Role, int]]:
+    """Names of the slots of a module, with the role and the index of the GEMM that each is for."""
     return {
-        row_name(gemm_name(owner, gemm), role): (role, index)
+        slot_name(gemm_name(owner, gemm), role): (role, index)
         for index, gemm in enumerate(_gemms_of(owner, modules))
         for role in roles
     }
 
 
-def _history_state(named_rows: Mapping[str, Row]) -> dict[str, Any] | None:
-    """The rows as one amax history; shorter windows are padded at their old end."""
-    if not named_rows:
+def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | None:
+    """The states as one amax history; shorter windows are padded at their old end."""
+    if not named_states:
         return None
-    length = max(len(row.amax_history) for row in named_rows.values())
-    amax_history = torch.zeros(length, len(named_rows), dtype=torch.float32, device="cpu")
-    for index, row in enumerate(named_rows.values()):
-        amax_history[length - len(row.amax_history) :, index] = row.amax_history
+    length = max(len(each.amax_history) for each in named_states.values())
+    amax_history = torch.zeros(length, len(named_states), dtype=torch.float32, device="cpu")
+    for index, each in enumerate(named_states.values()):
+        amax_history[length - len(each.amax_history) :, index] = each.amax_history
     return {
-        "names": list(named_rows),
-        "scale": torch.tensor([row.scale for row in named_rows.values()], dtype=torch.float32, device="cpu"),
+        "names": list(named_states),
+        "scale": torch.tensor([each.scale for each in named_states.values()], dtype=torch.float32, device="cpu"),
         "amax_history": amax_history,
         "updates": 0,
     }

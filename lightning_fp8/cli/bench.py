@@ -3,7 +3,7 @@
     lightning-fp8 bench --linear 4096x14336 --tokens 8192
     lightning-fp8 bench --tune --linear 4096x6144 --linear 4096x4096 --tokens 8192 --recipe blockwise
 
-Each linear layer has three products: forward, and the gradients of its input and of its weight. For each, every plan
+Each linear layer has three products: forward, and the gradients of its input and of its weight. For each, every choice
 that is legal is timed, ours and cuBLASLt's. ``--tune`` keeps the winners, and training takes them from then on.
 """
 
@@ -21,7 +21,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
-from cuda_kernels.host.gemm_selection import Measurement, builds_of, save
+from cuda_kernels.host.gemm_measurements import Measurement, save
+from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from lightning_fp8.ops.gemm.launches import build_gemm
@@ -33,14 +34,14 @@ from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 
 ROUNDS = 21
-"""Times that each plan is measured; the median counts."""
+"""Times that each choice is measured; the median counts."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds of one call."""
 
 
 @dataclass(frozen=True)
-class Gemm:
+class LayerGemm:
     """One of a layer's products: ``[m, k]`` in role ``a`` times ``[n, k]`` transposed in role ``b``."""
 
     name: str
@@ -52,13 +53,13 @@ class Gemm:
     fast: bool
 
 
-def gemms_of(inputs: int, outputs: int, tokens: int) -> list[Gemm]:
+def gemms_of(inputs: int, outputs: int, tokens: int) -> list[LayerGemm]:
     """The products of a linear layer."""
     x, w, dy = Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT
     return [
-        Gemm(f"{inputs}x{outputs} forward", tokens, outputs, inputs, x, w, True),
-        Gemm(f"{inputs}x{outputs} input gradient", tokens, inputs, outputs, dy, w, False),
-        Gemm(f"{inputs}x{outputs} weight gradient", outputs, inputs, tokens, dy, x, False),
+        LayerGemm(f"{inputs}x{outputs} forward", tokens, outputs, inputs, x, w, True),
+        LayerGemm(f"{inputs}x{outputs} input gradient", tokens, inputs, outputs, dy, w, False),
+        LayerGemm(f"{inputs}x{outputs} weight gradient", outputs, inputs, tokens, dy, x, False),
     ]
 
 
@@ -67,7 +68,7 @@ def has_kernels(recipe: Recipe) -> bool:
     return (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) in SCALINGS
 
 
-def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
+def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     """The GEMM of operands as the recipe casts them."""
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
     a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
@@ -75,8 +76,8 @@ def bound_gemm(gemm: Gemm, recipe: Recipe, device: torch.device) -> BoundGemm:
     return bind_gemm(device, a, b, format_scaled_mm_options(a.layout, b.layout, torch.bfloat16, gemm.fast))
 
 
-def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
-    """The functions that compute the GEMM of random operands: every plan but the reference."""
+def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
+    """The functions that compute the GEMM of random operands: every choice but the reference."""
 
     def operand(role: Role, rows: int) -> Operand:
         cast = recipe.cast(role)
@@ -86,24 +87,24 @@ def candidates(gemm: Gemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice,
 
     a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
 
-    def call_of(plan: GemmChoice) -> Callable[[], Tensor]:
-        built = cache(partial(build_gemm, bound, plan))  # at the first call, whose error is reported
+    def call_of(choice: GemmChoice) -> Callable[[], Tensor]:
+        built = cache(partial(build_gemm, bound, choice))  # at the first call, whose error is reported
         return lambda: built()(a, b, bound.options_text, None, None, None)
 
-    return {plan: call_of(plan) for plan in legal_choices(bound.problem) if plan is not Library.REFERENCE}
+    return {choice: call_of(choice) for choice in legal_choices(bound.problem) if choice is not Library.REFERENCE}
 
 
 def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[GemmChoice, float]:
     """Median seconds of each that runs, fastest first; those that fail are left out, with a line that says so."""
     running = {}
-    for plan, call in calls.items():
+    for choice, call in calls.items():
         try:
             call()
-            running[plan] = call
+            running[choice] = call
         except (RuntimeError, ValueError) as error:
-            print(f"  {plan} does not run: {error}")
-    rounds = [{plan: clock(call) for plan, call in running.items()} for _ in range(ROUNDS)]
-    medians = {plan: statistics.median(each[plan] for each in rounds) for plan in running}
+            print(f"  {choice} does not run: {error}")
+    rounds = [{choice: clock(call) for choice, call in running.items()} for _ in range(ROUNDS)]
+    medians = {choice: statistics.median(each[choice] for each in rounds) for choice in running}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
@@ -123,7 +124,7 @@ def card_clock(device: torch.device) -> Clock:
     return seconds
 
 
-def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool) -> None:
+def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool) -> None:
     """Time all, print the times, and keep the winners if asked.
 
     Raises:
@@ -149,10 +150,10 @@ def bench(gemms: Sequence[Gemm], recipe: Recipe, device: torch.device, clock: Cl
         clear_plan_cache()
 
 
-def _lines(gemm: Gemm, times: dict[GemmChoice, float]) -> Iterator[str]:
+def _lines(gemm: LayerGemm, times: dict[GemmChoice, float]) -> Iterator[str]:
     yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
-    for plan, seconds in times.items():
-        name = plan.value if isinstance(plan, Library) else f"numba {plan}"
+    for choice, seconds in times.items():
+        name = choice.value if isinstance(choice, Library) else f"numba {choice}"
         yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * gemm.m * gemm.n * gemm.k / seconds:7.0f} TFLOP/s  {name}"
 
 

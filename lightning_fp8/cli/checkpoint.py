@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.checkpoint.remap import rows_by_name
+from lightning_fp8.checkpoint.remap import states_by_name
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.te.keys import EXTRA_STATE, has_te_state, is_grouped, is_state
-from lightning_fp8.te.te_state import Row, read_te_state
+from lightning_fp8.te.te_state import TensorState, read_te_state
 from lightning_fp8.te.torch_file import Storage, TensorRecord, open_checkpoint
 from lightning_fp8.te.unpickle import CheckpointError, Global, Standin
 
@@ -58,14 +58,14 @@ def inspect(path: Path) -> str:
     with open_checkpoint(path) as file:
         lines = []
         writers = []
-        for key, writer, rows in _states(file):
+        for key, writer, tensor_states in _states(file):
             if writer not in writers:
                 writers.append(writer)
-            if not rows:
+            if not tensor_states:
                 lines.append((key, "-", "-", "-", writer))
-            for name, row in rows.items():
-                scale = f"{row.scale:.6g}" if row.scale else "not yet"
-                amaxes = row.amax_history
+            for name, tensor_state in tensor_states.items():
+                scale = f"{tensor_state.scale:.6g}" if tensor_state.scale else "not yet"
+                amaxes = tensor_state.amax_history
                 largest, newest = (f"{x:.6g}" for x in (amaxes.max(), amaxes[-1])) if len(amaxes) else ("-", "-")
                 lines.append((name, scale, largest, newest, writer))
     if not lines:
@@ -91,7 +91,7 @@ def convert(source: Path, target: Path) -> str:
         holder = _state_dict_in(file)
         if holder is None:
             raise CheckpointError("it holds no Transformer Engine state: there is nothing to convert")
-        parameters, state, count = rows_by_name(holder)
+        parameters, state, count = states_by_name(holder)
         result = _loaded(file, source)
         if holder is file:
             result = {"state_dict": _loaded(parameters, source)}
@@ -101,12 +101,12 @@ def convert(source: Path, target: Path) -> str:
         if state is not None:
             result[PLUGIN] = {"model": state}
         _save(result, target)
-    rows = len(state["names"]) if state else 0
-    return f"{target}: {count} modules' states converted, {rows} tensors with a scale and an amax history"
+    num_tensors = len(state["names"]) if state else 0
+    return f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history"
 
 
 def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Key, writer and rows of every state in the file."""
+    """Key, writer and tensors' states of every state in the file."""
     holder = _state_dict_in(file)
     for key, value in (holder or {}).items():
         if is_state(key):
@@ -115,14 +115,16 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}") from None
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
-            yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_rows(owner)
+            yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_tensor_states(owner)
     for key, state in _our_states(file):
         try:
             names, scale, amax_history, _ = validated_state(_loaded(state, Path(key)))
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        rows = {name: Row(scale[index].item(), amax_history[:, index]) for index, name in enumerate(names)}
-        yield key, "lightning_fp8", rows
+        tensor_states = {
+            name: TensorState(scale[index].item(), amax_history[:, index]) for index, name in enumerate(names)
+        }
+        yield key, "lightning_fp8", tensor_states
 
 
 def _our_states(file: Any) -> Iterator[tuple[str, Any]]:

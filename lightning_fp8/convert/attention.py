@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fp8.attention import sdpa
-from lightning_fp8.attention.attach import Place as AttentionPlace
+from lightning_fp8.attention.attach import AttentionPlace
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
-from lightning_fp8.convert.towers import Place
+from lightning_fp8.convert.towers import BlockPosition
 from lightning_fp8.modules import DotProductAttention
 from lightning_fp8.names import clean_name
 
@@ -91,9 +91,9 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 class PlannedAttention(NamedTuple):
-    """The row in the table of a module that computes attention, and how it is reached; None needs no reaching."""
+    """What the table says of a module that computes attention, and how it is reached; None needs no reaching."""
 
-    row: LayerDecision
+    decision: LayerDecision
     place: AttentionPlace | None
 
 
@@ -110,19 +110,19 @@ def plan_attention(
             "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
         )
         reason = kept or reason_for_bf16(name) or why
-        row = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
-        planned.append(PlannedAttention(row, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
+        decision = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
+        planned.append(PlannedAttention(decision, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
     return planned
 
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
     """What to attach: the modules, and blocks in high precision of whose attention none was found."""
-    found = [each.row.name for each in planned]
+    found = [each.decision.name for each in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
     return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
 
 
-def place_in(blocks: Mapping[str, Place], name: str) -> Place | None:
+def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:
     """The place of the block that holds the module called ``name``."""
     return next((place for block, place in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
 

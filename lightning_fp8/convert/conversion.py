@@ -23,7 +23,7 @@ from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import Place, find_blocks, find_heads, find_places, is_linear, matrices_of
+from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_places, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -80,7 +80,9 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
 
     With ``attention``, for every module that computes attention, too.
     """
-    attentions = {planned.row.name: planned.row for planned in _attentions(model, policy)} if attention else {}
+    attentions = (
+        {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
+    )
     output_heads = find_heads(model)
     places = find_places(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -130,7 +132,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
-            module.fp8 = next(each.row.fp8 for each in planned if each.row.name == clean_name(name))
+            module.fp8 = next(each.decision.fp8 for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
     attach.prepare(model, reached_places(planned, kept))
@@ -200,7 +202,7 @@ def convert_module(
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
-    prepare_attention(model, policy)  # before modules of ours get rows in the history
+    prepare_attention(model, policy)  # before modules of ours get slots in the history
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
@@ -257,7 +259,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
 def _share_history(model: nn.Module) -> AmaxHistory:
     modules = [(name, module) for name, module in fp8_modules(model) if module.fp8]
-    names_and_roles = [row for name, module in modules for row in module.history_rows(name)]
+    names_and_roles = [slot for name, module in modules for slot in module.history_slots(name)]
     histories = [module.history for _, module in modules]
     shared = histories[0] if histories else None
     if (
@@ -269,15 +271,15 @@ def _share_history(model: nn.Module) -> AmaxHistory:
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     history = AmaxHistory(names_and_roles, device)
     history.load_state_dict(fp8_state_dict(model))
-    first_row = 0
+    first_slot = 0
     for _, module in modules:
-        module.use_history(history, first_row)
-        first_row += len(module.history_rows())
+        module.use_history(history, first_slot)
+        first_slot += len(module.history_slots())
     return history
 
 
 def _reason_for_bf16(
-    name: str, module: nn.Module, output_heads: Mapping[str, str], place: Place | None, policy: Policy
+    name: str, module: nn.Module, output_heads: Mapping[str, str], place: BlockPosition | None, policy: Policy
 ) -> str:
     if name in output_heads and not isinstance(module, LinearLayer):
         return f"output head: {output_heads[name]}"

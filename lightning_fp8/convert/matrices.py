@@ -38,11 +38,15 @@ def other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, nn.modules.conv._ConvNd) and not _is_depthwise(module) and not is_lazy(module.weight):
         yield _decision(name, module.weight, "convolution", _convolution(module))
     layer = is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
-    for key, parameter in module.named_parameters(recurse=False):
-        if is_lazy(parameter) or (layer and (key == "weight" or key in _own_names(module))):
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if is_lazy(parameter) or (layer and (parameter_name == "weight" or parameter_name in _own_names(module))):
             continue
-        if _is_matrix(name, key, parameter):
-            yield _decision(f"{name}.{key}" if name else key, parameter, *_kind_and_reason(module, key, parameter))
+        if _is_matrix(name, parameter_name, parameter):
+            yield _decision(
+                f"{name}.{parameter_name}" if name else parameter_name,
+                parameter,
+                *_kind_and_reason(module, parameter_name, parameter),
+            )
 
 
 def _decision(name: str, parameter: Tensor, kind: str, reason: str) -> LayerDecision:
@@ -53,10 +57,11 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
     return getattr(module, "weight_names", ())
 
 
-def _is_matrix(name: str, key: str, parameter: Tensor) -> bool:
+def _is_matrix(name: str, parameter_name: str, parameter: Tensor) -> bool:
     if not parameter.is_floating_point() or sum(size > 1 for size in parameter.shape) < 2:
         return False
-    said = key if not key.isdecimal() else name.rpartition(".")[2]  # a ParameterList numbers its own
+    # A ParameterList numbers its own.
+    said = name.rpartition(".")[2] if parameter_name.isdecimal() else parameter_name
     parts = said.lower().split("_")
     if any(map(_LOOKED_UP.fullmatch, parts)):
         return False
@@ -65,7 +70,7 @@ def _is_matrix(name: str, key: str, parameter: Tensor) -> bool:
     return parts[-1] not in ("query", "queries") and not any(map(_NO_MATRIX.fullmatch, parts))
 
 
-def _kind_and_reason(module: nn.Module, key: str, parameter: Tensor) -> tuple[str, str]:
+def _kind_and_reason(module: nn.Module, parameter_name: str, parameter: Tensor) -> tuple[str, str]:
     cls = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return "attention", "nn.MultiheadAttention multiplies by a parameter of its own"

@@ -31,7 +31,7 @@ def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPosition:
     """The position of a linear layer: in layer ``index`` of ``count``; ``tower`` is named where there are several."""
 
     index: int
@@ -55,7 +55,7 @@ class _Tower:
         return next((i for i, block in enumerate(self.blocks) if f"{name}.".startswith(f"{block}.")), None)
 
 
-def find_places(model: nn.Module) -> dict[str, Place]:
+def find_places(model: nn.Module) -> dict[str, BlockPosition]:
     """The place of each linear layer that lies in a tower.
 
     A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks (of few classes, in hybrids), or of stages that
@@ -66,7 +66,7 @@ def find_places(model: nn.Module) -> dict[str, Place]:
     linears = _linear_names(model)
     if towers := _towers(model):
         places = {
-            name: Place(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
+            name: BlockPosition(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
             for name in linears
             for tower in towers
             if (index := tower.index_of(name)) is not None
@@ -77,17 +77,17 @@ def find_places(model: nn.Module) -> dict[str, Place]:
     if len(networks) < 2:
         networks, members = [""], [linears]
     return {
-        name: Place(index, len(names), network)
+        name: BlockPosition(index, len(names), network)
         for network, names in zip(networks, members)
         for index, name in enumerate(names)
     }
 
 
-def find_blocks(model: nn.Module) -> dict[str, Place]:
+def find_blocks(model: nn.Module) -> dict[str, BlockPosition]:
     """The place of each block of the towers that :func:`find_places` speaks of; empty where there are none."""
     towers = [tower for tower in _towers(model) if not tower.bare]
     return {
-        block: Place(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
+        block: BlockPosition(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
         for tower in towers
         for index, block in enumerate(tower.blocks)
     }
@@ -148,10 +148,10 @@ def _behind(model: nn.Module, towers: list[_Tower], linears: Mapping[str, nn.Mod
     """The last linear layer of each part behind the one with the blocks, if it gives fewer values than it takes."""
     prefix = ""
     module = model
-    while len(children := [key for key, child in module.named_children() if _linear_names(child)]) == 1:
+    while len(children := [child_name for child_name, child in module.named_children() if _linear_names(child)]) == 1:
         prefix = f"{prefix}{children[0]}."
         module = module.get_submodule(children[0])
-    prefixes = [clean_name(f"{prefix}{key}.") for key in children]
+    prefixes = [clean_name(f"{prefix}{child_name}.") for child_name in children]
     holding = [any(tower.prefix.startswith(part) for tower in towers) for part in prefixes]
     last = max((index for index, holds in enumerate(holding) if holds), default=len(prefixes))
     for part in prefixes[last + 1 :]:
@@ -222,21 +222,21 @@ def _block_lists(module: nn.Module, prefix: str) -> Iterator[_Tower]:
         # Hybrids have blocks of two classes by turns; parts of one block are of a class each.
         alike = 2 * len(classes) <= len(children) and len(bare) == 1
         if alike and all(_linear_names(child) for child in children.values()):
-            names = [clean_name(f"{prefix}{key}") for key in children]
+            names = [clean_name(f"{prefix}{child_name}") for child_name in children]
             stages = [list(_blocks_of_stage(child)) for child in children.values()]
             if all(stages):
                 names = [f"{name}.{block}" for name, stage in zip(names, stages) for block in stage]
             yield _Tower(prefix, tuple(names), bare == {True})
             return
-    for key, child in children.items():
-        yield from _block_lists(child, clean_name(f"{prefix}{key}."))
+    for child_name, child in children.items():
+        yield from _block_lists(child, clean_name(f"{prefix}{child_name}."))
 
 
 def _blocks_of_stage(module: nn.Module) -> Iterator[str]:
     """The names, in a stage of a Swin or a ConvNeXt, of its blocks."""
-    for key, child in module.named_children():
-        if key in ("blocks", "layers") and isinstance(child, (nn.ModuleList, nn.Sequential)):
-            yield from (f"{key}.{index}" for index, block in child.named_children() if _linear_names(block))
+    for child_name, child in module.named_children():
+        if child_name in ("blocks", "layers") and isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from (f"{child_name}.{index}" for index, block in child.named_children() if _linear_names(block))
 
 
 def _networks(model: nn.Module) -> list[str]:
@@ -244,12 +244,14 @@ def _networks(model: nn.Module) -> list[str]:
     name = ""
     module = model
     while True:
-        children = {key: child for key, child in module.named_children() if _linear_names(child)}
+        children = {child_name: child for child_name, child in module.named_children() if _linear_names(child)}
         if len(children) != 1:
             break
-        key, module = next(iter(children.items()))
-        name = f"{name}{key}."
-    return [clean_name(f"{name}{key}") for key, child in children.items() if len(_linear_names(child)) > 2]
+        child_name, module = next(iter(children.items()))
+        name = f"{name}{child_name}."
+    return [
+        clean_name(f"{name}{child_name}") for child_name, child in children.items() if len(_linear_names(child)) > 2
+    ]
 
 
 def _linear_names(module: nn.Module) -> list[str]:

@@ -1,9 +1,9 @@
 """AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
 
 One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
-holds a :class:`Slot` for each of its roles. Within a step scales are constant and observing is
-``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second call of a shared layer and another
-rank fold in by the same operation, in any order.
+holds a :class:`Slot` for each of its roles: the entry of one tensor in every buffer of the history. Within a step
+scales are constant and observing is ``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second
+call of a shared layer and another rank fold in by the same operation, in any order.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ UNOBSERVED = 100
 """Updates after which a warning says that the model trains in eval mode."""
 
 COMPARED_AFTER = 100
-"""Updates, at least, until unequal rows are compared again, for which the host waits for a GPU."""
+"""Updates, at least, until unequal slots are compared again, for which the host waits for a GPU."""
 
 _not_for_inference = torch.inference_mode(False)
 """Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
 
 
 class AmaxHistory:
-    """Amaxes and scales of the named rows.
+    """Amaxes and scales of tensors by name, one slot for each.
 
     Attributes:
-        names: one name per row, ``layers.0.fc1.input``.
-        roles: one role per row; decides the row's format.
+        names: one name per slot, ``layers.0.fc1.input``; n slots.
+        roles: one role per slot; decides the tensor's format.
         amax: float32 ``[n]``, the largest \\|x\\| since the last update.
-        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` of them,
-            the newest among them, and then clears the oldest: between updates the first row is 0.
+        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` steps, the
+            newest among them, and then clears the oldest: between updates the first step is 0.
         scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
         updates: how many updates there were.
-        num_observed: float32 ``[n]``, in how many updates a row had an amax; what ``interval`` counts.
+        num_observed: float32 ``[n]``, in how many updates a tensor had an amax; what ``interval`` counts.
         steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
@@ -64,7 +64,7 @@ class AmaxHistory:
         observed_in: the identifiers of the threads that observe amaxes; none where only compiled code does.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
-        has_unequal_readers: whether layers that read one tensor did not share its cast, since their rows were unequal.
+        has_unequal_readers: whether layers that read one tensor did not share its cast, since their slots were unequal.
         after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
             training region.
 
@@ -99,50 +99,50 @@ class AmaxHistory:
 
     def _register(self) -> None:
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._rows = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
-        self._place_rows()
+        self._slot_tensors = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
+        self._place_slots()
         instances.register(self)  # last: other threads see it from now on
 
-    def _place_rows(self) -> None:
-        """Put the tensors of every row where ``scale`` and ``amax`` lie now.
+    def _place_slots(self) -> None:
+        """Put the tensors of every slot where ``scale`` and ``amax`` lie now.
 
-        They are no views: those share one version counter, and a graph that saves one row for its backward pass would
-        refuse to run once another graph has written to another row.
+        They are no views: those share one version counter, and a graph that saves one slot for its backward pass would
+        refuse to run once another graph has written to another slot.
         """
-        for index, row in enumerate(self._rows):
-            for tensor, whole in zip(row, (self.scale, self.amax)):
+        for index, tensors in enumerate(self._slot_tensors):
+            for tensor, whole in zip(tensors, (self.scale, self.amax)):
                 tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
 
-    def slot(self, row: int) -> Slot:
-        """The scale and amax of one row, as a module sees them."""
-        return Slot(self, row, *self._rows[row])
+    def slot(self, index: int) -> Slot:
+        """The scale and amax of one tensor, as a module sees them."""
+        return Slot(self, index, *self._slot_tensors[index])
 
     def marks(self) -> list[int]:
-        """One mark for each row; rows of equal marks are equal, to the bit. Who feeds a row alone gives it a new one.
+        """One mark for each slot; slots of equal marks are equal, to the bit. Who feeds one alone gives it a new one.
 
         The first call, and the first after values came from elsewhere, compares them and waits for a GPU.
         """
         if self._marks is None:
-            rows = torch.stack([self.scale, self.amax, self.num_observed])
-            self._marks = compared_marks(torch.cat([rows, self.amax_history]))
+            current = torch.stack([self.scale, self.amax, self.num_observed])
+            self._marks = compared_marks(torch.cat([current, self.amax_history]))
         return self._marks
 
-    def note_fed_alone(self, row: int) -> None:
-        """Note that a tensor feeds ``row`` and no other; where no marks are known yet, their comparison will tell."""
+    def note_fed_alone(self, index: int) -> None:
+        """Note that a tensor feeds this slot and no other; where no marks are known yet, their comparison will tell."""
         if self._marks is not None:
-            self._marks[row] = new_mark()
+            self._marks[index] = new_mark()
 
     def forget_marks(self) -> None:
-        """Note that rows have other values than the host knows of."""
+        """Note that slots have other values than the host knows of."""
         self._marks = None
         self.has_unequal_readers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
-        """Rows of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
+        """Slots of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
         return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        without = ("owners", "after_step", "_rows", "_marks", "observed_in")
+        without = ("owners", "after_step", "_slot_tensors", "_marks", "observed_in")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -161,7 +161,7 @@ class AmaxHistory:
             self.amax = self.amax.to(device)
             self.amax_history = self.amax_history.to(device)
             self.scale = self.scale.to(device)
-            self._place_rows()
+            self._place_slots()
             self.num_observed = self.num_observed.to(device)
         return self
 
@@ -221,7 +221,7 @@ class AmaxHistory:
 
     @_not_for_inference
     def resize(self, length: int) -> None:
-        """Give the history ``length`` rows: the oldest are dropped, or zeros are put before them."""
+        """Give the history ``length`` steps: the oldest are dropped, or zeros are put before them."""
         if self.amax_history.shape[0] != length:
             amax_history = self.amax_history.new_zeros(length, len(self.names))
             num_kept = min(length, self.amax_history.shape[0])
@@ -238,7 +238,7 @@ class AmaxHistory:
         self.span = span
 
     def fp8_max(self, recipe: DelayedScaling) -> Tensor:
-        """The largest value of each row's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
+        """The largest value of each slot's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
         key = recipe.fp8_format, self.scale.device
         if self._largest is None or self._largest[0] != key:
             values = [recipe.cast(role).float8.max for role in self.roles]
@@ -246,21 +246,23 @@ class AmaxHistory:
         return self._largest[1]
 
     def note_new_scales(self) -> None:
-        """Let the host learn which scales an update has set, and, now and then, which rows are equal."""
+        """Let the host learn which scales an update has set, and, now and then, which slots are equal."""
         self.nonzero_scales.poll(self.scale)
         if self.has_unequal_readers and self.updates % max(len(self.amax_history), COMPARED_AFTER) == 0:
             self.forget_marks()  # what told them apart may have left the window
 
-    def set_row(self, row: int, scale: float, amax_history: Tensor) -> None:
-        """Give one row its scale and its amaxes ``amax_history [len]``, oldest first; the other rows keep theirs."""
+    def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
+        """Give one slot its scale and its amaxes ``amax_history [len]``, oldest first; the others keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
         self.forget_marks()
         self.nonzero_scales = NonzeroScales()
-        self.scale[row] = scale
-        self.amax[row] = 0.0
-        self.num_observed[row] = 0.0
-        self.amax_history[:, row] = 0.0
-        self.amax_history[len(self.amax_history) - len(amax_history) :, row] = amax_history.to(self.amax_history.device)
+        self.scale[index] = scale
+        self.amax[index] = 0.0
+        self.num_observed[index] = 0.0
+        self.amax_history[:, index] = 0.0
+        self.amax_history[len(self.amax_history) - len(amax_history) :, index] = amax_history.to(
+            self.amax_history.device
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
@@ -278,28 +280,28 @@ class AmaxHistory:
 
     @_not_for_inference
     def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
-        """Take the rows that both know by name; the others start empty.
+        """Take the slots that both know by name; the others start empty.
 
         Args:
             state: what :meth:`state_dict` gave.
-            names: what ``state`` calls this history's rows; ``None`` is :attr:`names`.
+            names: what ``state`` calls this history's slots; ``None`` is :attr:`names`.
 
         Returns:
-            The names of this history's rows that ``state`` does not hold.
+            The names of this history's slots that ``state`` does not hold.
 
         Raises:
             ValueError: ``state`` is malformed; nothing was changed.
         """
         saved_names, scale, amax_history, updates = validated_state(state)
         names = self.names if names is None else names
-        column = {name: index for index, name in enumerate(saved_names)}
-        known = [(row, column[name]) for row, name in enumerate(names) if name in column]
+        saved_index = {name: index for index, name in enumerate(saved_names)}
+        known = [(index, saved_index[name]) for index, name in enumerate(names) if name in saved_index]
         new_scale = torch.zeros_like(self.scale)
         new_history = self.amax_history.new_zeros(amax_history.shape[0], len(self.names))
         if known:
-            own_rows, saved_rows = (torch.tensor(index, device=self.scale.device) for index in zip(*known))
-            new_scale[own_rows] = scale.to(self.scale.device)[saved_rows]
-            new_history[:, own_rows] = amax_history.to(self.scale.device)[:, saved_rows]
+            own_slots, saved_slots = (torch.tensor(indices, device=self.scale.device) for indices in zip(*known))
+            new_scale[own_slots] = scale.to(self.scale.device)[saved_slots]
+            new_history[:, own_slots] = amax_history.to(self.scale.device)[:, saved_slots]
         self.scale.copy_(new_scale)
         self.amax_history = new_history
         self.updates = updates
@@ -309,10 +311,10 @@ class AmaxHistory:
         self.amax.zero_()
         self.num_observed.zero_()
         if known:  # files of others hold neither
-            self.amax[own_rows] = state["seen"].to(self.scale.device)[saved_rows] if "seen" in state else 0.0
-            self.num_observed[own_rows] = (
-                state["counts"].to(self.scale.device)[saved_rows] if "counts" in state else float(updates)
+            self.amax[own_slots] = state["seen"].to(self.scale.device)[saved_slots] if "seen" in state else 0.0
+            self.num_observed[own_slots] = (
+                state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.steps = state.get("steps", -1)
         self.waited = 0
-        return [name for name in names if name not in column]
+        return [name for name in names if name not in saved_index]

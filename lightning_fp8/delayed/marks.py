@@ -1,8 +1,8 @@
-"""Marks: numbers that tell the host which rows of a history are equal, without asking a GPU.
+"""Marks: numbers that tell the host which slots of a history are equal, without asking a GPU.
 
-Rows of equal marks hold the same scale, amax and window, to the bit. Rows that begin equal stay so while the same
-tensors feed them; a row that a tensor feeds alone gets a mark of its own. What another rank or compiled code feeds to
-one of two such rows alone goes unnoticed: both rows then serve, but no longer to the bit.
+Slots of equal marks hold the same scale, amax and window, to the bit. Slots that begin equal stay so while the same
+tensors feed them; a slot that a tensor feeds alone gets a mark of its own. What another rank or compiled code feeds to
+one of two such slots alone goes unnoticed: both then serve, but no longer to the bit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _numbers = itertools.count()
 
 
 def new_mark() -> int:
-    """A mark that no row of this process has had."""
+    """A mark that no slot of this process has had."""
     return next(_numbers)
 
 
-def compared_marks(columns: Tensor) -> list[int]:
-    """New marks for the columns of float32 ``[m, n]``, compared bit by bit; waits for the GPU that they lie on."""
-    bits = columns.t().contiguous().view(torch.int32)
+def compared_marks(slots: Tensor) -> list[int]:
+    """New marks for the n slots of float32 ``[m, n]``, compared bit by bit; waits for the GPU that they lie on."""
+    bits = slots.t().contiguous().view(torch.int32)
     _, indices = torch.unique(bits, dim=0, return_inverse=True)
-    first = [new_mark() for _ in range(len(bits))]
-    return [first[index] for index in indices.tolist()]
+    marks = [new_mark() for _ in range(len(bits))]
+    return [marks[index] for index in indices.tolist()]

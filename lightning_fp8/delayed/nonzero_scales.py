@@ -16,9 +16,9 @@ class NonzeroScales:
         self._nonzero: list[bool] = []
         self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def is_nonzero(self, row: int) -> bool:
-        """Whether the scale of ``row`` is known not to be 0."""
-        return row < len(self._nonzero) and self._nonzero[row]
+    def is_nonzero(self, index: int) -> bool:
+        """Whether the scale of the slot ``index`` is known not to be 0."""
+        return index < len(self._nonzero) and self._nonzero[index]
 
     def read(self, scale: Tensor) -> None:
         """Read ``scale > 0`` of float32 ``[n]`` at once; waits for the GPU."""

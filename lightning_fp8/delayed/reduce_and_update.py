@@ -7,10 +7,10 @@
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
 | without a plugin | the next outermost ``fp8_autocast``, which calls :func:`update_without_plugin` |
 
-The plugin's ``update_scales`` and :func:`update_without_plugin` sort histories by recipe; :func:`reduce_and_update`
+:func:`update_of_plugin` and :func:`update_without_plugin` sort histories by recipe; :func:`reduce_and_update`
 takes the maximum of the amaxes over the ranks, in one collective for all histories. :func:`_advance` then pushes them
-into each history, whose maximum, or newest row, gives the scales: ``ops.update_scales``, one launch, by the formulas
-of :func:`lightning_fp8.scaling.updated_scales`.
+into each history, whose maximum, or newest step, gives the scales: ``ops.update_scales``, one launch, by the formulas
+of :func:`lightning_fp8.scaling.updated_scales`, which the kernel in ``cuda_kernels/casts/update_scales.py`` has, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightning_fp8 import ops
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
 from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.recipes import DelayedScaling, Recipe
 
 _one_thread = threading.RLock()
 
@@ -73,7 +73,7 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     previous_scale: Tensor | None = None
     if recipe.interval > 1:
         previous_scale = history.scale.clone()
-        # An update that did not see a row brings it no nearer to its next scale.
+        # An update that did not see a tensor brings it no nearer to its next scale.
         history.num_observed += history.amax != 0
     ops.update_scales(
         history.amax,
@@ -87,6 +87,23 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
         due = history.num_observed % recipe.interval == 0
         history.scale.copy_(torch.where(due, history.scale, previous_scale))
     history.note_new_scales()
+
+
+def update_of_plugin(histories: Iterable[AmaxHistory], recipe: Recipe) -> None:
+    """Update the histories of a plugin, over all ranks, with one collective for each recipe.
+
+    Args:
+        recipe: the plugin's; where it keeps no state, each history is updated by the recipe that its amaxes were
+            observed under, if any.
+    """
+    histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
+    for history in histories:
+        # Under another recipe than delayed scaling a region inside may have it, and knows how.
+        observed_under = recipe if isinstance(recipe, DelayedScaling) else history.recipe
+        if observed_under is not None:
+            histories_by_recipe.setdefault(observed_under, []).append(history)
+    for observed_under, alike in histories_by_recipe.items():
+        reduce_and_update(alike, observed_under)
 
 
 def update_without_plugin(

@@ -89,7 +89,7 @@ def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[st
     """``scale_inv`` in the shape that ONNX takes, and the attributes that say what shares a scale."""
     if layout.has_one_scale:
         return scale_inv, {}
-    if layout is Layout.ROW:
+    if layout.has_one_scale_per_row:
         return op.Reshape(scale_inv, constant([-1], np.int64)), {"axis": 0}
     block_rows, block_columns = layout.block
     assert block_rows is not None

@@ -52,7 +52,7 @@ def _amax(x: Value, shape: tuple[Any, Any], layout: Layout) -> Value:
     magnitude = op.Abs(x)
     if layout.has_one_scale:
         return op.ReduceMax(magnitude, keepdims=0)
-    if layout is Layout.ROW:
+    if layout.has_one_scale_per_row:
         return op.ReduceMax(magnitude, constant([1], np.int64), keepdims=1)
     block_rows, block_columns = layout.block
     assert block_rows is not None

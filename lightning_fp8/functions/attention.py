@@ -78,7 +78,7 @@ def fp8_attention(
         max_seqlen_q: of ``thd``, rows that no sequence of queries has more of; memory is saved by it on a card, where a
             longer one is a device assertion. None is T.
         center_keys: cast keys without a mean over their sequence, which changes nothing but digits.
-        slots: rows of an amax history, of q, k and v together, the output, and their gradients.
+        slots: those of an amax history, of q, k and v together, the output, and their gradients.
         observe: whether to collect amaxes there.
 
     Returns:

@@ -83,7 +83,7 @@ def _quantize_input(
             Role.INPUT,
             recipe,
             slots,
-            observe=observe and shared.reads == 1,  # a later reader's row is fed already
+            observe=observe and shared.reads == 1,  # a later reader's slot is fed already
             rowwise=lacks_rowwise,
             columnwise=lacks_columnwise,
         )
@@ -190,10 +190,10 @@ def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
     stand-in. It comes in a tuple, since autograd would take a bare tensor for an input of the function.
     """
     # A compiled graph is derived once only.
-    return None if torch.compiler.is_compiling() or not x.requires_grad else (_Place.apply(x),)
+    return None if torch.compiler.is_compiling() or not x.requires_grad else (_Placeholder.apply(x),)
 
 
-class _Place(torch.autograd.Function):
+class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_empty_strided(x.shape, (0,) * x.dim())

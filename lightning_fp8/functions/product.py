@@ -20,7 +20,7 @@ class Product(NamedTuple):
 
     Attributes:
         recipe: how its tensors are cast.
-        slots: its rows of the amax history.
+        slots: its slots of the amax history.
         observe: whether casts of the forward and the backward pass feed them.
         cached_weight: the FP8 copies of the weight, where micro-batches share them.
         main_grad: what the weight's gradient is added to.

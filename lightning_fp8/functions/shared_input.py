@@ -47,37 +47,38 @@ class InputCast:
         slot.readers_of_last = 0
         if isinstance(recipe, DelayedScaling):
             marks = slot.history.marks()
-            self.mark_before = self.mark_after = marks[slot.row]
+            self.mark_before = self.mark_after = marks[slot.index]
             if observe:
-                self.mark_after = marks[slot.row] = new_mark()
+                self.mark_after = marks[slot.index] = new_mark()
 
     def clear(self, _: object = None) -> None:
         """Let go of all that it holds: the input is dead."""
         self.slot = self.rowwise = self.columnwise = None
 
     def serve(self, slot: Slot, observe: bool) -> bool:
-        """Whether the layer of ``slot`` takes these copies; its row then has got what its own cast would write."""
-        first = self.slot
-        if first is None or (first is slot and self.reads):  # who reads twice may read what something has filled anew
+        """Whether the layer of ``slot`` takes these copies; its slot then has got what its own cast would write."""
+        first_slot = self.slot
+        is_first = first_slot is slot
+        if first_slot is None or (is_first and self.reads):  # who reads twice may read what something has filled anew
             return False
-        if first is not slot and isinstance(self.recipe, DelayedScaling) and not self._feed(first, slot, observe):
+        if not is_first and isinstance(self.recipe, DelayedScaling) and not self._feed(first_slot, slot, observe):
             return False
         self.reads += 1
-        first.readers_of_last = self.reads
+        first_slot.readers_of_last = self.reads
         return True
 
-    def _feed(self, first: Slot, slot: Slot, observe: bool) -> bool:
-        if slot.history is not first.history:
+    def _feed(self, first_slot: Slot, slot: Slot, observe: bool) -> bool:
+        if slot.history is not first_slot.history:
             return False
         marks = slot.history.marks()
-        if marks[first.row] != self.mark_after or marks[slot.row] != self.mark_before:
+        if marks[first_slot.index] != self.mark_after or marks[slot.index] != self.mark_before:
             slot.history.has_unequal_readers = True
             return False
         if observe:
             if self.mark_after == self.mark_before:  # nobody has found the amax
                 return False
-            torch.maximum(slot.amax, first.amax, out=slot.amax)
-            marks[slot.row] = self.mark_after
+            torch.maximum(slot.amax, first_slot.amax, out=slot.amax)
+            marks[slot.index] = self.mark_after
         return True
 
     def lacks(self, columnwise: bool) -> tuple[bool, bool]:
@@ -132,13 +133,13 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
         x: the layer's input, as it comes.
         dtype: which it is cast from.
         recipe: how it is cast.
-        slot: the layer's row for it; fed here where the cast is another layer's.
+        slot: the layer's slot for it; fed here where the cast is another layer's.
         observe: whether a cast feeds it.
     """
     conditions = _conditions(x, dtype, slot)
     if conditions is None:
         if observe and x.is_inference() and isinstance(recipe, DelayedScaling):
-            slot.history.note_fed_alone(slot.row)
+            slot.history.note_fed_alone(slot.index)
         return None
     for input, cast in _thread.casts:
         if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):

@@ -1,4 +1,4 @@
-"""FP8Module: a module that keeps rows of an amax history."""
+"""FP8Module: a module that keeps slots of an amax history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
-from lightning_fp8.names import gemm_name, row_name
+from lightning_fp8.names import gemm_name, slot_name
 from lightning_fp8.scaled import Role
 from lightning_fp8.te.keys import take_state
 from lightning_fp8.te.te_state import read_te_state
@@ -25,7 +25,7 @@ class FP8Module(nn.Module):
     """Base of modules that cast by recipe. It registers no buffers: a ``state_dict`` holds parameters alone.
 
     Attributes:
-        roles: the tensors that it casts; one history row for each, in this order.
+        roles: the tensors that it casts; one slot of the history for each, in this order.
         gemms: the names of its linear layers, each of which has those roles; ``""`` of a module that is one itself.
         fp8: False runs it in high precision everywhere.
     """
@@ -45,7 +45,7 @@ class FP8Module(nn.Module):
 
     @property
     def slots(self) -> Slots | None:
-        """The row of the amax history for each role: this module reads its scale from it and writes its amax to it.
+        """The slot of the amax history for each role: this module reads its scale from it and writes its amax to it.
 
         Of a module of several :attr:`gemms` the first one's; :attr:`slots_of_gemms` has all.
         """
@@ -61,19 +61,19 @@ class FP8Module(nn.Module):
         """The history that :attr:`slots` lie in."""
         return self._slots[0][self.roles[0]].history if self._slots else None
 
-    def history_rows(self, name: str = "") -> list[tuple[str, Role]]:
-        """Names and roles of the rows of a module called ``name``: ``layers.0.fc1.input``."""
-        return [(row_name(gemm_name(name, gemm), role), role) for gemm in self.gemms for role in self.roles]
+    def history_slots(self, name: str = "") -> list[tuple[str, Role]]:
+        """Names and roles of the slots of a module called ``name``: ``layers.0.fc1.input``."""
+        return [(slot_name(gemm_name(name, gemm), role), role) for gemm in self.gemms for role in self.roles]
 
     def named_slots(self, name: str = "") -> list[tuple[str, Slot]]:
-        """The names of :meth:`history_rows` with their rows; empty before there are any."""
+        """The names of :meth:`history_slots` with their slots; empty before there are any."""
         slots = [slot for of_gemm in self.slots_of_gemms for slot in of_gemm.values()]
-        return [(row, slot) for (row, _), slot in zip(self.history_rows(name), slots)]
+        return [(full_name, slot) for (full_name, _), slot in zip(self.history_slots(name), slots)]
 
-    def use_history(self, history: AmaxHistory, first_row: int = 0) -> None:
-        """Keep amaxes and scales in rows of ``history``, in the order of :meth:`history_rows`."""
-        rows = count(first_row)
-        self._slots = tuple({role: history.slot(next(rows)) for role in self.roles} for _ in self.gemms)
+    def use_history(self, history: AmaxHistory, first_slot: int = 0) -> None:
+        """Keep amaxes and scales in ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
+        indices = count(first_slot)
+        self._slots = tuple({role: history.slot(next(indices)) for role in self.roles} for _ in self.gemms)
         history.add_owner(self)
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
@@ -84,7 +84,7 @@ class FP8Module(nn.Module):
         """
         if self._slots is None:
             device = device or next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
-            self.use_history(AmaxHistory(self.history_rows(), device))
+            self.use_history(AmaxHistory(self.history_slots(), device))
         assert self._slots is not None
         return self._slots
 
@@ -119,7 +119,7 @@ class FP8Module(nn.Module):
         history = self.history
         if history is not None:
             device = next((parameter.device for parameter in self.parameters()), None)
-            if device is None:  # attention has no parameters: where fn would put one that lies where its rows do
+            if device is None:  # attention has no parameters: where fn would put one that lies where its slots do
                 device = fn(history.scale.new_empty(0)).device
             if device.type != "meta":
                 history.to(device)  # its dtype stays float32 whatever fn casts to
@@ -149,7 +149,7 @@ class FP8Module(nn.Module):
     def _load_te_state(self, value: Any) -> None:
         state = read_te_state(value)
         if state.forward is not None:
-            te_rows = [state.row(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles]
+            tensor_states = [state.tensor_state(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles]
             self.ensure_slots()
-            for (_, slot), row in zip(self.named_slots(), te_rows):
-                slot.history.set_row(slot.row, row.scale, row.amax_history)
+            for (_, slot), tensor_state in zip(self.named_slots(), tensor_states):
+                slot.history.set_slot(slot.index, tensor_state.scale, tensor_state.amax_history)

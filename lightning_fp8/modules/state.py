@@ -29,7 +29,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
-        (float32 ``[n]``, in how many updates a row had an amax), ``updates`` and ``steps``, and as far as known
+        (float32 ``[n]``, in how many updates a tensor had an amax), ``updates`` and ``steps``, and as far as known
         ``fp8_format`` and ``margin``, for which the scales were made. Loads with ``torch.load(weights_only=True)``.
 
     Raises:
@@ -45,13 +45,13 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     steps = -1
     span: Span | None = None
     for name, module in fp8_modules(model):
-        for row, slot in module.named_slots(name):
-            names.append(row)
+        for slot_name, slot in module.named_slots(name):
+            names.append(slot_name)
             span = span or slot.history.span
             scales.append(slot.scale_for(span) if span else slot.scale)
-            histories.append(slot.history.amax_history[:, slot.row])
+            histories.append(slot.history.amax_history[:, slot.index])
             amaxes.append(slot.amax.detach().clone())
-            num_observed.append(slot.history.num_observed[slot.row])
+            num_observed.append(slot.history.num_observed[slot.index])
             updates = max(updates, slot.history.updates)
             steps = max(steps, slot.history.steps)
     length = max((len(history) for history in histories), default=0)
@@ -69,14 +69,14 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Give the FP8 layers of ``model`` the scales and histories of ``state``; rows it does not hold start empty.
+    """Give the FP8 layers of ``model`` the scales and histories of ``state``; slots it does not hold start empty.
 
     Args:
         model: a model with FP8 layers (see ``convert_module``).
         state: what :func:`fp8_state_dict` gave, or the ``"model"`` entry of the plugin's state in a checkpoint.
 
     Returns:
-        The names of rows that ``state`` does not hold.
+        The names of slots that ``state`` does not hold.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -92,16 +92,16 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
         if history is None:
             continue
         histories[id(history)] = history
-        row_names = names.setdefault(id(history), list(history.names))
-        for row, slot in module.named_slots(name):
-            row_names[slot.row] = row
+        slot_names = names.setdefault(id(history), list(history.names))
+        for slot_name, slot in module.named_slots(name):
+            slot_names[slot.index] = slot_name
     if not histories:
         raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
-    model_rows = [name for row_names in names.values() for name in row_names]
-    if saved_names and not set(saved_names) & set(model_rows):
+    model_names = [name for slot_names in names.values() for name in slot_names]
+    if saved_names and not set(saved_names) & set(model_names):
         raise ValueError(
-            f"the state holds rows of another model: {saved_names[0]!r} for example, while this one's are called "
-            f"{model_rows[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+            f"the state holds tensors of another model: {saved_names[0]!r} for example, while this one's are called "
+            f"{model_names[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
         )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
 

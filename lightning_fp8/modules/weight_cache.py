@@ -28,7 +28,7 @@ class _KeptWeight:
     Attributes:
         key: the weight and all else that they were made from.
         automatic: no ``is_first_microbatch`` asked for them.
-        observed: the weight's row of the amax history has its amax.
+        observed: the weight's slot of the amax history has its amax.
         sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
             meanwhile.
     """

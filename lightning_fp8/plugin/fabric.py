@@ -30,13 +30,13 @@ from lightning_fp8.convert.conversion import (
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update
+from lightning_fp8.delayed.reduce_and_update import update_of_plugin
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
 from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, weights_and_compute_dtypes
 from lightning_fp8.plugin.kept_weights import KeptWeights
-from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_rows
+from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_names
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
 
@@ -124,7 +124,7 @@ class FP8FabricPrecision(FabricPrecision):
         self.plan = plan_conversion(module, self.policy, attention)
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
-        prepare_attention(module, self.policy)  # before modules of ours get rows in the history
+        prepare_attention(module, self.policy)  # before modules of ours get slots in the history
         history = apply_conversion(module, self.plan)
         self._models.add(module)
         if attention:
@@ -238,14 +238,7 @@ class FP8FabricPrecision(FabricPrecision):
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
         self._report_first_steps()
-        due: dict[DelayedScaling, list[AmaxHistory]] = {}
-        for history in self.histories.values():
-            # Under another recipe than delayed scaling a region inside may have it, and knows how.
-            recipe = self.recipe if isinstance(self.recipe, DelayedScaling) else history.recipe
-            if recipe is not None:
-                due.setdefault(recipe, []).append(history)
-        for recipe, histories in due.items():
-            reduce_and_update(histories, recipe)
+        update_of_plugin(self.histories.values(), self.recipe)
 
     def _report_first_steps(self) -> None:
         """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
@@ -318,18 +311,18 @@ class FP8FabricPrecision(FabricPrecision):
         saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
-        if alike := with_equal_rows(states):
+        if alike := with_equal_names(states):
             rank_zero_warn(
-                f"FP8 state: {' and '.join(alike)} hold rows of the same names; models take them in the order in which "
-                "they were set up, so set them up in the order of the run that saved them"
+                f"FP8 state: {' and '.join(alike)} hold tensors of the same names; models take them in the order in "
+                "which they were set up, so set them up in the order of the run that saved them"
             )
         later = {name: state for name, state in states.items() if name not in self.histories}
         self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
             if name in states:
-                new_rows = history.load_state_dict(state_for(self.recipe, states[name], saved))
-                if new_rows and isinstance(self.recipe, DelayedScaling):
-                    foreign = states[name]["names"] and len(new_rows) == len(history.names)
+                new_slots = history.load_state_dict(state_for(self.recipe, states[name], saved))
+                if new_slots and isinstance(self.recipe, DelayedScaling):
+                    foreign = states[name]["names"] and len(new_slots) == len(history.names)
                     (rank_zero_warn if foreign else rank_zero_info)(
-                        f"FP8 state: {len(new_rows)} rows are not in the checkpoint and start empty: {new_rows}"
+                        f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"
                     )

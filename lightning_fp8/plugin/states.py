@@ -34,7 +34,7 @@ def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory
     return by_name([history for history in histories.values() if history.owners or not history.names])
 
 
-def with_equal_rows(states: dict[str, Any]) -> list[str]:
-    """The names of states that hold rows of the same names as another, for which one could be taken."""
-    row_names = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
-    return [name for name, names in row_names.items() if list(row_names.values()).count(names) > 1]
+def with_equal_names(states: dict[str, Any]) -> list[str]:
+    """The names of states that hold tensors of the same names as another, for which one could be taken."""
+    slot_names = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
+    return [name for name, names in slot_names.items() if list(slot_names.values()).count(names) > 1]

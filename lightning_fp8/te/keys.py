@@ -9,10 +9,10 @@ Parameters and states of a module called ``p``:
 | LayerNormLinear | Linear's, ``p.layer_norm_weight``, ... | ours, or the norm and the Linear inside ``p`` |
 | LayerNormMLP | ``p.layer_norm_weight``, ``p.fc1_weight``, ... | ours, or a norm and two Linears inside |
 | MultiheadAttention | ``p.qkv.weight`` or ``p.qkv.query_weight``, ... | ours, fused or not, rows by heads |
-| Linear, LayerNormLinear | ``p._extra_state`` | rows ``p.input``, ``p.weight``, ``p.grad_output`` |
-| LayerNormMLP | ``p._extra_state`` | rows ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
-| attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | rows ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
-| attention from 1.8 on | ``p._extra_state`` | the same rows |
+| Linear, LayerNormLinear | ``p._extra_state`` | slots ``p.input``, ``p.weight``, ``p.grad_output`` |
+| LayerNormMLP | ``p._extra_state`` | slots ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
+| attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | slots ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
+| attention from 1.8 on | ``p._extra_state`` | the same slots |
 | LayerNorm, RMSNorm from 2.0 on | ``p._extra_state``, always empty | nothing |
 | GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
 
@@ -125,6 +125,9 @@ def stem_of(leaf: str) -> str:
 class RowOrder(Protocol):
     """The order of the rows of a projection to several tensors: their numbers by name, and parameters cut by it."""
 
+    def with_order(self, interleaved: bool) -> RowOrder:
+        """The same rows by groups of heads, or by names."""
+
     @property
     def sizes(self) -> dict[str, int]:
         """Rows by name: ``query``, ``key``, ``value``, or some of them."""
@@ -136,7 +139,36 @@ class RowOrder(Protocol):
         """What :meth:`split_parameter` takes, of what it gives."""
 
 
-def split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
+class Projecting(Protocol):
+    """Attention with projections, as our ``MultiheadAttention`` is.
+
+    Attributes:
+        projection_rows: the order of each projection's rows, by the name of its module.
+        fuse_qkv_params: a projection to several tensors has one weight.
+        qkv_weight_interleaved: its rows are by groups of heads.
+    """
+
+    fuse_qkv_params: bool
+    qkv_weight_interleaved: bool
+
+    @property
+    def projection_rows(self) -> Mapping[str, RowOrder]: ...
+
+
+def projection_parameters(attention: Projecting, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
+
+    Args:
+        projection: the name of its module in ``attention``.
+        values: by name, without prefix; what fits nothing stays as it is.
+    """
+    if (rows := attention.projection_rows.get(projection)) is None:
+        return dict(values)
+    split = not attention.fuse_qkv_params and projection != "query_layer"
+    return _split_or_joined(values, rows.with_order(attention.qkv_weight_interleaved), split)
+
+
+def _split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
     """Parameters of a projection as one that is ``split``, or is not, names them.
 
     Args:

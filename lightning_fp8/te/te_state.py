@@ -46,7 +46,7 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     return columns
 
 
-def place_row(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0) -> None:
+def put_tensor_state(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0) -> None:
     """Write the state of one tensor of GEMM ``gemm`` into ``columns``; a scale of 0, never updated, is its default."""
     direction, index = column_of(role, gemm)
     if scale:
@@ -64,7 +64,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorState:
     """One tensor's state; ``scale`` is 0 where Transformer Engine's is its default, never updated."""
 
     scale: float
@@ -94,7 +94,7 @@ class TEState:
         """1 for a linear layer, 2 for LayerNormMLP, 3 for attention; 0 without state."""
         return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
 
-    def row(self, role: Role, gemm: int = 0) -> Row:
+    def tensor_state(self, role: Role, gemm: int = 0) -> TensorState:
         """The state of one tensor of GEMM ``gemm``.
 
         Raises:
@@ -106,17 +106,17 @@ class TEState:
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
         scale = columns.scale[index].item()
         amax_history = columns.amax_history[:, index]
-        return Row(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
+        return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
-    def named_rows(self, module: str) -> dict[str, Row]:
-        """The tensors that are cast, under the names that the module called ``module`` gives its history's rows.
+    def named_tensor_states(self, module: str) -> dict[str, TensorState]:
+        """The tensors that are cast, under the names that the module called ``module`` gives its history's slots.
 
         Two GEMMs are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more GEMMs there are none.
         """
         owners = {0: [], 1: [module], 2: [f"{module}.fc1", f"{module}.fc2"], ATTENTION_GEMMS: [module]}
         roles = ATTENTION_ROLES if self.num_gemms == ATTENTION_GEMMS else LINEAR_ROLES
         return {
-            f"{owner}.{role.value}".lstrip("."): self.row(role, gemm)
+            f"{owner}.{role.value}".lstrip("."): self.tensor_state(role, gemm)
             for gemm, owner in enumerate(owners.get(self.num_gemms, []))
             for role in roles
         }

@@ -38,7 +38,7 @@ class Block(nn.Module):
         return self.attention(*self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(-3))
 
 
-# ---------------------------------------------------------------------------------------------- delayed scaling's rows
+# ---------------------------------------------------------------------------------------------- delayed scaling's slots
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -59,7 +59,7 @@ def test_attentions_rows_are_updated_as_often_as_linears(micro_batches: int) -> 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_calibration_brings_the_rows_where_the_tensors_are(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = DotProductAttention(2, 8, qkv_format="bshd")
-    module.history.scale = torch.zeros(6, device="meta")  # stands for rows that lie elsewhere
+    module.history.scale = torch.zeros(6, device="meta")  # stands for slots that lie elsewhere
     moved: list[torch.device] = []
     monkeypatch.setattr(AmaxHistory, "to", lambda self, device: moved.append(device))
     q, k, v = torch.randn(3, 1, 5, 2, 8)

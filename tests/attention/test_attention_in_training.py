@@ -59,7 +59,7 @@ def test_recomputation_changes_no_bit(recompute: str, recipe: str) -> None:
     assert bool(numbers[0][-1].any()) == (recipe == "delayed")
 
 
-# --------------------------------------------------------------------------------------------- delayed scaling's rows
+# --------------------------------------------------------------------------------------------- delayed scaling's slots
 
 
 def test_rows_are_observed_where_tensors_pass() -> None:

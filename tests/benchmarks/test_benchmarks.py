@@ -23,11 +23,11 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Result
 from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
 from cuda_kernels.gemm.spec import GemmConfig
-from cuda_kernels.host import gemm_configs, gemm_selection
+from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
 from lightning_fp8.recipes import RECIPES
 from tests.benchmarks.cublaslt_stand_in import CublasLt, stand_in
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
-from tests.host.test_gemm_config import LLAMA
+from tests.host.test_gemm_selection import LLAMA
 
 ROOT = Path(__file__).parents[2]
 
@@ -585,12 +585,12 @@ def test_a_wrong_result_of_a_library_is_recorded(library: CublasLt, monkeypatch:
 def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of right ones; the package takes them on cards of that name, after what the user measured."""
     product, sizes = str(LLAMA.spec), (LLAMA.m, LLAMA.n, LLAMA.k)
-    slow, fast, wrong, *_ = (plan for plan in gemm_configs.legal_choices(LLAMA) if isinstance(plan, GemmConfig))
+    slow, fast, wrong, *_ = (choice for choice in gemm_configs.legal_choices(LLAMA) if isinstance(choice, GemmConfig))
 
     def timed(
-        plan: gemm_configs.GemmChoice, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
+        choice: gemm_configs.GemmChoice, milliseconds: float, correct: bool = True, sizes: tuple[int, int, int] = sizes
     ) -> Any:
-        entry = gemm_selection.to_json(gemm_selection.Measurement(product, sizes, plan))
+        entry = gemm_measurements.to_json(gemm_measurements.Measurement(product, sizes, choice))
         times = Times(*[1e-3 * milliseconds] * 3, 3)
         return Result("fprop", OURS, sizes, "e4m3", correct=correct, times=times, choice=entry).as_json()
 
@@ -599,18 +599,18 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     machine = {"machine": {"card": {"name": "A Card"}}, "suites": {"products": results}}
     files.write(machine, measured)
     assert main(["choose", str(measured), "--out", str(out)]) == 0
-    monkeypatch.setattr(gemm_selection, "shipped_file", lambda card: tmp_path / "a-card.json")
-    monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path / "cache")
-    gemm_selection.measured_on.cache_clear()
-    assert [(each.sizes, each.choice) for each in gemm_selection.measured_on("A Card")] == [
+    monkeypatch.setattr(gemm_measurements, "shipped_file", lambda card: tmp_path / "a-card.json")
+    monkeypatch.setattr(gemm_measurements, "cache_folder", lambda: tmp_path / "cache")
+    gemm_measurements.measured_on.cache_clear()
+    assert [(each.sizes, each.choice) for each in gemm_measurements.measured_on("A Card")] == [
         (sizes, fast),
         ((64, 64, 64), slow),
     ]
-    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == fast
-    kept = gemm_selection.save("A Card", [gemm_selection.Measurement(product, sizes, wrong)])
-    assert gemm_selection.choose_gemm(LLAMA, gemm_selection.measured_on("A Card")) == wrong
+    assert gemm_selection.choose_gemm(LLAMA, gemm_measurements.measured_on("A Card")) == fast
+    kept = gemm_measurements.save("A Card", [gemm_measurements.Measurement(product, sizes, wrong)])
+    assert gemm_selection.choose_gemm(LLAMA, gemm_measurements.measured_on("A Card")) == wrong
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
-    gemm_selection.measured_on.cache_clear()
+    gemm_measurements.measured_on.cache_clear()
     files.write({**machine, "machine": {"card": None}}, measured)
     with pytest.raises(SystemExit, match="no product that was timed on a card"):
         main(["choose", str(measured)])

@@ -34,13 +34,13 @@ ATTENTION = {
 
 
 class CoreAttention(FP8Module):
-    """Attention's history rows, without attention."""
+    """Attention's slots of a history, without attention."""
 
     roles = ATTENTION_ROLES
 
     def __init__(self) -> None:
         super().__init__()
-        self.use_history(AmaxHistory(self.history_rows()))
+        self.use_history(AmaxHistory(self.history_slots()))
 
     def forward(self, qkv: Tensor) -> Tensor:
         return qkv.chunk(3, -1)[2]

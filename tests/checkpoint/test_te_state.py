@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_te_state_dict
-from lightning_fp8.checkpoint.remap import remap, rows_by_name
+from lightning_fp8.checkpoint.remap import remap, states_by_name
 from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.scaled import LINEAR_ROLES
 from lightning_fp8.te.te_state import read_te_state
@@ -262,7 +262,7 @@ def test_grouped_linears_are_not_mistaken_for_a_layer_norm_mlp() -> None:
     assert [entry.reason for entry in remapped.report.with_outcome("ignored")] == [
         "GroupedLinear's states are not read"
     ]
-    assert rows_by_name({**te, **state})[1:] == (None, 0)
+    assert states_by_name({**te, **state})[1:] == (None, 0)
 
 
 def test_split_parameters_both_ways() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cuda_kernels.gemm.spec import GemmConfig
-from cuda_kernels.host import gemm_configs, gemm_selection, launch
+from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8.cli import bench
 from lightning_fp8.cli import main as cli
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(gemm_selection, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gemm_measurements, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(gemm_configs, "_SHAPES", ((1, 1, 64, False),))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
-    gemm_selection.measured_on.cache_clear()
+    gemm_measurements.measured_on.cache_clear()
     dispatch.clear_plan_cache()
     yield tmp_path
-    gemm_selection.measured_on.cache_clear()
+    gemm_measurements.measured_on.cache_clear()
     dispatch.clear_plan_cache()
 
 
@@ -71,9 +71,11 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         of, recipe = bench.gemms_of(32, 48, 16)[0], make_recipe("tensorwise")
         job = bench.bound_gemm(of, recipe, CPU)
         calls = bench.candidates(of, recipe, job)
-    assert set(calls) == {plan for plan in gemm_configs.legal_choices(job.problem) if plan is not Library.REFERENCE}
+    assert set(calls) == {
+        choice for choice in gemm_configs.legal_choices(job.problem) if choice is not Library.REFERENCE
+    }
     assert sum(ours) == 3 * 3  # products, rounds
-    kept = gemm_selection.measured_on("cpu")
+    kept = gemm_measurements.measured_on("cpu")
     assert [each.sizes for each in kept] == [(16, 48, 32), (16, 32, 48), (48, 32, 16)]
     assert all(isinstance(each.choice, GemmConfig) for each in kept)
     assert gemm_selection.choose_gemm(job.problem, kept) == kept[0].choice

@@ -139,7 +139,7 @@ def test_five_hundred_modules_with_full_histories(
 ) -> None:
     model = nn.Sequential(*(Linear(16, 16) for _ in range(500)))
     for module in model:
-        history = AmaxHistory(module.history_rows())
+        history = AmaxHistory(module.history_slots())
         history.resize(1024)
         history.scale.fill_(7.0)
         module.use_history(history)

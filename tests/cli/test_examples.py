@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from examples.train_gpt import GPT, StdlibBytes, rotate
 
@@ -109,6 +111,35 @@ def test_the_comparison_reports_means_spread_and_distance(compare_recipes: Modul
     assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 5 | 0 |"
 
 
+class Blocks(L.LightningModule):
+    """Three numbers that two blocks double; the first one's result is off by a tenth where ``in_fp8``."""
+
+    in_fp8 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+        for block in self.blocks:
+            nn.init.eye_(block.weight).mul_(2)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](batch * torch.tensor([1.1, 1.0, 1.0]) if self.in_fp8 else batch)
+        return self.blocks[1](x).sum()
+
+
+@torch.no_grad()
+def test_distances_of_blocks_are_relative_and_of_a_validations_first_batch(compare_recipes: ModuleType) -> None:
+    model, trainer = Blocks(), L.Trainer(logger=False, enable_checkpointing=False)
+    callback = compare_recipes.BlockDistances(model.blocks)
+    for batch_idx, batch in enumerate([torch.tensor([[3.0, 0.0, 4.0]]), torch.ones(1, 3)]):
+        model.in_fp8 = True
+        callback.on_validation_batch_start(trainer, model, batch, batch_idx)
+        model.loss(batch)
+        model.in_fp8 = False
+        callback.on_validation_batch_end(trainer, model, None, batch, batch_idx)
+        assert callback.distances == pytest.approx([0.06, 0.06])  # 0.3 of the norm 5
+
+
 def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     compare_recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +152,9 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     in_fp8 = {name: (run["fp8_layers"], run["fp8_attentions"]) for name, run in runs.items()}
     assert in_fp8.pop("bf16/0") == (0, 0)
     assert set(in_fp8.values()) == {(5, 1)}
+    for recipe in ("delayed", "blockwise"):
+        first, middle, _ = runs[f"{recipe}/0"]["block_distances"]
+        assert (first, 0.001 < middle < 0.2) == (0, True)  # the first block runs in BF16
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(sys, "argv", command)
     compare_recipes.main()

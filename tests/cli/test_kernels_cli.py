@@ -29,7 +29,7 @@ def one_is_broken() -> list[Kernel]:
     def broken() -> None:
         no_such_name()  # type: ignore[name-defined]  # noqa: F821
 
-    return [column_sums_kernel("float32"), Kernel("broken", broken, (), 32)]
+    return [column_sums_kernel("float32"), Kernel("broken", broken, {}, 32)]
 
 
 @needs_compilers

@@ -113,13 +113,13 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
     cluster and whether they alternate on Hopper, else rows and columns."""
 
     def chosen(problem: GemmProblem, *rest: object) -> GemmChoice:
-        for plan in legal_choices(problem):
-            if isinstance(plan, GemmConfig):
-                made_of = plan.mma_warpgroups, plan.waves, plan.tile_n, plan.cluster, int(plan.pingpong)
+        for choice in legal_choices(problem):
+            if isinstance(choice, GemmConfig):
+                made_of = choice.mma_warpgroups, choice.waves, choice.tile_n, choice.cluster, int(choice.pingpong)
                 if made_of == (*numbers, 0)[:5]:
-                    return plan
-            if isinstance(plan, MmaConfig) and (plan.tile_m, plan.tile_n) == numbers:
-                return plan
+                    return choice
+            if isinstance(choice, MmaConfig) and (choice.tile_m, choice.tile_n) == numbers:
+                return choice
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
     dispatch.clear_plan_cache()

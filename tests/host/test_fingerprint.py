@@ -148,7 +148,7 @@ EDITS = [
     ("references.py", "sorted(", "list(", None),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
     ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
-    ("casts/update_scales.py", "COLUMNS = 32", "COLUMNS = 16", {"scales"}),
+    ("casts/update_scales.py", "SLOTS = 32", "SLOTS = 16", {"scales"}),
     ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
 ]
 
@@ -274,11 +274,11 @@ def test_launch_bounds_and_parameters_count() -> None:
         pass
 
     declared = [
-        Kernel("a", kernel, (i32,), 32),
-        Kernel("a", kernel, (f32,), 32),
-        Kernel("a", kernel, (i32,), 64),
-        Kernel("a", kernel, (i32,), 32, min_blocks_per_sm=2),
-        Kernel("b", kernel, (i32,), 32),
+        Kernel("a", kernel, {"x": i32}, 32),
+        Kernel("a", kernel, {"x": f32}, 32),
+        Kernel("a", kernel, {"x": i32}, 64),
+        Kernel("a", kernel, {"x": i32}, 32, min_blocks_per_sm=2),
+        Kernel("b", kernel, {"x": i32}, 32),
     ]
     found = {compile_cache.source_key(each, "cubin", arch) for each in declared for arch in ("90a", "89")}
     assert len(found) == 9  # side by side on cards with GDDR memory: 2 - 1 = 1

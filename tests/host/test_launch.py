@@ -361,7 +361,7 @@ def test_a_card_without_kernels(capability: tuple[int, int], monkeypatch: pytest
 def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for Hopper is not compiled for Ada; that it is missing there switches no other kernel off."""
     card = Card(monkeypatch, (8, 9))
-    hoppers = Kernel("only for Hopper", lambda: None, (), 32, architectures=("90a",))
+    hoppers = Kernel("only for Hopper", lambda: None, {}, 32, architectures=("90a",))
     with pytest.raises(KernelError, match="only for Hopper is for sm_90a, not for sm_89") as caught:
         Launch(hoppers, 1, (), card.device)
     assert not isinstance(caught.value, NoKernels)

@@ -115,7 +115,7 @@ def test_models_that_are_gone_are_not_saved_for_another() -> None:
 
 def test_models_that_only_their_order_tells_apart_are_named() -> None:
     same = plugin_with(trained(), trained(4)).state_dict()
-    with pytest.warns(UserWarning, match="model and model_1 hold rows of the same names.*order"):
+    with pytest.warns(UserWarning, match="model and model_1 hold tensors of the same names.*order"):
         plugin_with(mlp(), mlp()).load_state_dict(same)
     other = plugin_with(mlp(), mlp(depth=5)).state_dict()
     with warnings.catch_warnings(record=True) as caught:
@@ -139,7 +139,7 @@ def test_another_recipe_than_the_saved_one_is_said(monkeypatch: pytest.MonkeyPat
 def test_a_state_of_another_model_is_warned_of() -> None:
     saved = plugin_with(trained()).state_dict()
     saved["model"]["names"] = [f"net.{name}" for name in saved["model"]["names"]]
-    with pytest.warns(UserWarning, match="6 rows are not in the checkpoint and start empty: \\['2.input'"):
+    with pytest.warns(UserWarning, match="6 tensors are not in the checkpoint and start empty: \\['2.input'"):
         plugin_with(mlp()).load_state_dict(saved)
 
 

@@ -150,7 +150,7 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
     elif what == "loaded":
         module.history.load_state_dict(module.history.state_dict())
     elif what == "set":
-        module.history.set_row(1, 2.0, torch.ones(3))
+        module.history.set_slot(1, 2.0, torch.ones(3))
     elif what == "resized":
         module.history.resize(7)
     elif what == "updated":
@@ -182,7 +182,7 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
 
 
 def test_the_host_learns_which_scales_are_not_0() -> None:
-    """After an update that a row took part in, until a state is loaded; a copy asks again."""
+    """After an update that a tensor took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])
     first, second = history.slot(0), history.slot(1)
     assert not first.scale_is_nonzero()
@@ -198,7 +198,7 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     assert not first.scale_is_nonzero()
     reduce_and_update([history], DelayedScaling(amax_history_len=4))
     assert first.scale_is_nonzero()
-    history.set_row(0, 0.0, torch.zeros(1))
+    history.set_slot(0, 0.0, torch.zeros(1))
     assert not first.scale_is_nonzero()
 
 

@@ -28,7 +28,7 @@ from cuda_kernels.device.ptx import (
     shuffle_xor,
     store_f32,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _THREADS = 256
 _ZERO, _INFINITY = np.float32(0), np.float32(np.inf)
@@ -99,4 +99,9 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
             store_f32(mine + (i64(GRADIENT_SCALE) * rows_q + row) * 4, gradient_scale)
             store_f32(mine + (i64(QUERY_SCALE) * rows_q + row) * 4, load_f32(scale_q + block))
 
-    return Kernel(f"attention_delta(d={head_dim})", attention_delta, (*[i64] * 8, i32, i32, *[i64] * 3), _THREADS)
+    parameters = {
+        **typed(i64, "table do scale_do scale_q o m l statistics"),
+        **typed(i32, "heads rows_q"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
+    return Kernel(f"attention_delta(d={head_dim})", attention_delta, parameters, _THREADS)

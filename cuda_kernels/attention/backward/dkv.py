@@ -46,7 +46,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, tile_again, visible_columns, visited_tiles
@@ -71,7 +71,8 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE = np.float32(1)
 
@@ -173,7 +174,13 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
             store(sums, softmax_scale, smem + out_offset, dk_out, dv_out, tile, head, warp, strides)
 
     attention_dkv.__name__ = attention_dkv.__qualname__ = function_name
-    parameters = *[tensor_map] * 7, *[i64] * 6, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(tensor_map, "map_k map_v map_q map_do map_qt map_dot map_statistics"),
+        **typed(i64, "table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_on_hopper(variant, attention_dkv, parameters, offsets)
 
 
@@ -246,7 +253,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
-        desc_k, desc_v = descriptor(smem + k_offset + own), descriptor(smem + v_offset + own)
+        desc_k, desc_v = smem_descriptor(smem + k_offset + own), smem_descriptor(smem + v_offset + own)
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         accumulated, more = i32(0), i32(0)
@@ -264,8 +271,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     of_rows = stage_idx * TILE + half * (QUERIES * 128)
                     of_columns = stage_idx * transposed_bytes + half * QUERIES
                     wgmma_fence()
-                    scores = scores_of(zero_scores(), desc_k, descriptor(smem + q_offset + of_rows), 0)
-                    dp = scores_of(zero_scores(), desc_v, descriptor(smem + do_offset + of_rows), 0)
+                    scores = scores_of(zero_scores(), desc_k, smem_descriptor(smem + q_offset + of_rows), 0)
+                    dp = scores_of(zero_scores(), desc_v, smem_descriptor(smem + do_offset + of_rows), 0)
                     query = i32(half * QUERIES + column)
                     query_scale, gradient_scale = scales_of(smem, stage_idx, query)
                     scores = scores_wait_1(scores)
@@ -276,14 +283,14 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     amax, amax_below = max_of(p)
                     words, dv, p_limits = rounded(p, amax, amax_below, gradient_scale, dv, p_limits)
                     wgmma_fence()
-                    dv = add_products(dv, words, descriptor(smem + dot_offset + of_columns), 1)
+                    dv = add_products(dv, words, smem_descriptor(smem + dot_offset + of_columns), 1)
                     dp = scores_wait_1(dp)
                     corrected = statistic(smem, stage_idx, CORRECTED, query)
                     ds = gradients_of(dp, p, value_scale * gradient_scale, corrected)
                     amax, amax_below = amax_of(ds)
                     words, dk, ds_limits = rounded(ds, amax, amax_below, query_scale, dk, ds_limits)
                     wgmma_fence()
-                    dk = add_products(dk, words, descriptor(smem + qt_offset + of_columns), 1)
+                    dk = add_products(dk, words, smem_descriptor(smem + qt_offset + of_columns), 1)
                     dv, dk = sums_wait_0(dv), sums_wait_0(dk)
                 syncwarp()  # the warp's lanes have read the statistics
                 if cuda.threadIdx.x & 31 == 0:

@@ -28,7 +28,7 @@ from cuda_kernels.attention.backward.memory import (
 from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, make_row_load
-from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
+from cuda_kernels.attention.products import found_again, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
@@ -47,6 +47,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
+from cuda_kernels.device.swizzle import smem_descriptor
 from cuda_kernels.kernel import Kernel
 
 _ONE = np.float32(1)
@@ -141,15 +142,15 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     mbarrier_wait(smem + full + 8 * do_stage, (fill + 1) >> 2 & 1)
                 for half in range(2):
                     of_rows = half * (QUERIES * 128)
-                    desc_k = descriptor(found_again(own))
+                    desc_k = smem_descriptor(found_again(own))
                     desc_v = desc_k + (WIDE_TILE >> 4)
                     wgmma_fence()
                     scores = scores_of(
-                        zero_scores(), desc_k, descriptor(smem + ring + q_stage * WIDE_TILE + of_rows), 0
+                        zero_scores(), desc_k, smem_descriptor(smem + ring + q_stage * WIDE_TILE + of_rows), 0
                     )
                     dp = zero_scores()
                     if is_dk:
-                        dp = scores_of(dp, desc_v, descriptor(smem + ring + do_stage * WIDE_TILE + of_rows), 0)
+                        dp = scores_of(dp, desc_v, smem_descriptor(smem + ring + do_stage * WIDE_TILE + of_rows), 0)
                     query = i32(half * QUERIES + column)
                     query_scale, gradient_scale = scales_of(smem, q_stage, query)
                     scores = scores_wait_1(scores) if is_dk else scores_wait_0(scores)
@@ -166,7 +167,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     words, sums, limits = rounded(x, amax, amax_below, scale, sums, limits)
                     mbarrier_wait(smem + full + 8 * t_stage, (fill + copies - 1) >> 2 & 1)
                     wgmma_fence()
-                    desc_t = descriptor(smem + ring + t_stage * WIDE_TILE + half * QUERIES)
+                    desc_t = smem_descriptor(smem + ring + t_stage * WIDE_TILE + half * QUERIES)
                     sums = sums_wait_0(add_products(sums, words, desc_t, 1))
                 syncwarp()  # the warp's lanes have read the statistics
                 if cuda.threadIdx.x & 31 == 0:

@@ -34,7 +34,7 @@ from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, mak
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
 from cuda_kernels.device.sm90 import address_of, mbarrier_init
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ZERO = np.float32(0)
 
@@ -96,5 +96,11 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 store_f32(mine + CORRECTED * line + 32, delta_below + rest_below)
             store(dq, softmax_scale, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
 
-    parameters = *[tensor_map] * 5, *[i64] * 5, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(tensor_map, "map_q map_do map_k map_v map_kt"),
+        **typed(i64, "table scale_k scale_v statistics out"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_on_hopper(f"attention_dq({spec}, {stages=})", attention_dq, parameters, offsets)

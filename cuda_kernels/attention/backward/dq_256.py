@@ -17,7 +17,7 @@ from cuda_kernels.attention.backward.dq_tiles import DqTiles
 from cuda_kernels.attention.backward.memory import WIDE_STAGES, WIDE_TILE, wide_dq_offsets
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage
-from cuda_kernels.attention.products import descriptor, found_again, make_product, make_register_product
+from cuda_kernels.attention.products import found_again, make_product, make_register_product
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
@@ -36,6 +36,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
+from cuda_kernels.device.swizzle import smem_descriptor
 
 _ZERO = np.float32(0)
 _NEXT_CHANNELS = 64 * 128 >> 4
@@ -65,11 +66,11 @@ def _part(spec: AttentionSpec, keys: int) -> _Part:
     def gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden):
         """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
         _, _, total, total_below, delta, delta_below = row_terms
-        desc_q = descriptor(found_again(own))
+        desc_q = smem_descriptor(found_again(own))
         desc_do = desc_q + (WIDE_TILE >> 4)
         wgmma_fence()
-        scores = scores_of(zero_scores(), desc_q, descriptor(k), 0)
-        dp = scores_of(zero_scores(), desc_do, descriptor(v), 0)
+        scores = scores_of(zero_scores(), desc_q, smem_descriptor(k), 0)
+        dp = scores_of(zero_scores(), desc_do, smem_descriptor(v), 0)
         scores = scores_wait_1(scores)
         if hidden:
             diagonal, end, left, right = seen
@@ -180,7 +181,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             words = (
                 codes(ds, scale, scale_below) + codes_32(ds_2, scale, scale_below) + codes_32(ds_3, scale, scale_below)
             )
-            desc_kt = descriptor(smem + ring + kt_stage * WIDE_TILE)
+            desc_kt = smem_descriptor(smem + ring + kt_stage * WIDE_TILE)
             unit, unit_below = unit * key_scale, unit_below * key_scale
             mbarrier_wait(smem + full + 16 * kt_stage, (fill + 2) >> 2 & 1)
             wgmma_fence()

@@ -12,7 +12,7 @@ import numpy as np
 from cuda_kernels.attention.backward.memory import dq_offsets, dq_stages
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring
-from cuda_kernels.attention.products import descriptor, make_product, make_register_product
+from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
@@ -23,6 +23,7 @@ from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import float_max, load_f32
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import mbarrier_arrive, mbarrier_wait, tma_load, wgmma_fence, wgmma_wait
+from cuda_kernels.device.swizzle import smem_descriptor
 
 _ZERO = np.float32(0)
 
@@ -93,7 +94,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
-        desc_q, desc_do = descriptor(smem + q_offset + own), descriptor(smem + do_offset + own)
+        desc_q, desc_do = smem_descriptor(smem + q_offset + own), smem_descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
         next_key_scale, next_value_scale = np.float32(1), np.float32(1)
         if first < last:
@@ -107,8 +108,8 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
             mbarrier_wait(smem + full + 8 * stage_idx, phase)
             wgmma_fence()
-            scores = scores_of(zero_scores(), desc_q, descriptor(smem + k_offset + stage_idx * TILE), 0)
-            dp = scores_of(zero_scores(), desc_do, descriptor(smem + v_offset + stage_idx * TILE), 0)
+            scores = scores_of(zero_scores(), desc_q, smem_descriptor(smem + k_offset + stage_idx * TILE), 0)
+            dp = scores_of(zero_scores(), desc_do, smem_descriptor(smem + v_offset + stage_idx * TILE), 0)
             scores = scores_wait_1(scores)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
@@ -121,7 +122,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
             words = codes_of(ds, scale, scale_below)
             wgmma_fence()
-            part = products_of(zero_sums(), words, descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
+            part = products_of(zero_sums(), words, smem_descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
             part = sums_wait_0(part)
             if thread == 0:
                 mbarrier_arrive(smem + empty + 8 * stage_idx)

@@ -41,7 +41,7 @@ from cuda_kernels.device.ptx import (
     unsigned_max,
     warp_max,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
 _LARGEST = np.uint32(0x7F7FFFFF)
@@ -182,7 +182,11 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
     return Kernel(
         f"quantize_heads({spec}, {rowwise=}, {columnwise=}, {centered=})",
         quantize_heads,
-        (*[i64] * 6, i32, i32, i32, *[i64] * 3),
+        {
+            **typed(i64, "x table means out out_t scale_inv"),
+            **typed(i32, "heads packed_rows sequences"),
+            **typed(i64, "stride_b stride_l stride_h"),
+        },
         spec.threads,
         shared_bytes=amax_smem + 128,
         min_blocks_per_sm=max(1, 512 // spec.threads),

@@ -23,7 +23,7 @@ from cuda_kernels.device.ptx import (
     shared_store_16,
     store_16,
 )
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 _GROUPS = ROWS // GROUP
 _ZERO = np.float32(0)
@@ -95,7 +95,11 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
     return Kernel(
         f"sum_heads({spec})",
         sum_heads,
-        (*[i64] * 3, i32, i32, *[i64] * 3),
+        {
+            **typed(i64, "x table sums"),
+            **typed(i32, "heads packed_rows"),
+            **typed(i64, "stride_b stride_l stride_h"),
+        },
         spec.threads,
         shared_bytes=16 * spec.threads,
         min_blocks_per_sm=max(1, 512 // spec.threads),
@@ -139,7 +143,7 @@ def mean_heads_kernel(head_dim: int) -> Kernel:
     return Kernel(
         f"mean_heads(d={head_dim})",
         mean_heads,
-        (*[i64] * 3, i32, i32, i32),
+        typed(i64, "sums table means") | typed(i32, "heads packed_rows sequences"),
         threads,
         shared_bytes=16 * threads,
     )

@@ -17,7 +17,7 @@ from cuda_kernels.device.ptx import (
     store_16,
 )
 from cuda_kernels.device.tile import transpose_quads
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 
 @cache
@@ -26,7 +26,8 @@ def make_column_store(threads: int) -> Any:
 
     ``packed``: a thread's four channels of 16 rows, a register for each row. ``shared``: 128 bytes for each channel.
     ``group``, ``quad``: which 16 rows and which four channels. ``out``: the address of the block's first row in the
-    first channel; ``stride``: of a channel. Each 16 rows are put into :data:`ORDER_A`.
+    first channel; ``stride``: of a channel. Each 16 rows are put into :data:`ORDER_A`. ``shared`` has a swizzle of its
+    own, which nothing else reads.
     """
     column_step = threads // 8
     order = ORDER_A
@@ -78,7 +79,7 @@ def transpose_heads_kernel(head_dim: int) -> Kernel:
     return Kernel(
         f"transpose_heads(d={head_dim})",
         transpose_heads,
-        (i64, i64, i32, i32),
+        typed(i64, "codes out") | typed(i32, "heads packed_rows"),
         threads,
         shared_bytes=ROWS * head_dim,
         min_blocks_per_sm=max(1, 1024 // threads),

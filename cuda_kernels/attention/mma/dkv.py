@@ -60,7 +60,7 @@ from cuda_kernels.device.ptx import (
     warp_any,
 )
 from cuda_kernels.device.sm90 import shfl_sync_0
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 QUERIES = 64
 """Of a tile."""
@@ -267,7 +267,12 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         if with_dk:
             store(dk, softmax_scale, dk_out, tile, head, first_channel, strides)
 
-    parameters = *[i64] * 13, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(i64, "k v q do q_t do_t statistics table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_by_mma(f"mma_attention_dkv({spec}, {result})", mma_attention_dkv, parameters, shared_bytes)
 
 

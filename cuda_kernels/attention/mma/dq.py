@@ -49,7 +49,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.sm90 import shfl_sync_0
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 KEYS = 32
 """Keys whose scores and dP are in registers at a time."""
@@ -170,7 +170,12 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
         store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
-    parameters = *[i64] * 10, *[i32] * 6, f32, f32, *[i64] * 3
+    parameters = {
+        **typed(i64, "q do k v k_t table scale_k scale_v statistics out"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(f32, "c softmax_scale"),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, shared_bytes)
 
 

@@ -32,7 +32,7 @@ from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, vi
 from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
-from cuda_kernels.kernel import Kernel
+from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 3, 96: 2, 128: 2}
 """Stages of the ring of keys and values, by channels of a head."""
@@ -152,5 +152,10 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             out + (place + first_channel) * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(channels),
         )  # fmt: skip
 
-    parameters = *[i64] * 10, *[i32] * 6, f32, *[i64] * 3
+    parameters = {
+        **typed(i64, "q k v_t table scale_q scale_k scale_v out m l"),
+        **typed(i32, "heads group rows_q rows_k left right"),
+        "c": f32,
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
     return attention_by_mma(name, mma_attention_forward, parameters, shared_bytes)

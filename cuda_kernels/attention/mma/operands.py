@@ -5,6 +5,7 @@ Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.swiz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -93,6 +94,6 @@ def _make_copy(rows: int, row_bytes: int) -> Any:
     return copy
 
 
-def attention_by_mma(name: str, function: Any, parameters: tuple[Any, ...], shared_bytes: int) -> Kernel:
+def attention_by_mma(name: str, function: Any, parameters: Mapping[str, Any], shared_bytes: int) -> Kernel:
     """The declaration of a kernel whose warps multiply by mma."""
     return Kernel(name, function, parameters, THREADS, shared_bytes=shared_bytes, architectures=ARCHITECTURES)

@@ -24,7 +24,7 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ATTENTION_ROLES, Role
 
 
-class Call(NamedTuple):
+class CoreCall(NamedTuple):
     """What one forward computes, whichever way."""
 
     sequences: Sequences
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 class CoreAttention(FP8Module):
-    """A module that runs a :class:`Call` in FP8, in high precision or calibrating, as the current context says.
+    """A module that runs a :class:`CoreCall` in FP8, in high precision or calibrating, as the current context says.
 
     Attributes:
         softmax_scale: of the scores.
@@ -48,7 +48,7 @@ class CoreAttention(FP8Module):
     _rng_state_tracker: Callable[[], Any] | None
     _last_context: FP8Context | None = None
 
-    def way_to_run(self, call: Call, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def way_to_run(self, call: CoreCall, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
         context = autocast.current_context()
         recomputing = autocast.in_backward()
@@ -79,7 +79,7 @@ class CoreAttention(FP8Module):
             self.reason = reason
         (self._record or self.record).note(in_fp8, q.shape[:-2].numel(), self.training)
 
-    def _fp8(self, call: Call, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _fp8(self, call: CoreCall, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         observe = observe and isinstance(recipe, DelayedScaling)
         if observe:
@@ -101,7 +101,7 @@ class CoreAttention(FP8Module):
         return sequences.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
-        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the rows there."""
+        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the slots there."""
         history = self.history
         if torch.compiler.is_compiling() or history is None:
             return
@@ -110,7 +110,7 @@ class CoreAttention(FP8Module):
         if history.scale.device != device and len(history.names) == len(self.roles):
             history.to(device)
 
-    def _calibrating(self, call: Call, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _calibrating(self, call: CoreCall, recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_transforms("DotProductAttention", q, k, v)
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         self._follow(recipe, q.device)
@@ -123,7 +123,7 @@ class CoreAttention(FP8Module):
         ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
-    def _high_precision(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker
         heads, lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():

@@ -12,7 +12,7 @@ from lightning_fp8.arguments import one_of, refuse_what_is_not_here, require_boo
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks
-from lightning_fp8.modules.attention.core import Call, CoreAttention
+from lightning_fp8.modules.attention.core import CoreAttention, CoreCall
 from lightning_fp8.modules.attention.high_precision import extras_of
 from lightning_fp8.modules.attention.recomputation import checkpointed
 from lightning_fp8.modules.attention.sequences import Sequences
@@ -27,7 +27,7 @@ class DotProductAttention(CoreAttention):
     more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
     tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning say why.
 
-    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's rows beside it,
+    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's slots beside it,
     observed where tensors pass (``qkv``, ``o``, ``do``, ``dqkv``) and for checkpoints alone (``s``, ``dp``).
 
     Args:
@@ -113,7 +113,7 @@ class DotProductAttention(CoreAttention):
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
         self.reason = self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
-        self.use_history(AmaxHistory(self.history_rows()))
+        self.use_history(AmaxHistory(self.history_slots()))
 
     def forward(
         self,
@@ -227,7 +227,7 @@ class DotProductAttention(CoreAttention):
         )
         band = masks.band_of(mask_type, window, diagonal)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self.way_to_run(Call(sequences, band, extras), reason, q)
+        core = self.way_to_run(CoreCall(sequences, band, extras), reason, q)
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)

@@ -24,7 +24,7 @@ class Begun(NamedTuple):
 
     Attributes:
         cast: gets the copies, for all that read the result.
-        slots: the rows of the layer that reads it first.
+        slots: those of the layer that reads it first.
         observe: whether the cast feeds them.
     """
 

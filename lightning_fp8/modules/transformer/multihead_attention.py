@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from lightning_fp8.modules.transformer.inference import Batch
 from lightning_fp8.modules.transformer.projections import ProjectionRows
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.te.keys import split_or_joined
+from lightning_fp8.te.keys import projection_parameters
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _CALL_OF_CORE = (
@@ -269,23 +268,12 @@ class MultiheadAttention(nn.Module):
     def _head_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
-    def renamed(self, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of the child called ``projection`` as it names them, split or joined, their rows in its order.
-
-        Args:
-            values: by name, without prefix; what fits nothing stays as it is.
-        """
-        if (rows := self.projection_rows.get(projection)) is None:
-            return dict(values)
-        split = not self.fuse_qkv_params and projection != "query_layer"
-        return split_or_joined(values, replace(rows, interleaved=self.qkv_weight_interleaved), split)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
         for projection in self.projection_rows:
             start = f"{prefix}{projection}."
             values = {key.removeprefix(start): state_dict[key] for key in [*state_dict] if key.startswith(start)}
-            renamed = self.renamed(projection, values)
+            renamed = projection_parameters(self, projection, values)
             if renamed.keys() != values.keys():
                 for name in values:
                     del state_dict[start + name]

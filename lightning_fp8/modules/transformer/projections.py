@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class ProjectionRows:
     groups: int
     channels: int
     interleaved: bool
+
+    def with_order(self, interleaved: bool) -> ProjectionRows:
+        """The same rows in the order that ``interleaved`` says."""
+        return replace(self, interleaved=interleaved)
 
     @property
     def sizes(self) -> dict[str, int]:

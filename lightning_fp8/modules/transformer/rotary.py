@@ -161,9 +161,9 @@ def _angles_of_rows(
         _check_positions(freqs, rows)
         angle = freqs[:rows]  # [s, 1, 1, d]
     else:
-        first = start_positions.to(freqs.device)
-        _check_positions(freqs, rows + (int(first.max()) if len(first) else 0))
-        angle = freqs[torch.arange(rows, device=freqs.device)[:, None] + first, 0]  # [s, b, 1, d]
+        starts = start_positions.to(freqs.device)
+        _check_positions(freqs, rows + (int(starts.max()) if len(starts) else 0))
+        angle = freqs[torch.arange(rows, device=freqs.device)[:, None] + starts, 0]  # [s, b, 1, d]
     return angle if tensor_format == "sbhd" else angle.transpose(0, 1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cuda_kernels.host.launchers.attention_batch import BatchTables
 from lightning_fp8.ops.attention import cpu
 from lightning_fp8.ops.attention.casts import rows_of_mean
-from lightning_fp8.ops.attention.launches import Heads, Problem, chosen, require_operands, rows_on, visible
+from lightning_fp8.ops.attention.launches import Heads, LaunchedProblem, chosen, require_operands, rows_on, visible
 from lightning_fp8.ops.attention.schema import (
     AttentionCall,
     Backward,
@@ -59,7 +59,7 @@ def _forward_plan(
     q, k, v = (Heads.of(each, qkv_format, sequences) for each in (q_key, k_key, v_key))
     require_operands(q, k, v)
     plan = chosen("forward", device, q.head_dim)
-    problem = Problem.of(q, k, AttentionCall(*call_key[:2]), call_key[2] is not None)
+    problem = LaunchedProblem.of(q, k, AttentionCall(*call_key[:2]), call_key[2] is not None)
     return plan(device, problem, q, k, v)
 
 
@@ -70,7 +70,7 @@ def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows:
     do = Heads.of(do_key, qkv_format, sequences)
     keys = do.contiguous(qkv_format, heads, key_rows)
     plan = chosen("backward", device, do.head_dim)
-    problem = Problem.of(do, keys, AttentionCall(*call_key[:2]), call_key[2] is not None)
+    problem = LaunchedProblem.of(do, keys, AttentionCall(*call_key[:2]), call_key[2] is not None)
     return plan(device, problem, do, keys)
 
 

@@ -91,7 +91,7 @@ class Heads(NamedTuple):
         )
 
 
-class Problem(NamedTuple):
+class LaunchedProblem(NamedTuple):
     """What both passes compute with tensors of one key.
 
     Attributes:
@@ -109,7 +109,7 @@ class Problem(NamedTuple):
     ragged: bool
 
     @classmethod
-    def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> Problem:
+    def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
         """That of queries (or of the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = parse_attention_options(call.options_text)
         spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
@@ -172,7 +172,7 @@ class ForwardPlan:
         KernelError: a kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, device: torch.device, problem: Problem, q: Heads, k: Heads, v: Heads) -> None:
+    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
         self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
         self._casts = (
             q.cast(device, (True, False)),
@@ -208,7 +208,7 @@ class BackwardPlan:
         KernelError: a kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, device: torch.device, problem: Problem, do: Heads, k: Heads) -> None:
+    def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
         self._device, self._key_shape = device, _shape(k, problem.qkv_format)
         self._cast = do.cast(device, (True, True))
         self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)

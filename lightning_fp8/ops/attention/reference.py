@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import Codes, round_rows, round_rows_running
 from lightning_fp8.ops.attention.masks import Band, Lengths
-from lightning_fp8.ops.attention.tiles import Call
+from lightning_fp8.ops.attention.tiles import TiledCall
 from lightning_fp8.ops.core.bf16_products import bf16_products
 from lightning_fp8.ops.quantize.reference import decode, saturating_cast
 
@@ -71,7 +71,7 @@ def forward(
         is ``m ln(2) + ln(l)``; of the keys as they were cast, without their mean if they were centered. A row that
         sees no key, and padding, has ``o = 0``, ``m = -inf``, ``l = 0``.
     """
-    call = Call(q, k, softmax_scale, band, lengths)
+    call = TiledCall(q, k, softmax_scale, band, lengths)
     queries, keys, values = call.grouped(q.decode()), _flat(k.decode()), _flat(v.decode())
     score_of_row, score_of_key = call.grouped(q.by_row()) * call.c, _flat(k.scale_inv)
     value_scale = _flat(v.scale_inv)
@@ -117,7 +117,7 @@ def backward(
         ``dq [B, H, Lq, D]``, ``dk`` and ``dv [B, H / G, Lk, D]`` in ``dtype``. A row that sees no key has ``dq = 0``
         and adds nothing to the others; a key that no row sees has ``dk = dv = 0``.
     """
-    call = Call(q, k, softmax_scale, band, lengths)
+    call = TiledCall(q, k, softmax_scale, band, lengths)
     # 2**(score - total) is a probability; 0 where there is none
     total = torch.where(l == 0, torch.inf, m + torch.log2(l))
     # D = rowsum(P dP), of the same codes that dP multiplies: the rounding of dO would not cancel otherwise
@@ -127,7 +127,9 @@ def backward(
     return call.apart(dq).to(dtype), dk.view(k.data.shape).to(dtype), dv.view(v.data.shape).to(dtype)
 
 
-def _dq(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _dq(
+    call: TiledCall, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
     """dQ, and each row's sum of dS: what is missing in D for the rows of the exact gradient to sum to 0."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())
@@ -149,7 +151,9 @@ def _dq(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delt
     return dq.mul_(call.softmax_scale), rest
 
 
-def _dk_dv(call: Call, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _dk_dv(
+    call: TiledCall, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
     """dK and dV: the heads that share a key one after the other, the queries of each in tiles."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())

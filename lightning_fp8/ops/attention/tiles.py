@@ -21,7 +21,7 @@ ROWS = 128
 LOG2_E = math.log2(math.e)
 
 
-class Call:
+class TiledCall:
     """What one call of attention asks for: shapes, scale, mask.
 
     Attributes:

@@ -29,12 +29,12 @@ def is_aligned(layout: Layout, data: TensorKey, scale: TensorKey) -> bool:
         scale: the key of ``scale_inv``. MN-major scales of a block along K are contiguous and begin at multiples of 16
             bytes; K-major ones have contiguous rows; one scale for each row is contiguous.
     """
-    if not data.has_contiguous_rows or data.stride <= 0 or data.stride % ALIGNMENT or data.address:
+    if not data.has_contiguous_rows or data.stride <= 0 or data.stride % ALIGNMENT or data.misalignment:
         return False
     strides = scale.strides
     if layout.scale_major == "mn":
         bytes_per_line = strides[1] * layout.scale_dtype.itemsize
-        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale.address
+        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale.misalignment
     if layout.scales_along_k:
         return strides[1] == 1
     return layout.has_one_scale or strides[0] == 1 or data.rows == 1

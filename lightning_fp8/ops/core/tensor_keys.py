@@ -35,13 +35,13 @@ class TensorKey(NamedTuple):
     Attributes:
         dtype, shape, device: the tensor's.
         strides: in elements.
-        address: of the first element, modulo 16.
+        misalignment: bytes by which the first element lies behind a multiple of 16.
     """
 
     dtype: torch.dtype
     shape: Sequence[int]
     strides: Sequence[int]
-    address: int
+    misalignment: int
     device: torch.device
 
     @property
@@ -69,5 +69,5 @@ class TensorKey(NamedTuple):
         """
         item = self.dtype.itemsize
         alignment = alignment or elements * item
-        starts_aligned = self.stride * item % alignment == 0 and self.address % alignment == 0
+        starts_aligned = self.stride * item % alignment == 0 and self.misalignment % alignment == 0
         return starts_aligned and self.columns % elements == 0

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host import gemm_measurements, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned, warn_once
 from lightning_fp8.ops.core.registration import implement
@@ -83,11 +83,11 @@ def _plan_gemm(
         return _align_first
     bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
-    measured = gemm_selection.measured_on(launch.name_of(device))
-    plan = gemm_selection.choose_gemm(bound.problem, measured, backend)
-    if plan is Library.REFERENCE and kernels:
+    measured = gemm_measurements.measured_on(launch.name_of(device))
+    choice = gemm_selection.choose_gemm(bound.problem, measured, backend)
+    if choice is Library.REFERENCE and kernels:
         _warn_of_reference(device, layouts)
-    return build_gemm(bound, plan) if kernels or isinstance(plan, Library) else reference.gemm
+    return build_gemm(bound, choice) if kernels or isinstance(choice, Library) else reference.gemm
 
 
 _plan = planned(fallback=reference.gemm, without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)

@@ -16,15 +16,15 @@ from lightning_fp8.ops.gemm.problem import BoundGemm
 from lightning_fp8.ops.gemm.schema import Gemm, Operand
 
 
-def build_gemm(gemm: BoundGemm, plan: GemmChoice) -> Gemm:
-    """The function that computes ``gemm`` as planned.
+def build_gemm(gemm: BoundGemm, choice: GemmChoice) -> Gemm:
+    """The function that computes ``gemm`` by the kernel or library of ``choice``.
 
     Raises:
-        KernelError: a kernel of the plan cannot be made.
+        KernelError: the kernel cannot be compiled or loaded.
     """
-    if not isinstance(plan, Library):
-        return KernelGemm(gemm, plan).run
-    return ScaledMm(gemm.options_text, reference.gemm).run if plan is Library.CUBLASLT else reference.gemm
+    if not isinstance(choice, Library):
+        return KernelGemm(gemm, choice).run
+    return ScaledMm(gemm.options_text, reference.gemm).run if choice is Library.CUBLASLT else reference.gemm
 
 
 class KernelGemm:

@@ -32,7 +32,7 @@ OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...
 
 
 def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
-    """The key of an operand: ``tensor_key`` of ``data``, and the strides and address of ``scale``, in a plain tuple."""
+    """The key of an operand, a plain tuple: ``tensor_key`` of ``data``, strides and misalignment of ``scale``."""
     return (
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
     )  # fmt: skip
@@ -48,12 +48,12 @@ class GemmOperand(NamedTuple):
     @classmethod
     def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
         """The operand that :func:`operand_key` describes."""
-        dtype, shape, strides, address, scale_strides, scale_address = key
+        dtype, shape, strides, misalignment, scale_strides, scale_misalignment = key
         scale_shape = layout.scale_shape(*shape)
         return cls(
             layout,
-            TensorKey(dtype, shape, strides, address, device),
-            TensorKey(layout.scale_dtype, scale_shape, scale_strides, scale_address, device),
+            TensorKey(dtype, shape, strides, misalignment, device),
+            TensorKey(layout.scale_dtype, scale_shape, scale_strides, scale_misalignment, device),
         )
 
     @classmethod
@@ -137,11 +137,11 @@ def bind_gemm(
         promote=not options.fast_accum,
         amax=has_amax,
     )
-    stride, address = (b.rows, 0) if out is None else (out.stride, out.address)
+    stride, misalignment = (b.rows, 0) if out is None else (out.stride, out.misalignment)
     item = options.out_dtype.itemsize
-    aligned = stride * item % ALIGNMENT == 0 and address == 0
-    even = stride % 2 == b.rows % 2 == 0 and address % (2 * item) == 0
-    even = even and (bias is None or bias.address % 8 == 0) and b.scale.address % 8 == 0
+    aligned = stride * item % ALIGNMENT == 0 and misalignment == 0
+    even = stride % 2 == b.rows % 2 == 0 and misalignment % (2 * item) == 0
+    even = even and (bias is None or bias.misalignment % 8 == 0) and b.scale.misalignment % 8 == 0
     architecture = launch.architecture_of(device)
     problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
     return BoundGemm(device, problem, a, b, options_text, stride)

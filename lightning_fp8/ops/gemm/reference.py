@@ -76,7 +76,7 @@ def _factors(a: Operand, layout_a: Layout, b: Operand, layout_b: Layout) -> tupl
         return _scaled(decode(codes_a), scale_a, layout_a), _scaled(decode(codes_b), scale_b, layout_b), None
     if layout_a.has_one_scale and layout_b.has_one_scale:
         return decode(codes_a), decode(codes_b), scale_a * scale_b
-    if is_cuda and layout_a is Layout.ROW and layout_b is Layout.ROW:
+    if is_cuda and layout_a.has_one_scale_per_row and layout_b.has_one_scale_per_row:
         return decode(codes_a), decode(codes_b), scale_a * scale_b.t()
     left = _scaled(decode(codes_a).float(), scale_a, layout_a)
     return left, _scaled(decode(codes_b).float(), scale_b, layout_b), None

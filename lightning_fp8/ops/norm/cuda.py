@@ -48,15 +48,15 @@ def _plan(
     device: torch.device,
     x_key: PlainKey,
     weight_dtype: torch.dtype,
-    parameters_address: int,
+    parameters_misalignment: int,
     has_bias: bool,
     options_text: str,
     *given: Any,
 ) -> Callable[..., Results]:
-    """Plan for x, and for parameters whose addresses, modulo 16, have the bitwise OR ``parameters_address``."""
+    """Plan for x, and for parameters; ``parameters_misalignment``: the bitwise OR of theirs."""
     x = TensorKey(*x_key, device)
-    x = x._replace(address=x.address | parameters_address)
-    weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.address, device)
+    x = x._replace(misalignment=x.misalignment | parameters_misalignment)
+    weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.misalignment, device)
     check_parameters(x.shape[1:], device, weight)
     variant = cast_variant(device, options_text, *given)
     check_not_empty(x.shape)

@@ -93,13 +93,13 @@ def _plan(
     x_key: PlainKey,
     dy_key: PlainKey,
     weight_dtype: torch.dtype,
-    weight_address: int,
+    weight_misalignment: int,
     options_text: str,
 ) -> Callable[..., Gradients]:
     x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
-    address = x.address | dy.address | weight_address
-    x, dy = x._replace(address=address), dy._replace(address=address)
-    weight = TensorKey(weight_dtype, x.shape[1:], (1,), address, device)
+    misalignment = x.misalignment | dy.misalignment | weight_misalignment
+    x, dy = x._replace(misalignment=misalignment), dy._replace(misalignment=misalignment)
+    weight = TensorKey(weight_dtype, x.shape[1:], (1,), misalignment, device)
     check_parameters(x.shape[1:], device, weight)
     require("dy", dy, HIGH_PRECISION, x.shape, device)
     check_not_empty(x.shape)

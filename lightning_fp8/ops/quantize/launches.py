@@ -175,7 +175,6 @@ class RowCast(CastLaunches):
         num_amaxes = self.rows + self.columns
         self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), tile.tiles(self.rows, self.columns))
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
-        self._column_offset = 4 * self.rows
         self._zero = launch.zeroing(self.device, num_amaxes)
         kernel = quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts)
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
@@ -185,12 +184,11 @@ class RowCast(CastLaunches):
         overflow_counts = io[2]
         outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
         amaxes = self._new_amaxes()
-        row_amax_ptr = pointer(amaxes)
-        col_amax_ptr = amaxes.data_ptr() + self._column_offset
-        self._zero(row_amax_ptr)
-        self._find_amaxes(*loader_args, row_amax_ptr, col_amax_ptr)
+        amaxes_ptr = pointer(amaxes)
+        self._zero(amaxes_ptr)
+        self._find_amaxes(*loader_args, amaxes_ptr)
         self._store(
-            *(store_args or loader_args), row_amax_ptr, col_amax_ptr,
+            *(store_args or loader_args), amaxes_ptr,
             0 if overflow_counts is None else pointer(overflow_counts),
             pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
         )  # fmt: skip

@@ -21,16 +21,16 @@ def update_scales(
     margin: float,
     algorithm: AmaxAlgorithm,
 ) -> None:
-    """The delayed-scaling update of all rows: push ``amax`` into ``amax_history``, compute ``scale``, zero ``amax``.
+    """The delayed-scaling update of all tensors: push ``amax`` into ``amax_history``, compute ``scale``, zero ``amax``.
 
     Args:
         amax: float32 ``[n]``.
-        amax_history: float32 ``[len, n]``, oldest first; its first row is 0 between updates, as in Transformer
+        amax_history: float32 ``[len, n]``, oldest first; its first step is 0 between updates, as in Transformer
             Engine.
         scale: float32 ``[n]``.
-        fp8_max: float32 ``[n]``, the largest value of each row's format.
+        fp8_max: float32 ``[n]``, the largest value of each tensor's format.
         margin: binary digits of head room.
-        algorithm: ``"max"`` of the history or its ``"most_recent"`` row.
+        algorithm: ``"max"`` of the history or its ``"most_recent"`` step.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype or shape, or elsewhere; another algorithm, or no such margin.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cuda_kernels.casts.update_scales import COLUMNS, update_scales_kernel
+from cuda_kernels.casts.update_scales import SLOTS, update_scales_kernel
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.checks import CheckedAddresses
@@ -31,7 +31,7 @@ def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algo
     check_not_empty(amax_history)
     length, n = amax_history if len(amax_history) == 2 else (0, 0)
     kernel = update_scales_kernel(algorithm == "most_recent")
-    start = launch.Launch(kernel, ceil_div(n, COLUMNS), (2.0**-margin, length, n), device).start
+    start = launch.Launch(kernel, ceil_div(n, SLOTS), (2.0**-margin, length, n), device).start
     pointer = launch.address_on(device)
     checked = CheckedAddresses(device)
 

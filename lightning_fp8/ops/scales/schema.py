@@ -21,18 +21,18 @@ def _update_scales(*args: object) -> None:
 
 
 def check_update(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
-    """Check what an update takes: float32 ``[n]``, and a history ``[len, n]`` with at least one row, on one device.
+    """Check what an update takes: float32 ``[n]``, and a history ``[len, n]`` of at least one step, on one device.
 
     Raises:
         TypeError, ValueError: as :func:`require`; a tensor is not contiguous.
     """
-    num_rows = amax.numel()
+    num_slots = amax.numel()
     length = amax_history.shape[0] if amax_history.dim() else 1
     for name, tensor, shape in (
-        ("amax", amax, (num_rows,)),
-        ("amax_history", amax_history, (max(length, 1), num_rows)),
-        ("scale", scale, (num_rows,)),
-        ("fp8_max", fp8_max, (num_rows,)),
+        ("amax", amax, (num_slots,)),
+        ("amax_history", amax_history, (max(length, 1), num_slots)),
+        ("scale", scale, (num_slots,)),
+        ("fp8_max", fp8_max, (num_slots,)),
     ):
         require_contiguous(name, tensor)
         require(name, tensor, torch.float32, shape, amax.device)

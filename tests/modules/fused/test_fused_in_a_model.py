@@ -220,7 +220,7 @@ def test_a_state_of_another_module_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"mlp\._extra_state: its FP8 state has no column"):
         model.load_state_dict(wrong)
     report = load_te_state_dict(model, wrong)
-    assert "LayerNormMLP has no rows for its 1 GEMMs" in str(report)
+    assert "LayerNormMLP has no slots for its 1 GEMMs" in str(report)
     assert len(columns["names"]) == 9
 
 

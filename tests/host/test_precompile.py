@@ -18,7 +18,7 @@ from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import Build, compile_ahead, missing
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.emulated import needs_compilers
-from tests.host.test_gemm_config import LLAMA
+from tests.host.test_gemm_selection import LLAMA
 
 
 @cache
@@ -26,7 +26,7 @@ def broken_kernel() -> Kernel:
     def broken() -> None:
         no_such_name()  # type: ignore[name-defined]  # noqa: F821
 
-    return Kernel("broken", broken, (), 32)
+    return Kernel("broken", broken, {}, 32)
 
 
 @needs_compilers

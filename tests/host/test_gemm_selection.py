@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
-from cuda_kernels.host import cache_folder, gemm_configs, gemm_selection
+from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
-from cuda_kernels.host.gemm_selection import Measurement, choose_gemm, from_json, measured_on, save
+from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
+from cuda_kernels.host.gemm_selection import choose_gemm
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.quantize import reference
@@ -54,55 +55,55 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
     found, product = legal_choices(problem), problem.spec
     assert found[-1] is Library.REFERENCE
     assert len(set(found)) == len(found)
-    for plan in found:
-        if isinstance(plan, GemmConfig):
+    for choice in found:
+        if isinstance(choice, GemmConfig):
             assert problem.architecture == "90a"
-            assert shared_bytes(plan, product) <= 227 * 1024
-            assert 4 <= plan.stages <= 8
+            assert shared_bytes(choice, product) <= 227 * 1024
+            assert 4 <= choice.stages <= 8
             # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'.
-            assert 128 * (224 * plan.mma_warpgroups + 56) <= 65536
-            part = plan.tile_n // 2 if product.promote else 0
-            assert plan.waves * plan.tile_n // 2 + part <= 192
-            assert plan.tile_n % 8 == 0 and plan.tile_n <= 256  # noqa: PT018  (wgmma's n)
+            assert 128 * (224 * choice.mma_warpgroups + 56) <= 65536
+            part = choice.tile_n // 2 if product.promote else 0
+            assert choice.waves * choice.tile_n // 2 + part <= 192
+            assert choice.tile_n % 8 == 0 and choice.tile_n <= 256  # noqa: PT018  (wgmma's n)
             # Copies: boxes of at most 256 rows, and what a block of a cluster loads for both is whole groups of 8 rows.
-            assert max(plan.tile_m, plan.tile_n) <= 256
+            assert max(choice.tile_m, choice.tile_n) <= 256
             # Swizzled places begin at multiples of 1024 bytes, scales that are copied at multiples of 128.
             assert (
-                plan.tile_m * 128 % 1024
-                == plan.tile_n * 128 % 1024
-                == 4 * plan.tile_m % 128
-                == 4 * plan.tile_n % 128
+                choice.tile_m * 128 % 1024
+                == choice.tile_n * 128 % 1024
+                == 4 * choice.tile_m % 128
+                == 4 * choice.tile_n % 128
                 == 0
             )
-            assert (plan.tile_m if plan.multicast_a else plan.tile_n) // plan.cluster % 8 == 0
-            assert problem.aligned or not plan.smem_epilogue
-            assert problem.even or not plan.even
+            assert (choice.tile_m if choice.multicast_a else choice.tile_n) // choice.cluster % 8 == 0
+            assert problem.aligned or not choice.smem_epilogue
+            assert problem.even or not choice.even
             if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
-                assert all(-(-(j + 1) * plan.tile_n // 128) - j * plan.tile_n // 128 <= 2 for j in range(128))
+                assert all(-(-(j + 1) * choice.tile_n // 128) - j * choice.tile_n // 128 <= 2 for j in range(128))
             # Where each step's sums are added, those who take turns would all wait.
-            assert not plan.pingpong or not (product.promote or product.scaling.along_k)
-            assert plan.cluster <= problem.multiprocessors
-            assert plan.mma_warpgroups == 2 or not plan.pingpong
-        elif isinstance(plan, MmaConfig):
+            assert not choice.pingpong or not (product.promote or product.scaling.along_k)
+            assert choice.cluster <= problem.multiprocessors
+            assert choice.mma_warpgroups == 2 or not choice.pingpong
+        elif isinstance(choice, MmaConfig):
             assert problem.architecture in ("89", "120")
-            scales = plan.tile_m * product.scaling.along_k + plan.tile_n * (
+            scales = choice.tile_m * product.scaling.along_k + choice.tile_n * (
                 product.scaling is Scaling.BLOCK_1X128_1X128
             )
-            assert plan.stages * (128 * (plan.tile_m + plan.tile_n) + 4 * scales) <= 99 * 1024
-            assert problem.even or not plan.even
-        elif plan is Library.CUBLASLT:
+            assert choice.stages * (128 * (choice.tile_m + choice.tile_n) + 4 * scales) <= 99 * 1024
+            assert problem.even or not choice.even
+        elif choice is Library.CUBLASLT:
             assert problem.n % 16 == problem.k % 16 == 0
             assert product.scaling in (Scaling.TENSOR, Scaling.ROW)
 
 
 @given(problem=PROBLEMS, backend=st.sampled_from([None, "numba", "cublaslt"]))
 def test_every_problem_has_a_choice(problem: GemmProblem, backend: str | None) -> None:
-    plan = choose_gemm(problem, backend=backend)
-    assert plan in legal_choices(problem)
+    choice = choose_gemm(problem, backend=backend)
+    assert choice in legal_choices(problem)
     if problem.architecture in ("89", "90a", "120") and backend == "numba":
-        assert not isinstance(plan, Library)
+        assert not isinstance(choice, Library)
     if backend == "cublaslt" and gemm_configs.cublaslt_takes(problem):
-        assert plan is Library.CUBLASLT
+        assert choice is Library.CUBLASLT
 
 
 LLAMA = GemmProblem(
@@ -165,7 +166,9 @@ def test_unknown_backend() -> None:
 def test_what_was_measured_is_taken() -> None:
     """For the same product and sizes that are near; libraries only where nobody names another backend."""
     tile, other, *_ = (
-        plan for plan in legal_choices(LLAMA) if isinstance(plan, GemmConfig) and plan.tile_n == 128 and plan.waves == 1
+        choice
+        for choice in legal_choices(LLAMA)
+        if isinstance(choice, GemmConfig) and choice.tile_n == 128 and choice.waves == 1
     )
     name = str(LLAMA.spec)
     near, far = Measurement(name, (6000, 4096, 4096), tile), Measurement(name, (64, 4096, 4096), other)
@@ -182,8 +185,8 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path))
     measured_on.cache_clear()
     kept: list[Measurement] = [
-        Measurement("one", (1, 2, 3), plan)
-        for plan in (GemmConfig(2, 1, 128, 4), MmaConfig(128, 128, 3), Library.CUBLASLT)
+        Measurement("one", (1, 2, 3), choice)
+        for choice in (GemmConfig(2, 1, 128, 4), MmaConfig(128, 128, 3), Library.CUBLASLT)
     ]
     for each in kept:  # the newest of a problem counts
         path = save("A Card (80 GB)", [each, Measurement("two", (4, 5, 6), Library.REFERENCE)])
@@ -202,13 +205,13 @@ def test_measurements_are_read_by_the_names_of_before() -> None:
     hopper |= {"staged": True, "even": False, "alternate": True}
     former = {"kind": "Tile", **hopper}, {"kind": "MmaTile", "rows": 64, "columns": 32, "stages": 3, "even": True}
     choices = GemmConfig(2, 1, 128, 4, 2, True, 1, True, False, True), MmaConfig(64, 32, 3, True), Library.REFERENCE
-    for plan, choice in zip((*former, "bf16"), choices):
+    for saved, choice in zip((*former, "bf16"), choices):
         measured = Measurement("e4m3 e4m3 tensor bfloat16", (1, 2, 3), choice)
-        assert from_json({"product": measured.gemm, "sizes": [1, 2, 3], "plan": plan}) == measured
-        entry = json.loads(json.dumps(gemm_selection.to_json(measured)))
+        assert from_json({"product": measured.gemm, "sizes": [1, 2, 3], "plan": saved}) == measured
+        entry = json.loads(json.dumps(gemm_measurements.to_json(measured)))
         assert from_json(entry) == measured
         assert "plan" not in entry
-    assert gemm_selection.to_json(Measurement("one", (1, 2, 3), choices[1]))["choice"] == {
+    assert gemm_measurements.to_json(Measurement("one", (1, 2, 3), choices[1]))["choice"] == {
         "kind": "MmaConfig", "tile_m": 64, "tile_n": 32, "stages": 3, "even": True
     }  # fmt: skip
 

@@ -1,0 +1,131 @@
+"""Measurements of GEMMs: which kernel and tile, or library, computed one fastest, and the files that keep them.
+
+A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file is in the
+folder of compiled kernels. Files that ship with the package, which ``benchmarks/choice.py`` writes, are in ``measured``
+here; there is none yet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
+from cuda_kernels.host.cache_folder import cache_folder, write_whole
+from cuda_kernels.host.gemm_configs import GemmChoice, Library
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A GEMM, and the kernel or library that computed it fastest.
+
+    Attributes:
+        gemm: ``str`` of its :class:`GemmSpec`.
+        sizes: m, n and k.
+    """
+
+    gemm: str
+    sizes: tuple[int, int, int]
+    choice: GemmChoice
+
+
+def user_file(card: str) -> Path:
+    """The file of the user's measurements on the GPU named ``card``."""
+    return cache_folder() / f"gemm-{_slug(card)}.json"
+
+
+def shipped_file(card: str) -> Path:
+    """The file of measurements on the GPU named ``card`` that ships with the package."""
+    return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
+
+
+def _slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+@cache
+def measured_on(card: str) -> tuple[Measurement, ...]:
+    """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
+    return *_load_measurements(user_file(card)), *_load_measurements(shipped_file(card))
+
+
+def _load_measurements(path: Path) -> list[Measurement]:
+    try:
+        return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def save(card: str, measured: Iterable[Measurement]) -> Path:
+    """Add measurements to the user's file, in place of older ones of the same problem.
+
+    Plans that were made before stand until whoever calls this clears their cache.
+    """
+    path = user_file(card)
+    merged = {(each.gemm, each.sizes): each for each in (*_load_measurements(path), *measured)}
+    write_whole(path, json.dumps(document(card, merged.values()), indent=1).encode())
+    measured_on.cache_clear()
+    return path
+
+
+def document(card: str, measured: Iterable[Measurement]) -> dict[str, Any]:
+    """The contents of a file of measurements."""
+    return {"card": card, "measured": [to_json(each) for each in measured]}
+
+
+_CONFIGS = {"GemmConfig": GemmConfig, "MmaConfig": MmaConfig}
+
+
+def to_json(measured: Measurement) -> dict[str, Any]:
+    """One entry of a file: a config by its class and its fields, a library by its value."""
+    choice = measured.choice
+    described: Any = choice.value if isinstance(choice, Library) else {"kind": type(choice).__name__} | asdict(choice)
+    return {"gemm": measured.gemm, "sizes": list(measured.sizes), "choice": described}
+
+
+def from_json(entry: dict[str, Any]) -> Measurement:
+    """Read an entry of a file, also with the names of fields that files had before.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    if "plan" in entry:
+        entry = _with_names_of_today(entry)
+    described = entry["choice"]
+    choice: GemmChoice
+    if isinstance(described, dict):
+        fields = {name: value for name, value in described.items() if name != "kind"}
+        choice = _CONFIGS[described["kind"]](**fields)
+    else:
+        choice = Library(described)
+    m, n, k = (int(size) for size in entry["sizes"])
+    return Measurement(str(entry["gemm"]), (m, n, k), choice)
+
+
+_FORMER_KINDS = {"Tile": "GemmConfig", "MmaTile": "MmaConfig"}
+_FORMER_FIELDS = {
+    "GemmConfig": {
+        "groups": "mma_warpgroups",
+        "columns": "tile_n",
+        "shares_a": "multicast_a",
+        "buffers": "epi_stages",
+        "staged": "smem_epilogue",
+        "alternate": "pingpong",
+    },
+    "MmaConfig": {"rows": "tile_m", "columns": "tile_n"},
+}
+"""Names in files written before these had the names of fields."""
+
+
+def _with_names_of_today(entry: dict[str, Any]) -> dict[str, Any]:
+    described = entry["plan"]
+    if isinstance(described, dict):
+        kind = _FORMER_KINDS[described["kind"]]
+        names = _FORMER_FIELDS[kind] | {"kind": "kind"}
+        described = {names.get(name, name): value for name, value in described.items()} | {"kind": kind}
+    return {"gemm": entry["product"], "sizes": entry["sizes"], "choice": described}
