@@ -16,7 +16,7 @@ the tensor cores are slow enough here for the additions to cost no time of their
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,24 +77,15 @@ RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("d
 """What the launches for dK and dV make, by channels of a head."""
 
 
-class QueryStatistics(NamedTuple):
-    """Device functions over the statistics of a tile of queries that lie in a stage of shared memory.
-
-    Attributes:
-        copy: ``(smem, stage, statistics, head, rows_q, query)``: starts to copy them, from packed row ``query`` on.
-        address: ``(smem, stage, which, query)``: where one of query number ``query`` of the tile lies.
-        two_of_d: ``(smem, stage)``: D of two of the tile's queries added up; the lanes have all. It is NaN for a query
-            whose dO has NaN.
-    """
-
-    copy: Any
-    address: Any
-    two_of_d: Any
-
-
 @cache
-def make_query_statistics(offset: int) -> QueryStatistics:
-    """``offset``: of the first stage's in shared memory."""
+def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
+    """Device functions over the statistics of a tile of queries that lie in a stage, ``offset`` bytes on in the first.
+
+    The first, ``(smem, stage, statistics, head, rows_q, query)``, starts to copy them, from packed row ``query`` on.
+    The second, ``(smem, stage, which, query)``, is the address of one of query number ``query`` of the tile. The third,
+    ``(smem, stage)``, is D of two of the tile's queries added up; the lanes have all. It is NaN for a query whose dO
+    has NaN.
+    """
 
     @device
     def place(stage, which, query):
@@ -117,7 +108,7 @@ def make_query_statistics(offset: int) -> QueryStatistics:
         first = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
         return first + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
 
-    return QueryStatistics(copy, address, two_of_d)
+    return copy, address, two_of_d
 
 
 @cache
@@ -298,7 +289,7 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
 
     if start + _AT_ONCE == QUERIES:
         return some
-    others = make_gradients(spec, v_offset, start + _AT_ONCE)
+    others = make_gradients(spec, v_offset=v_offset, start=start + _AT_ONCE)
 
     @device
     def gradients(p, a, b, factor, delta):

@@ -74,14 +74,13 @@ def mma_attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"
 
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
-        queries = tile[TILE_OTHERS]
         first, last, whole_first, whole_last = visited_tiles(tile)
-        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + ring + place_in_b(lane))
         sums, limits = zero_sums(), (START, START)
-        here, end = i32(0), i32(first_head + group)
+        here, queries, end = i32(0), tile[TILE_OTHERS], i32(first_head + group)
         if first < last:
             copy_q(smem, smem + ring, addresses, rows_q, first_head, queries + first * QUERIES)
         cp_async_commit()

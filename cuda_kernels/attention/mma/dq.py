@@ -65,12 +65,9 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     assert spec.panels == 1, "there are no registers for sums of more channels"
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
-    num_registers = ROWS // 2
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     gradients_of, add_product = _make_gradients(spec.k_steps), make_add_product(head_dim, ROWS // STEP)
-    amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
-    codes_of = make_row_codes(num_registers)
-    zero_sums = zeros(head_dim // 2)
+    rounded, zero_sums = make_rounded(ROWS // 2), zeros(head_dim // 2)
 
     @device
     def copy_keys(smem, k, v, j):
@@ -108,11 +105,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 (total, total_below, delta, delta_below),
                 partial, visible, i32(j * ROWS),
             )  # fmt: skip
-            more, more_below = sum_of(ds)
-            rest, rest_below = rest + more, rest_below + more_below
-            amax, amax_below = amax_of(ds)
-            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
-            words = codes_of(ds, scale, scale_below)
+            words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with K and V
             if j + 1 < last:
@@ -177,6 +170,27 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         **typed(i64, "stride_b stride_l stride_h"),
     }
     return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, shared_bytes)
+
+
+@cache
+def make_rounded(num_registers: int) -> Any:
+    """A device function ``(ds, rest, rest_below) -> words, unit, unit_below, rest, rest_below`` of so many registers.
+
+    ``words``: codes of dS, an operand A; ``unit``, ``unit_below``: what code 1 of both rows stands for; ``rest``,
+    ``rest_below``: sums of the rows in this thread's columns, to which these are added.
+    """
+    amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
+    codes_of = make_row_codes(num_registers)
+
+    @device
+    def rounded(ds, rest, rest_below):
+        more, more_below = sum_of(ds)
+        rest, rest_below = rest + more, rest_below + more_below
+        amax, amax_below = amax_of(ds)
+        scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+        return codes_of(ds, scale, scale_below), unit, unit_below, rest, rest_below
+
+    return rounded
 
 
 @cache

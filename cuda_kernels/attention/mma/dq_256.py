@@ -12,14 +12,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.attention.mma.dq import KEYS, dq_pass, make_gradients_of
+from cuda_kernels.attention.mma.dq import KEYS, dq_pass, make_gradients_of, make_rounded
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
 from cuda_kernels.attention.mma.results import own_place
-from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import visible_columns, visited_tiles
-from cuda_kernels.device.fragments import rows_amax, rows_sum, zeros
+from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, load_f32
 from cuda_kernels.kernel import Kernel
@@ -37,7 +36,6 @@ def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
     """
     head_dim, panels = spec.head_dim, spec.panels
     do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
-    num_registers = ROWS // 2
     copy_rows, copy_some, copy_columns = (
         make_row_copy(ROWS, head_dim),
         make_row_copy(KEYS, head_dim),
@@ -45,8 +43,7 @@ def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
     )
     product = make_product(KEYS, spec.k_steps, panels=panels, panel_rows=KEYS)
     add_product = make_add_product(CHANNELS, ROWS // STEP)
-    amax_of, sum_of, codes_of = rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers)
-    zero_sums = zeros(CHANNELS // 2)
+    rounded, zero_sums = make_rounded(ROWS // 2), zeros(CHANNELS // 2)
 
     @device
     def copy_keys(stage, operands, tile_key, key):
@@ -94,7 +91,6 @@ def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
     def attend(smem, tile, operands, row_terms, scales, left, right):
         scale_k, scale_v = scales
         first, last, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -112,16 +108,10 @@ def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
             key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
             partial = j < whole_first or j >= whole_last
             ds = gradients_of(
-                ring_of, stage, operands, in_a,
-                (query_factor, key_scale, gradient_scale, value_scale),
-                (total, total_below, delta, delta_below),
+                ring_of, stage, operands, in_a, (row_terms[0], key_scale, row_terms[1], value_scale), row_terms[2:],
                 partial, visible, i32(j * ROWS),
             )  # fmt: skip
-            more, more_below = sum_of(ds)
-            rest, rest_below = rest + more, rest_below + more_below
-            amax, amax_below = amax_of(ds)
-            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
-            words = codes_of(ds, scale, scale_below)
+            words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with the last keys
             shared, in_b = ring_of
