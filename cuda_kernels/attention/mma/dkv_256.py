@@ -48,7 +48,7 @@ _ZERO = np.float32(0)
 
 
 @cache
-def mma_attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
+def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
     """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dkv.mma_attention_dkv_kernel`; a tile of a head has two

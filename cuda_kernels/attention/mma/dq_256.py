@@ -28,7 +28,7 @@ _STAGE = CHANNELS * LINE
 
 
 @cache
-def mma_attention_dq_256_kernel(spec: AttentionSpec) -> Kernel:
+def make_wide_dq(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dq.mma_attention_dq_kernel`; a tile of a head has two

@@ -13,9 +13,9 @@ from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.mma.dkv import RESULTS, mma_attention_dkv_kernel
-from cuda_kernels.attention.mma.dkv_256 import mma_attention_dkv_256_kernel
+from cuda_kernels.attention.mma.dkv_256 import make_wide_dkv
 from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
-from cuda_kernels.attention.mma.dq_256 import mma_attention_dq_256_kernel
+from cuda_kernels.attention.mma.dq_256 import make_wide_dq
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, address_on, architecture_of
@@ -38,7 +38,7 @@ def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
     """dQ, as :func:`forward_kernels` is the forward pass."""
     if not _multiplies_in_warps(device):
         return attention_dq_kernel(spec)
-    return mma_attention_dq_kernel(spec) if spec.panels == 1 else mma_attention_dq_256_kernel(spec)
+    return mma_attention_dq_kernel(spec) if spec.panels == 1 else make_wide_dq(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
@@ -49,7 +49,7 @@ def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[K
     if _multiplies_in_warps(device):
         if spec.panels == 1:
             return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
-        return [mma_attention_dkv_256_kernel(spec, "dv"), mma_attention_dkv_256_kernel(spec, "dk")]
+        return [make_wide_dkv(spec, "dv"), make_wide_dkv(spec, "dk")]
     if spec.panels == 1:
         return [attention_dkv_kernel(spec, flush)]
     return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]
