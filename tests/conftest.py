@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
+    """No test knows what others drew, or were warned of."""
+    from lightning_fp8.modules.attention.arguments import forget_what_was_told
+
     torch.manual_seed(0)
+    forget_what_was_told()
 
 
 @pytest.fixture

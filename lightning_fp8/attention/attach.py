@@ -12,6 +12,7 @@ from torch import nn
 from lightning_fp8 import autocast
 from lightning_fp8.attention import owners, sdpa
 from lightning_fp8.attention.owners import Owner
+from lightning_fp8.modules.attention.arguments import forget_what_was_told
 
 
 class AttentionPlace(NamedTuple):
@@ -60,6 +61,7 @@ def attach(model: nn.Module) -> None:
         if is_attached(model):
             return
         owners.forget_what_was_said()
+        forget_what_was_told()
         undo: list[Callable[[], None]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)

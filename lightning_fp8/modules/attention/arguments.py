@@ -108,10 +108,20 @@ def check_layer_number(layer_number: Any) -> None:
         raise ValueError(f"layer_number={layer_number!r} must be a positive integer, the first layer's 1, or None")
 
 
+_told: set[str] = set()
+
+
 @torch.compiler.assume_constant_result
 def tell(text: str) -> None:
-    """Warn, also while torch.compile traces."""
-    warnings.warn(text, UserWarning, stacklevel=4)
+    """Warn, also while torch.compile traces; of each ``text`` once, until :func:`forget_what_was_told`."""
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def forget_what_was_told() -> None:
+    """Tell it all again, of another model."""
+    _told.clear()
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
