@@ -91,9 +91,13 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 class PlannedAttention(NamedTuple):
-    """What the table says of a module that computes attention, and how it is reached; None needs no reaching."""
+    """What the table says of a module that computes attention, and how it is reached; None needs no reaching.
+
+    ``follows`` says whether it follows FP8 contexts: what cannot train in FP8 may still be evaluated in it.
+    """
 
     decision: LayerDecision
+    follows: bool
     place: AttentionPlace | None
 
 
@@ -109,9 +113,11 @@ def plan_attention(
         kept = (
             "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
         )
-        reason = kept or reason_for_bf16(name) or why
+        decided = kept or reason_for_bf16(name) or why
+        reason = decided or _why_not_in_training(module, how)
         decision = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
-        planned.append(PlannedAttention(decision, None if how == OUR else AttentionPlace(raw_name, not reason, config)))
+        place = None if how == OUR else AttentionPlace(raw_name, not decided, config)
+        planned.append(PlannedAttention(decision, not decided, place))
     return planned
 
 
@@ -125,6 +131,17 @@ def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[st
 def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:
     """The place of the block that holds the module called ``name``."""
     return next((place for block, place in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+
+
+def _why_not_in_training(module: nn.Module, how: str) -> str:
+    """Why training steps of the module, as it is, do not run in FP8; empty where only its calls can tell."""
+    if isinstance(module, DotProductAttention):
+        return module.why_not_in_training()
+    name = "dropout" if isinstance(module, nn.MultiheadAttention) else "attention_dropout"
+    dropout = getattr(module, name, 0.0) if how == HF or name == "dropout" else 0.0
+    if isinstance(dropout, (int, float)) and dropout > 0:
+        return f"its dropout is {dropout:g} in training; set it to 0"
+    return ""
 
 
 def _reached(modules: dict[str, Any], name: str, module: nn.Module, how: str) -> tuple[Any, str]:

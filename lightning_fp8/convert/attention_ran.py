@@ -30,6 +30,8 @@ def judged(
         otherwise: what to say where nothing was called, or outside FP8 contexts: see ``first_step``.
     """
     fp8, high_precision, evaluations = counts
+    if not layer.fp8:  # as its module was then
+        return replace(layer, fp8=True, ran=True, reason="eligible") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"

@@ -95,7 +95,7 @@ class FirstStep:
         self._attentions = {
             layer.name: owner
             for layer in summary.layers
-            if layer.kind == ATTENTION and (owner := owner_of(self._modules.get(layer.name))) is not None
+            if layer.kind == ATTENTION and layer.fp8 and (owner := owner_of(self._modules.get(layer.name))) is not None
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
@@ -233,7 +233,7 @@ class FirstStep:
     def _judged(self, layer: LayerDecision) -> LayerDecision:
         owner = self._owner(layer)
         module = self._modules.get(owner)
-        if layer.fp8 and layer.kind == ATTENTION:
+        if layer.kind == ATTENTION:
             return self._judged_attention(layer, module)
         if not layer.fp8 or not isinstance(module, LinearLayer):
             return layer
