@@ -116,6 +116,22 @@ def test_what_is_kept_takes_at_most_65_percent_of_bf16(qkv_format: str, channels
         assert ours <= 0.65 * of_torch
 
 
+@pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 1, 128), (8, 2, 64), (16, 1, 128)])
+def test_what_is_kept_with_shared_keys(heads: int, groups: int, channels: int) -> None:
+    """A byte for each element of Q, K and V, two of O, 8 for each row of a head, and a scale for 128 rows: up to 3 / 4
+    of BF16's, since O and Q are most of it.
+    """
+    q, k, v = (
+        laid_out(each, "bshd").requires_grad_() for each in drawn_batch([(384, 384)] * 2, heads, groups, channels)[:3]
+    )
+    ours = kept_bytes(lambda: fp8_attention(q, k, v, band=CAUSAL))
+    of_o, of_codes = (2 * heads * channels, (heads + 2 * groups) * channels)
+    rows, scales = (2 * 384, 4 * (heads + 2 * groups) * 2 * 384 // 128)
+    assert ours <= rows * (of_o + of_codes + 8 * heads) + scales
+    bf16 = rows * (of_o + 2 * of_codes + 4 * heads)  # and the sum of exponentials
+    assert (heads, groups) != (4, 1) or round(100 * ours / bf16) == 71, "docs/attention.md says so"
+
+
 def test_gradients_are_the_slopes_of_the_unquantized_formula() -> None:
     """Along each gradient the loss ``<do, o>`` changes by the gradient's length: central differences in float64."""
     x = drawn(2, 1, 96, 160)
