@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fp8 import TransformerLayer, fp8_autocast
+from lightning_fp8 import DotProductAttention, TransformerLayer, fp8_autocast
+from lightning_fp8.recipes import RECIPES
 from tests.transformer.layer_cases import CASES, batch_of, exact, layer_of, options_of, ran
 from tests.transformer.layer_reference import Options
 
@@ -55,6 +56,51 @@ def test_in_fp8_within_the_formats_rounding(index: int, recipe: str) -> None:
     layer.zero_grad()
     plain = ran(layer, batch, dys, qkv_format)
     assert not torch.equal(plain["output"], found["output"])
+
+
+E4M3, E5M2 = 0.0265, 0.053
+"""Relative rounding errors, root mean square: steps of 1 / 8 and 1 / 4 over ``sqrt(12)``, for mantissas of 1 to 2."""
+
+
+def expected_error(layer: TransformerLayer, attentions: list[int], gradients: float) -> float:
+    """Of the deepest gradient, by variances that add: each product rounds two operands, forward and backward.
+
+    Products of one after the other: QKV, projection, FC1 and FC2, cross attention's queries and projection, and two of
+    each attention in FP8. Backward one operand of each is a gradient.
+    """
+    products = (4 if layer.layer_type == "encoder" else 6) + 2 * sum(attentions)
+    return (products * (2 * E4M3**2 + E4M3**2 + gradients**2)) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore:DotProductAttention runs in high precision")
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_all_options_in_pairs_in_fp8(index: int) -> None:
+    """Every error is at most 1.5 times the expected one, and twice it of a head's few channels, whose norms scatter.
+
+    Errors do not cancel where a gradient's terms do, so that they are measured by what the gradient has where the rows
+    of the output's gradient have random signs. A bias of keys has none at all, and is measured by that of queries.
+    """
+    case, (qkv_format, mask) = CASES[index], CASES[index]["layout"]
+    recipe = list(RECIPES)[index % len(RECIPES)]
+    o = options_of(case)
+    layer, batch = layer_of(o, qkv_format, case["bias"]), batch_of(o, qkv_format)
+    dys = [torch.randn_like(each.x) for each in batch.inputs]
+    with fp8_autocast(fp8_recipe={"name": recipe, "fp8_dpa": True}):
+        found = ran(layer, batch, dys, qkv_format, checkpoint_core_attention=case["checkpoint_core_attention"])
+    cores = [module for module in layer.modules() if isinstance(module, DotProductAttention)]
+    attentions = [core.record.fp8 for core in cores]
+    vanilla = o.softmax_type == "vanilla"
+    assert attentions[0] == (vanilla and mask != "arbitrary" and o.bias_type == "no_bias")
+    assert attentions[1:] == [vanilla] * (o.layer_type == "decoder")
+    truth = exact(layer, o, batch, dys)
+    signed = [exact(layer, o, batch, [dy * torch.randn(len(dy), 1).sign() for dy in dys]) for _ in range(4)]
+    expected = expected_error(layer, attentions, E5M2 if recipe in ("delayed", "tensorwise") else E4M3)
+    assert found.keys() == truth.keys()
+    for name, right in truth.items():
+        of = name.replace("k_norm.bias", "q_norm.bias").replace("key_bias", "query_bias")
+        size = max(truth[of].norm(), sum(each[of].square().sum() for each in signed).div(len(signed)).sqrt())
+        assert (found[name].double() - right).norm() <= (1.5 if right.numel() >= 32 else 2) * expected * size, name
+    assert (found["output"].double() - truth["output"]).norm() > 1e-3 * truth["output"].norm(), "it ran in FP8"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 13])
