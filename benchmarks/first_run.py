@@ -292,16 +292,16 @@ def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs, children too: asked for its stack first, then killed.
-
-    It is not waited for for long: a process that hangs inside the driver may not end at all.
-    """
-    for number, patience in ((signal.SIGABRT, 3), (signal.SIGKILL, 5)):
-        if number == signal.SIGKILL or process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+    """End what still runs, then its children: asked for the stack, then killed; one may hang in the driver for ever."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(3)
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(5)
 
 
 def _last_word(text: str) -> str:

@@ -66,7 +66,7 @@ def _normalizer(norm: NormSpec) -> Any:
 
 
 @device
-def _scaled(dy, weight, offset):
+def _weighted(dy, weight, offset):
     """g of four elements."""
     a, b, c, d = dy
     p, q, r, s = weight
@@ -79,7 +79,7 @@ def _sum(a, b, c, d):
 
 
 @device
-def _product(x, y):
+def _dot(x, y):
     return _sum(x[0] * y[0], x[1] * y[1], x[2] * y[2], x[3] * y[3])
 
 
@@ -149,7 +149,7 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
     sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
     in_bounds = inside_row(row_layout)
-    ahead = threads < 1024
+    prefetches = threads < 1024
 
     @device
     def load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys):
@@ -159,11 +159,11 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
         return load_f32(statistics + row * 4) if has_mean else _ZERO, load_f32(rstd_pointer(statistics, rows) + row * 4)
 
     @device
-    def values(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
+    def decode_and_normalize(xs, dys, quad, thread, columns, weight, offset, mean, rstd):
         column = column_of(quad, thread)
         d = decode_dy(dys, quad * dy_registers)
         w = weights(weight_address(weight, quad, thread), in_bounds(column, columns))
-        return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _scaled(d, w, offset)
+        return normalize(decode_x(xs, quad * x_registers), mean, rstd), d, _weighted(d, w, offset)
 
     def norm_backward(
         x, stride, dy, dy_stride, weight, statistics, dx, partials, partial_stride, rows, columns, offset
@@ -177,24 +177,24 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
         for index in range(elements):
             weight_sums[index], bias_sums[index] = _ZERO, _ZERO
         row, mean, rstd = i64(cuda.blockIdx.x), _ZERO, _ZERO
-        if ahead and row < rows:
+        if prefetches and row < rows:
             mean, rstd = load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys)
         while row < rows:
-            if not ahead:
+            if not prefetches:
                 mean, rstd = load(x, stride, dy, dy_stride, statistics, row, rows, columns, thread, xs, dys)
             g_mean = _ZERO
             product_mean = _ZERO
             row_rstd = rstd
             for quad in range(quads):
-                normalized, d, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
+                normalized, d, g = decode_and_normalize(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
                 g_mean += _sum(g[0], g[1], g[2], g[3])
-                product_mean += _product(g, normalized)
+                product_mean += _dot(g, normalized)
                 for index in range(4):
                     weight_sums[4 * quad + index] += d[index] * normalized[index]
                     bias_sums[4 * quad + index] += d[index]
                     normalized_row[4 * quad + index], g_row[4 * quad + index] = normalized[index], g[index]
             next_row = row + i64(cuda.gridDim.x)
-            if ahead and next_row < rows:
+            if prefetches and next_row < rows:
                 mean, rstd = load(x, stride, dy, dy_stride, statistics, next_row, rows, columns, thread, xs, dys)
             if has_mean:
                 g_mean = divide(total(g_mean, smem + sum_buffer, thread), f32(columns))
@@ -204,8 +204,8 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
                 p = 4 * quad
                 normalized = normalized_row[p], normalized_row[p + 1], normalized_row[p + 2], normalized_row[p + 3]
                 g = g_row[p], g_row[p + 1], g_row[p + 2], g_row[p + 3]
-                if not ahead:
-                    normalized, _, g = values(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
+                if not prefetches:
+                    normalized, _, g = decode_and_normalize(xs, dys, quad, thread, columns, weight, offset, mean, rstd)
                 dx_address = dx_address_of(dx + row * columns * itemsize, quad, thread)
                 store(dx_address, column_of(quad, thread), columns, g, normalized, g_mean, product_mean, row_rstd)
             row = next_row
@@ -277,9 +277,9 @@ def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> K
             while column < columns:
                 normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
                 d = quad_dy(dy_row, column, columns)
-                g = _scaled(d, weights(weight, column, columns), offset)
+                g = _weighted(d, weights(weight, column, columns), offset)
                 g_mean += _sum(g[0], g[1], g[2], g[3])
-                product_mean += _product(g, normalized)
+                product_mean += _dot(g, normalized)
                 for index in range(4):
                     if column + index < columns:
                         byte_offset = (column + index) * 4
@@ -295,7 +295,7 @@ def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> K
             while column < columns:
                 normalized = normalize(quad_x(x_row, column, columns), mean, rstd)
                 d = quad_dy(dy_row, column, columns)
-                g = _scaled(d, weights(weight, column, columns), offset)
+                g = _weighted(d, weights(weight, column, columns), offset)
                 dx_address = dx + (row * columns + column) * itemsize
                 store(dx_address, column, columns, g, normalized, g_mean, product_mean, rstd)
                 column += 4 * THREADS

@@ -23,7 +23,7 @@ from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_places, is_linear, matrices_of
+from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_positions, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -84,7 +84,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
     )
     output_heads = find_heads(model)
-    places = find_places(model)
+    places = find_positions(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
     names = _all_names(model)
     decisions = []

@@ -55,7 +55,7 @@ class _Tower:
         return next((i for i, block in enumerate(self.blocks) if f"{name}.".startswith(f"{block}.")), None)
 
 
-def find_places(model: nn.Module) -> dict[str, BlockPosition]:
+def find_positions(model: nn.Module) -> dict[str, BlockPosition]:
     """The place of each linear layer that lies in a tower.
 
     A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks (of few classes, in hybrids), or of stages that
@@ -84,7 +84,7 @@ def find_places(model: nn.Module) -> dict[str, BlockPosition]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, BlockPosition]:
-    """The place of each block of the towers that :func:`find_places` speaks of; empty where there are none."""
+    """The place of each block of the towers that :func:`find_positions` speaks of; empty where there are none."""
     towers = [tower for tower in _towers(model) if not tower.bare]
     return {
         block: BlockPosition(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")

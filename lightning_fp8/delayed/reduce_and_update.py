@@ -44,7 +44,7 @@ def reduce_and_update(
     """Update several histories with one collective: the element-wise maximum of all their amaxes.
 
     Args:
-        histories: each reduces its amaxes, pushes them into its window and computes new scales.
+        histories: each then pushes its amaxes into its window and computes new scales.
         recipe: the margin, interval, history length and algorithm.
         group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
     """
@@ -148,14 +148,14 @@ def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
 # --- Optimizer steps, counted where they happen: in torch.optim, whoever calls step and however -----------------------
 
 _numbers = itertools.count(1)  # each is given once, whichever threads step at a time
-_generation = 0
+_step_number = 0
 _owned: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], dict[int, bool]]] = weakref.WeakKeyDictionary()
 """For each optimizer the ``id`` of its parameters, and by creation index which histories are its."""
 
 
-def generation() -> int:
+def optimizer_step_number() -> int:
     """The number of an optimizer step in this process; a copy computed from a weight is stale once it is another."""
-    return _generation
+    return _step_number
 
 
 def _stepped(optimizer: Optimizer) -> list[AmaxHistory]:
@@ -188,8 +188,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _generation
-    _generation = next(_numbers)
+    global _step_number
+    _step_number = next(_numbers)
     if _overflowed(optimizer):
         return
     stepped = _stepped(optimizer)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
 from lightning_fp8.autocast import FP8Context
-from lightning_fp8.delayed.reduce_and_update import generation
+from lightning_fp8.delayed.reduce_and_update import optimizer_step_number
 from lightning_fp8.functions.linear import Slots, quantize_role
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized
@@ -26,14 +26,14 @@ class _KeptWeight:
     """The FP8 copies of a weight.
 
     Attributes:
-        key: the weight and all else that they were made from.
+        made_from: the weight's parameters and all else that they were made from.
         automatic: no ``is_first_microbatch`` asked for them.
         observed: the weight's slot of the amax history has its amax.
         sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
             meanwhile.
     """
 
-    key: tuple[Any, ...]
+    made_from: tuple[Any, ...]
     copies: Quantized
     automatic: bool
     observed: bool
@@ -99,19 +99,19 @@ class WeightCachingModule(FP8Module):
         if computed is not None and any(name in computed for name in names):  # type: ignore[operator]
             return None  # a weight that is computed anew has nothing to keep
         parameters = [getattr(self, name) for name in names]
-        # Optimizers on DTensors and FSDP2's gathering move no version; what moves one made the copy stale all the same.
-        state = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
-        key: tuple[Any, ...] = (recipe, generation(), *state)
+        # Where optimizers step DTensors and FSDP2 gathers, no version advances, but the number of steps does.
+        versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
+        made_from: tuple[Any, ...] = (recipe, optimizer_step_number(), *versions)
         # Who never takes gradients of it needs no copy of its transpose.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:
             updates = slots[Role.WEIGHT].history.updates
-            key = (*key, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
-        if is_first_microbatch or kept is None or kept.key != key or not kept.is_of(parameters):
+            made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
+        if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
             others = {each: copies for each, copies in cache.items() if each != names}
             self._weight_cache = kept = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
-            kept = _KeptWeight(key, w8, automatic, observe, _sources(parameters))
+            kept = _KeptWeight(made_from, w8, automatic, observe, _sources(parameters))
             self._weight_cache = {**others, names: kept}
         elif observe and not kept.observed:
             if isinstance(recipe, DelayedScaling):

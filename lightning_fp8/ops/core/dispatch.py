@@ -48,28 +48,29 @@ def check_not_empty(shape: Sequence[int]) -> None:
 
 
 def planned(
-    fallback: Op, without_kernels: Callable[..., Op] | None = None
+    fallback: Op, planner_without_kernels: Callable[..., Op] | None = None
 ) -> Callable[[Callable[..., Op]], Callable[..., Op]]:
-    """Decorate a planner: memoise ``plan(device, *key) -> op``, which becomes ``(device, current, *key) -> op``.
+    """Decorate a planner: memoise ``plan(device, *plan_key) -> op``.
 
-    ``key`` says what the plan depends on of the tensors. ``current`` is the index of the current CUDA device, or False
-    for tensors that are not on one. ``op`` takes the arguments of ``fallback``, which is the op itself where the device
-    runs no kernels, a kernel cannot be made, or the tensors are empty.
+    It becomes ``(device, current, *plan_key) -> op``. ``plan_key`` says what the plan depends on of the tensors.
+    ``current`` is the index of the current CUDA device, or False for tensors that are not on one. ``op`` takes the
+    arguments of ``fallback``, which is the op itself where the device runs no kernels, a kernel cannot be made, or the
+    tensors are empty.
 
     Args:
-        without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
+        planner_without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
     """
 
     def decorate(plan: Callable[..., Op]) -> Callable[..., Op]:
         @lru_cache(MAX_PLANS)
         @wraps(plan)
-        def op_for(device: torch.device, current: int | bool, *key: Hashable) -> Op:
+        def op_for(device: torch.device, current: int | bool, *plan_key: Hashable) -> Op:
             if current is not False and current != device.index:
-                return _on_device(op_for, device, key)
-            planners = (plan, without_kernels) if runs_kernels(device) else (without_kernels,)
+                return _on_device(op_for, device, plan_key)
+            planners = (plan, planner_without_kernels) if runs_kernels(device) else (planner_without_kernels,)
             for planner in filter(None, planners):
                 try:
-                    return planner(device, *key)
+                    return planner(device, *plan_key)
                 except EmptyTensor:
                     return fallback
                 except KernelError as error:
@@ -113,11 +114,11 @@ def warn_once(device: torch.device, message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
-def _on_device(op_for: Callable[..., Op], device: torch.device, key: Sequence[Hashable]) -> Op:
+def _on_device(op_for: Callable[..., Op], device: torch.device, plan_key: Sequence[Hashable]) -> Op:
     """An op that makes ``device`` the current one while it runs."""
 
     def op(*args: Any) -> Any:
         with torch.cuda.device(device):
-            return op_for(device, device.index, *key)(*args)
+            return op_for(device, device.index, *plan_key)(*args)
 
     return op

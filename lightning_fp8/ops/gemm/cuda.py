@@ -90,7 +90,7 @@ def _plan_gemm(
     return build_gemm(bound, choice) if kernels or isinstance(choice, Library) else reference.gemm
 
 
-_plan = planned(fallback=reference.gemm, without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+_plan = planned(fallback=reference.gemm, planner_without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
 
 
 def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:
