@@ -33,6 +33,7 @@ class BlockDistances(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if batch_idx == 0:
+            self._remove_hooks()  # of a validation that was interrupted
             self._results.clear()
             self._hooks = [block.register_forward_hook(self._note) for block in self._blocks]
 
@@ -47,10 +48,13 @@ class BlockDistances(L.Callback):
     ) -> None:
         if batch_idx == 0:
             module.loss(batch)  # outside the plugin's context, hence in BF16
-            for hook in self._hooks:
-                hook.remove()
+            self._remove_hooks()
             in_fp8, in_bf16 = self._results[: len(self._blocks)], self._results[len(self._blocks) :]
-            self.distances = [round(distance(a, b), 5) for a, b in zip(in_fp8, in_bf16)]
+            self.distances = [round(distance(a, b), 5) for a, b in zip(in_fp8, in_bf16, strict=True)]
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _note(self, block: nn.Module, args: Any, result: Tensor) -> None:
         self._results.append(result.detach().clone())

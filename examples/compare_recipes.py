@@ -134,12 +134,13 @@ def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> st
 
 
 def distances_table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
-    """Markdown: for each recipe the distance of each block's result from BF16, a mean over the seeds' runs."""
+    """Markdown: each recipe's distance of each block's result from BF16, a mean over the runs that measured it."""
     rows = []
     for recipe in recipes:
-        of_seeds = [runs[f"{recipe}/{seed}"].get("block_distances") for seed in range(seeds)]
-        if all(of_seeds):
-            rows.append([recipe, *(f"{statistics.mean(each):.2%}" for each in zip(*of_seeds))])
+        measured = [run for seed in range(seeds) if (run := runs[f"{recipe}/{seed}"].get("block_distances"))]
+        if measured:
+            name = recipe if len(measured) == seeds else f"{recipe}, {len(measured)} of {seeds} seeds"
+            rows.append([name, *(f"{statistics.mean(each):.2%}" for each in zip(*measured))])
     if not rows:
         return ""
     head = ["distance after block", *map(str, range(1, len(rows[0])))]
