@@ -46,6 +46,18 @@ def require_bools(**flags: Any) -> None:
         require_bool(name, value)
 
 
+def require_bools_or_none(**flags: Any) -> None:
+    """As :func:`require_bools`; None passes."""
+    require_bools(**{name: value for name, value in flags.items() if value is not None})
+
+
+def require_positive_or_none(**numbers: Any) -> None:
+    """As :func:`require_positive`, of each number by its name; None passes."""
+    for name, value in numbers.items():
+        if value is not None:
+            require_positive(name, value)
+
+
 def require_number(name: str, value: Any, largest: float) -> None:
     """A number from 0 to ``largest``; NaN is none.
 
@@ -121,7 +133,23 @@ def refuse_what_is_not_here(asked: Mapping[str, Any], instead: Mapping[str, str]
     """
     for name, value in asked.items():
         if not (value is None or value is False or (type(value) is int and value == 1)):
-            raise NotImplementedError(f"{name}={value!r} is not here: {instead[name]}")
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(f"{name}={shown} is not here: {instead[name]}")
+
+
+_INSTEAD_IN_FORWARD = {
+    "fp8_output": "the output is in high precision; the next layer casts it",
+    "fp8_grad": "the gradient of the input is in high precision; leave it out",
+    "weight": "Transformer Engine has removed it; a layer has its own weight",
+    "bias": "Transformer Engine has removed it; a layer has its own bias",
+}
+
+
+def refuse_in_forward(**asked: Any) -> None:
+    """Raises:
+    NotImplementedError: an argument of Transformer Engine's forwards that asks for what is not here.
+    """
+    refuse_what_is_not_here(asked, _INSTEAD_IN_FORWARD)
 
 
 class ParallelArguments(TypedDict, total=False):
@@ -152,6 +180,7 @@ class ParallelArguments(TypedDict, total=False):
 
 
 _NO_TENSOR_PARALLELISM = "layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"
+NO_CONTEXT_PARALLELISM = "context parallelism is not here; split the batch, or the heads by tp_size"
 _NO_OVERLAP = "no communication to overlap with: layers are not tensor-parallel; leave it out"
 
 _INSTEAD_OF_PARALLEL = {
@@ -192,6 +221,28 @@ def refuse_parallel(layer: str, arguments: ParallelArguments) -> None:
         raise TypeError(f"{layer} got an unexpected keyword argument {unknown[0]!r}")
     asked = {name: value for name, value in arguments.items() if name not in _OF_NO_EFFECT}
     refuse_what_is_not_here(asked, _INSTEAD_OF_PARALLEL)
+
+
+class SetsNoGroups:
+    """The methods of Transformer Engine's modules that give them ranks to compute with, which is refused."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take None.
+
+        Raises:
+            NotImplementedError: any group.
+        """
+        refuse_what_is_not_here({"tp_group": tp_group}, _INSTEAD_OF_PARALLEL)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Take None.
+
+        Raises:
+            NotImplementedError: any group.
+        """
+        refuse_what_is_not_here({"cp_group": cp_group}, {"cp_group": NO_CONTEXT_PARALLELISM})
 
 
 def initialization_rng(arguments: ParallelArguments) -> AbstractContextManager[Any]:

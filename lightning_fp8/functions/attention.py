@@ -163,13 +163,7 @@ def _longest(max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> int | Non
     """The next power of two, of which there are few to plan and compile for."""
     if max_seqlen_q is None or cu_seqlens_q is None:
         return None
-    if not torch.compiler.is_compiling() and type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type == "cpu":
-        longest = int(cu_seqlens_q.diff().max()) if len(cu_seqlens_q) > 1 else 0
-        if longest > max_seqlen_q:
-            raise ValueError(
-                f"max_seqlen_q={max_seqlen_q}, and cu_seqlens_q has a sequence of {longest} rows; "
-                f"pass {longest}, or None"
-            )
+    check_longest("q", max_seqlen_q, cu_seqlens_q)
     bound = BLOCK
     while bound < max_seqlen_q:
         bound *= 2
@@ -232,6 +226,27 @@ def require_softmax_scale(softmax_scale: Any) -> None:
         )
 
 
+def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
+    """Check on the host alone that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
+
+    Raises:
+        ValueError: one has.
+    """
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not _is_known(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{of}={max_seqlen}, and cu_seqlens_{of} has a sequence of {longest} rows; "
+            f"pass {longest}, or None"
+        )
+
+
+def _is_known(cu_seqlens: Tensor) -> bool:
+    """Whether the host can look at it without waiting for a card."""
+    return not torch.compiler.is_compiling() and type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
     """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
 
@@ -252,7 +267,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequ
         )
     if sequences is not None and len(cu_seqlens) != sequences + 1:
         raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
-    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type != "cpu":
+    if not _is_known(cu_seqlens):
         return
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]

@@ -12,9 +12,11 @@ from typing_extensions import Unpack
 from lightning_fp8 import ops
 from lightning_fp8.arguments import (
     ParallelArguments,
+    SetsNoGroups,
     initialization_rng,
     one_dtype,
     plain,
+    refuse_in_forward,
     refuse_parallel,
     require_bools,
     require_init_method,
@@ -24,7 +26,7 @@ from lightning_fp8.arguments import (
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 
-class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
+class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -79,6 +81,35 @@ class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]
         if split_rows is not None:
             self._split_parameters(split_rows)
         self.ensure_slots()
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        inp: Tensor | None = None,
+        weight: None = None,
+        bias: None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
+
+        Args:
+            input: bfloat16, float16 or float32; ``inp`` is the same by Transformer Engine's name.
+            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy; see
+                :meth:`lightning_fp8.modules.linear_layer.LinearLayer.forward`.
+            fp8_output, fp8_grad, weight, bias: refused where they ask for anything.
+
+        Raises:
+            TypeError, ValueError: an input that does not fit the layer; the message says what would.
+            NotImplementedError: an argument that asks for what is not here.
+        """
+        refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
+        x = inp if input is None else input
+        if x is None or (inp is not None and input is not None):
+            raise TypeError("Linear takes one input; Transformer Engine calls it inp, torch input")
+        return super().forward(x, is_first_microbatch)
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8 import InferenceParams, RotaryPositionEmbedding
+from lightning_fp8 import DelayedScaling, InferenceParams, RotaryPositionEmbedding
 
 GROUP = object()
 NO_TENSOR_PARALLELISM = "layers are not tensor-parallel"
@@ -81,8 +81,8 @@ MULTIHEAD = {
     "qk_norm_type": [None, "L2Normalization", "RMSNorm", "LayerNorm"],
     "qk_norm_eps": [1e-3, Refused("a", "qk_norm_eps='a' must be a number", TypeError)],
     "qk_norm_before_rope": [True],
-    "seq_length": [128],
-    "micro_batch_size": [2],
+    "seq_length": [128, Refused("abc", "seq_length='abc' must be a positive integer", ValueError)],
+    "micro_batch_size": [2, Refused(-3, "micro_batch_size=-3 must be a positive integer", ValueError)],
     "set_parallel_mode": [False, Refused(True, NO_TENSOR_PARALLELISM)],
     "fuse_wgrad_accumulation": [False, Refused(True, "needs fuse_qkv_params=True", ValueError)],
     **{name: NORM[name] for name in ("normalization", "zero_centered_gamma")},
@@ -105,7 +105,7 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
         ],
         "output_layer_init_method": [None, constant],
         "set_parallel_mode": MULTIHEAD["set_parallel_mode"],
-        "seq_length": [128],
+        "seq_length": [128, Refused(0, "seq_length=0 must be a positive integer", ValueError)],
         "micro_batch_size": [2],
     },
     "MultiheadAttention": {
@@ -146,6 +146,19 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
     },
 }
 CONSTRUCTORS["RMSNorm"] = CONSTRUCTORS["LayerNorm"]
+CONSTRUCTORS["DotProductAttention"] = {
+    **{name: ATTENTION[name] for name in ATTENTION if name != "kv_channels"},
+    **{name: PARALLEL[name] for name in ("get_rng_state_tracker", "name")},
+    "attn_mask_type": [
+        *("causal", "no_mask", "padding", "arbitrary"),
+        Refused("both", "is unknown; use one of", ValueError),
+    ],
+    "bottom_right_diagonal": [None, True, Refused("no", "must be True or False", TypeError)],
+    "sequence_parallel": [False, True],
+    "tp_size": [1, 2, Refused(3, "tp_size=3 does not divide", ValueError)],
+    "tp_group": [None],
+    "cp_group": [None, Refused(GROUP, "context parallelism is not here")],
+}
 
 _BIAS = torch.zeros(1, 4, 6, 6)
 CALL: dict[str, list[Any]] = {
@@ -179,15 +192,22 @@ CALL: dict[str, list[Any]] = {
     "cu_seqlens_kv": [None],
     "cu_seqlens_q_padded": [None],
     "cu_seqlens_kv_padded": [None],
-    "max_seqlen_q": [None, 6],
+    "max_seqlen_q": [None, 6, Refused("junk", "max_seqlen_q='junk' must be an integer", TypeError)],
     "max_seqlen_kv": [None, 6],
-    "fast_zero_fill": [True, False],
-    "pad_between_seqs": [None, False],
+    "fast_zero_fill": [True, False, Refused(3, "fast_zero_fill=3 must be True or False", TypeError)],
+    "pad_between_seqs": [None, False, Refused("z", "pad_between_seqs='z' must be True or False", TypeError)],
     "window_size": [None, (2, 0)],
     "bottom_right_diagonal": [None, True],
     "attention_mask": [None],
     "encoder_output": [None, Refused(torch.zeros(6, 2, 32), "takes no encoder_output; pass", ValueError)],
     "score": [Refused(1, "unexpected keyword argument 'score'", TypeError)],
+}
+LINEAR_CALL: dict[str, list[Any]] = {
+    "is_first_microbatch": [None, True],
+    "fp8_output": [False, Refused(True, "the output is in high precision")],
+    "fp8_grad": [False, Refused(True, "the gradient of the input is in high precision")],
+    "weight": [None, Refused(torch.zeros(2, 3), r"weight=a tensor \[2, 3\] is not here: .* has its own weight")],
+    "bias": [None, Refused(torch.zeros(3), "a layer has its own bias")],
 }
 FORWARDS: dict[str, dict[str, list[Any]]] = {
     "MultiheadAttention": {
@@ -199,14 +219,34 @@ FORWARDS: dict[str, dict[str, list[Any]]] = {
         "self_attn_mask_type": ["no_mask", Refused("both", "is unknown; use one of", ValueError)],
         "enc_dec_attn_mask": [None],
         "enc_dec_attn_mask_type": [None, "padding", Refused("foo", "enc_dec_attn_mask_type='foo' is", ValueError)],
-        "enc_dec_window_size": [None, (2, 2)],
-        "enc_dec_bottom_right_diagonal": [None, True],
+        "enc_dec_window_size": [None, (2, 2), Refused("junk", "window_size='junk' must be", ValueError)],
+        "enc_dec_bottom_right_diagonal": [None, True, Refused("no", "must be True or False", TypeError)],
     },
-    "LayerNormLinear": {
-        "is_first_microbatch": [None, True],
-        "fp8_output": [False, Refused(True, "the output is in high precision")],
-        "fp8_grad": [False, Refused(True, "the gradient of the input is in high precision")],
-    },
+    "LayerNormLinear": LINEAR_CALL,
     "LayerNormMLP": {"is_first_microbatch": [None, True]},
-    "Linear": {"is_first_microbatch": [None, True]},
+    "Linear": LINEAR_CALL,
+    "DotProductAttention": {
+        **{
+            name: CALL[name] for name in CALL if name not in ("is_first_microbatch", "rotary_pos_emb", "encoder_output")
+        },
+        "inference_params": [None, Refused(InferenceParams(2, 6), "MultiheadAttention keeps keys")],
+        "core_attention_bias": [None, Refused(_BIAS, "pass 'post_scale_bias'", ValueError)],
+        "bottom_right_diagonal": [None, False, Refused("no", "must be True or False", TypeError)],
+    },
+}
+_RECOMPUTE = "call torch.utils.checkpoint.checkpoint"
+FUNCTIONS: dict[str, dict[str, list[Any]]] = {
+    "fp8_autocast": {
+        "enabled": [True, False, Refused("no", "must be True or False", TypeError)],
+        "calibrating": [False, True],
+        "fp8_recipe": [None, DelayedScaling(), "mxfp8"],
+        "fp8_group": [None, Refused(GROUP, "fp8_group", TypeError)],
+    },
+    "onnx_export": {"enabled": [True, False]},
+    "checkpoint": {
+        "function": [Refused(len, _RECOMPUTE)],
+        "distribute_saved_activations": [Refused(False, _RECOMPUTE)],
+        "get_cuda_rng_tracker": [Refused(None, _RECOMPUTE)],
+        "tp_group": [Refused(None, _RECOMPUTE)],
+    },
 }

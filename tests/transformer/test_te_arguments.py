@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import lightning_fp8
 from tests.small import assert_raises
-from tests.transformer.te_arguments import CONSTRUCTORS, FORWARDS, Refused
+from tests.transformer.te_arguments import CONSTRUCTORS, FORWARDS, FUNCTIONS, Refused
 
 POSITIONAL: dict[str, tuple[int, ...]] = {
     "LayerNorm": (32,),
@@ -21,6 +23,7 @@ POSITIONAL: dict[str, tuple[int, ...]] = {
     "LayerNormMLP": (32, 48),
     "MultiheadAttention": (32, 4),
     "TransformerLayer": (32, 48, 4),
+    "DotProductAttention": (4, 8),
 }
 
 
@@ -46,7 +49,55 @@ def test_arguments_of_constructors(name: str) -> None:
 @pytest.mark.parametrize("name", FORWARDS)
 @torch.no_grad()
 def test_arguments_of_forwards(name: str) -> None:
-    check(partial(made(name).eval(), torch.randn(6, 2, 32)), FORWARDS[name])
+    inputs = [torch.randn(6, 2, 4, 8)] * 3 if name == "DotProductAttention" else [torch.randn(6, 2, 32)]
+    check(partial(made(name).eval(), *inputs), FORWARDS[name])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_of_functions(name: str) -> None:
+    check(getattr(lightning_fp8, name), FUNCTIONS[name])
+
+
+DOCUMENTED = json.loads((Path(__file__).parent / "te_documented.json").read_text())
+"""What Transformer Engine 1.x documents: arguments in order, and the defaults that it states."""
+INPUTS = {"inp", "hidden_states", "query_layer", "key_layer", "value_layer"}
+OTHER_DEFAULTS = {
+    "params_dtype": None,  # torch's default dtype, asked for when the layer is made
+    "enabled": True,  # who writes ``with fp8_autocast():`` or ``onnx_export():`` means it, as in the newest versions
+    "num_gqa_groups": None,
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_each_documented_name_is_tried_above_and_has_the_documented_default(name: str) -> None:
+    tables = {"constructor": CONSTRUCTORS, "forward": FORWARDS, "call": FUNCTIONS}
+    documented = {part: each for part, each in DOCUMENTED[name].items() if part in tables}
+    assert documented
+    for part, arguments in documented.items():
+        function = getattr(lightning_fp8, name)
+        if part == "forward":
+            function = function.forward
+        parameters = inspect.signature(function).parameters
+        positional = [each for each in arguments["without_default"] if each not in tables[part][name]]
+        for argument in positional:  # each call of the tests passes them
+            assert part == "constructor" or argument in INPUTS
+            assert argument in parameters
+        for argument, default in arguments["defaults"].items():
+            assert argument in tables[part][name]
+            if argument in parameters:
+                assert parameters[argument].default == OTHER_DEFAULTS.get(argument, default), argument
+    for method in DOCUMENTED[name].get("methods", []):
+        layer = made(name)
+        getattr(layer, method)(None)
+        assert_raises(partial(getattr(layer, method), object()), NotImplementedError, "layers are not tensor-parallel")
+
+
+def test_an_input_has_transformer_engines_name_and_torchs() -> None:
+    layer, x = lightning_fp8.Linear(32, 32), torch.randn(2, 32)
+    assert torch.equal(layer(inp=x), layer(x))
+    assert torch.equal(layer(input=x), layer(x))
+    for call in ({}, {"inp": x, "input": x}):
+        assert_raises(partial(layer, **call), TypeError, "takes one input")
 
 
 ORDER = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.arguments import require_number
+from lightning_fp8.arguments import NO_CONTEXT_PARALLELISM, require_number
 from lightning_fp8.functions.attention import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
 
@@ -16,9 +16,7 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 INSTEAD = {
-    "cp_group": "context parallelism is not here; split the batch, or the heads by tp_size",
-    "cp_global_ranks": "context parallelism is not here; split the batch, or the heads by tp_size",
-    "cp_stream": "context parallelism is not here; split the batch, or the heads by tp_size",
+    **dict.fromkeys(("cp_group", "cp_global_ranks", "cp_stream"), NO_CONTEXT_PARALLELISM),
     "return_max_logit": "scores never lie in memory; compute them from a query and all keys yourself",
     "inference_params": "MultiheadAttention keeps keys; pass all of them here, attn_mask_type='causal_bottom_right'",
     "score_mod": "use torch.nn.attention.flex_attention",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import one_of, refuse_what_is_not_here, require_bool
+from lightning_fp8.arguments import SetsNoGroups, one_of, refuse_what_is_not_here, require_bool, require_bools_or_none
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks
@@ -19,7 +19,7 @@ from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.ops.attention import FORMATS
 
 
-class DotProductAttention(CoreAttention):
+class DotProductAttention(SetsNoGroups, CoreAttention):
     """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
     Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
@@ -104,6 +104,7 @@ class DotProductAttention(CoreAttention):
         self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
         self.attn_mask_type = masks.mask_type(attn_mask_type)
         self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
+        require_bools_or_none(bottom_right_diagonal=bottom_right_diagonal)
         self.bottom_right_diagonal = bottom_right_diagonal
         arguments.check_layer_number(layer_number)
         self.layer_number, self.name = layer_number, name
@@ -149,7 +150,7 @@ class DotProductAttention(CoreAttention):
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
                 for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else a warning
-                says that it has no effect.
+                says that it has no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
                 and a padding type, their lengths added up; else a warning says that they have no effect. Where one
                 is None it is the other, for as many rows.
@@ -163,7 +164,7 @@ class DotProductAttention(CoreAttention):
             max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
                 backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
             max_seqlen_kv: the same of keys, for compiled code: in high precision it has room for so many rows in each
-                sequence, or without the two for as many as the tensor has.
+                sequence, or without the two for as many as the tensor has. The other formats use neither.
             fast_zero_fill, pad_between_seqs: taken, and not needed.
             inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
 
@@ -186,6 +187,11 @@ class DotProductAttention(CoreAttention):
             arguments.INSTEAD,
         )
         require_bool("checkpoint_core_attention", checkpoint_core_attention)
+        require_bools_or_none(
+            bottom_right_diagonal=bottom_right_diagonal,
+            fast_zero_fill=fast_zero_fill,
+            pad_between_seqs=pad_between_seqs,
+        )
         q, k, v = query_layer, key_layer, value_layer
         qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
@@ -222,6 +228,7 @@ class DotProductAttention(CoreAttention):
             alibi_slopes,
             self._sink(q),
             q,
+            None if qkv_format == "thd" else self._scores(qkv_format, q, k),
             self.softmax_scale,
             dropout,
         )
@@ -231,6 +238,10 @@ class DotProductAttention(CoreAttention):
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
+
+    def _scores(self, qkv_format: str, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+        batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
+        return q.shape[batch], self.sizes.heads, q.shape[length], k.shape[length]
 
     def why_not_in_training(self) -> str:
         """Why a training step without arguments of its own does not run in FP8; empty where it does."""

@@ -7,6 +7,7 @@ there is none of these, and no padding or window, torch chooses its fastest back
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,17 @@ def extras_of(
     slopes: Tensor | None,
     sink: Tensor | None,
     q: Tensor,
+    scores: Sequence[int] | None,
     softmax_scale: float,
     dropout: float,
 ) -> Extras:
     """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
 
+    Args:
+        scores: ``[b, h, sq, skv]``, which a bias has to broadcast to; None of packed sequences, whose lengths differ.
+
     Raises:
-        ValueError: an argument without the one that goes with it.
+        ValueError: an argument without the one that goes with it, or a bias of another shape.
     """
     one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
     mask = attention_mask if mask_type == "arbitrary" else None
@@ -66,9 +71,19 @@ def extras_of(
         raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
     if slopes is None and bias_type == "alibi":
         slopes = alibi_slopes(q.shape[-2], q.device)
+    if bias is not None and scores is not None and not _broadcasts(bias, scores):
+        raise ValueError(
+            f"core_attention_bias has shape {list(bias.shape)}; it must broadcast to [b, h, sq, skv], here "
+            f"{list(scores)}"
+        )
     if bias is not None and bias_type == "pre_scale_bias":
         bias = bias * softmax_scale
     return Extras(mask, bias, slopes, sink, dropout)
+
+
+def _broadcasts(bias: Tensor, shape: Sequence[int]) -> bool:
+    aligned = zip(reversed(bias.shape), reversed(shape))
+    return bias.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in aligned)
 
 
 def attention(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.functions.attention import check_cu_seqlens
+from lightning_fp8.functions.attention import check_cu_seqlens, check_longest
 from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.modules.attention import packed
 from lightning_fp8.modules.attention.masks import cu_seqlens_of
@@ -72,6 +72,8 @@ class Sequences(NamedTuple):
                 check_cu_seqlens(name, cu, qkv_format, None, x.shape[0])
                 if padded is not None:
                     check_cu_seqlens(f"{name}_padded", padded, qkv_format, None, x.shape[0])
+            for of, longest, cu in zip(("q", "kv"), max_seqlens, (of_q, of_kv)):
+                check_longest(of, longest, cu)
             assert of_q is not None
             assert of_kv is not None
             rows_of_sequences_q, rows_of_sequences_kv = (

@@ -13,8 +13,8 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import (
     ParallelArguments,
     one_dtype,
+    refuse_in_forward,
     refuse_transforms,
-    refuse_what_is_not_here,
     require_bools,
     rows_by_name,
 )
@@ -29,11 +29,6 @@ from lightning_fp8.modules.fused.arguments import (
     reset_norm,
 )
 from lightning_fp8.modules.fused.normed_layer import NormedLayer
-
-FORWARD_INSTEAD = {
-    "fp8_output": "the output is in high precision; the next layer casts it",
-    "fp8_grad": "the gradient of the input is in high precision; leave it out",
-}
 
 
 class LayerNormLinear(NormedLayer):
@@ -111,31 +106,34 @@ class LayerNormLinear(NormedLayer):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        weight: None = None,
+        bias: None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
             inp: bfloat16, float16 or float32.
             is_first_microbatch: as in :meth:`lightning_fp8.Linear.forward`.
-            fp8_output, fp8_grad: refused if True.
+            fp8_output, fp8_grad, weight, bias: refused where they ask for anything.
 
         Returns:
             y; with ``return_bias`` and ``return_layernorm_output`` a tuple of y, the bias and the norm's output.
 
         Raises:
             TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
-            NotImplementedError: ``fp8_output`` or ``fp8_grad`` is asked for.
+            NotImplementedError: an argument that asks for what is not here.
         """
-        refuse_what_is_not_here({"fp8_output": fp8_output, "fp8_grad": fp8_grad}, FORWARD_INSTEAD)
-        weight, bias, context = self._begin(inp, is_first_microbatch)
-        added_bias = None if self.return_bias else bias
+        refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
+        own_weight, own_bias, context = self._begin(inp, is_first_microbatch)
+        added_bias = None if self.return_bias else own_bias
         normalized: Tensor | None
         if context.enabled and self.fp8:
-            y, normalized = self._fused(inp, weight, added_bias, context, is_first_microbatch)
+            y, normalized = self._fused(inp, own_weight, added_bias, context, is_first_microbatch)
         else:
             normalized = self._normalized(inp)
-            y = self._multiply(normalized, weight, added_bias, context, is_first_microbatch)
-        return self._returned(y, bias, normalized)
+            y = self._multiply(normalized, own_weight, added_bias, context, is_first_microbatch)
+        return self._returned(y, own_bias, normalized)
 
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None

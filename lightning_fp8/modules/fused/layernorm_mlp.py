@@ -17,6 +17,7 @@ from lightning_fp8.arguments import (
     refuse_transforms,
     require_bool,
     require_bools,
+    require_positive_or_none,
 )
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
@@ -104,6 +105,7 @@ class LayerNormMLP(NormedLayer):
     ) -> None:
         super().__init__()
         require_bools(bias=bias)
+        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
         self._keep(
             {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
             {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fp8.arguments import (
     ParallelArguments,
+    SetsNoGroups,
     plain,
     refuse_parallel,
     require_bools,
@@ -23,7 +24,7 @@ from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 
-class NormedLayer(LinearLayer):
+class NormedLayer(SetsNoGroups, LinearLayer):
     """A linear layer, or several, that read a norm of the module's own.
 
     Attributes:

@@ -29,7 +29,9 @@ class AttentionArguments(TypedDict, total=False):
         alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
         cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as
             :class:`lightning_fp8.DotProductAttention` has them. With ``inference_params`` theirs count.
-        max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs: taken, and not needed.
+        max_seqlen_q, max_seqlen_kv: as :class:`lightning_fp8.DotProductAttention` has them; not used with
+            ``inference_params``.
+        fast_zero_fill, pad_between_seqs: taken, and not needed.
     """
 
     is_first_microbatch: bool | None

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
+from lightning_fp8.arguments import (
+    ParallelArguments,
+    SetsNoGroups,
+    one_of,
+    refuse_parallel,
+    require_bools,
+    require_number,
+    require_positive_or_none,
+)
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import Sizes, check_layer_number
 from lightning_fp8.modules.fused import LayerNormLinear
@@ -34,16 +42,20 @@ from lightning_fp8.scaling import FLOAT32_MAX
 from lightning_fp8.te.keys import projection_parameters
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 _CALL_OF_CORE = (
     "checkpoint_core_attention",
     "core_attention_bias_type",
     "core_attention_bias",
     "alibi_slopes",
     *_CU_SEQLENS,
+    *_MAX_SEQLENS,
+    "fast_zero_fill",
+    "pad_between_seqs",
 )
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(SetsNoGroups, nn.Module):
     """Multi-head attention with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
     Of ``attention_type="self"`` it has ``layernorm_qkv`` (``qkv`` without ``input_layernorm``), of ``"cross"``
@@ -132,6 +144,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError("return_layernorm_output=True needs input_layernorm=True, which normalizes the input")
         require_number("qk_norm_eps", qk_norm_eps, largest=FLOAT32_MAX)
         check_layer_number(layer_number)
+        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
         self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
         self.return_bias = return_bias
@@ -226,7 +239,7 @@ class MultiheadAttention(nn.Module):
             k, v, *cu_seqlens = params.append(self, batch, k, v, self.qkv_format)
             kind = mask_type_over_cache(kind, attention_mask, padded=cu_seqlens[0] is not None)
             bottom_right_diagonal = True
-            core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None]))
+            core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None])) | dict.fromkeys(_MAX_SEQLENS)
         core |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
         context = self.core_attention(q, k, v, attention_mask, attn_mask_type=kind, **core)
         projected = self.proj(context, call.get("is_first_microbatch"))

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import ParallelArguments, one_of, refuse_parallel, require_bools, require_number
+from lightning_fp8.arguments import (
+    ParallelArguments,
+    SetsNoGroups,
+    one_of,
+    refuse_parallel,
+    require_bools,
+    require_bools_or_none,
+    require_number,
+    require_positive_or_none,
+)
 from lightning_fp8.modules.attention.arguments import check_layer_number, tell
 from lightning_fp8.modules.attention.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
@@ -26,7 +35,7 @@ from lightning_fp8.modules.transformer.multihead_attention import MultiheadAtten
 from lightning_fp8.modules.transformer.residual import add_branch
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(SetsNoGroups, nn.Module):
     """A layer of a transformer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
     ``x + attention(norm(x))``, of a decoder ``x + cross_attention(norm(x), encoder_output)``, then
@@ -132,6 +141,8 @@ class TransformerLayer(nn.Module):
         mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")  # of an encoder, too
         checked_window(enc_dec_window_size)
         check_layer_number(layer_number)
+        require_bools_or_none(enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
+        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
         self.layer_type = one_of("layer_type", layer_type, ("encoder", "decoder"))
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
@@ -238,6 +249,8 @@ class TransformerLayer(nn.Module):
         check_encoder_output("layer_type", self.layer_type, "decoder", encoder_output)
         if enc_dec_attn_mask_type is not None:
             mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        checked_window(enc_dec_window_size)
+        require_bools_or_none(enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         if enc_dec_attn_mask is not None and self.layer_type == "encoder":
             tell(
                 "enc_dec_attn_mask without effect: layer_type='encoder' has no cross attention; pass attention_mask "
@@ -246,7 +259,12 @@ class TransformerLayer(nn.Module):
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
-        own: AttentionArguments = {**call, "cu_seqlens_kv": cu_seqlens, "cu_seqlens_kv_padded": padded}
+        own: AttentionArguments = {
+            **call,
+            "cu_seqlens_kv": cu_seqlens,
+            "cu_seqlens_kv_padded": padded,
+            "max_seqlen_kv": call.get("max_seqlen_q"),
+        }
         attended = self.self_attention(
             hidden_states, attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal, **own
         )
