@@ -322,3 +322,14 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(which: str, value: f
     assert torch.isfinite(module.history.scale).all()
     touched = {"q": [0, 2, 3], "k": [0, 2, 3], "v": [0, 2, 3], "do": [3, 4]}[which]
     assert torch.equal(module.history.scale[touched], scales[touched])
+
+
+def test_a_bias_of_another_shape_is_named() -> None:
+    attention, q, k = DotProductAttention(2, 8, qkv_format="bshd"), torch.randn(3, 5, 2, 8), torch.randn(3, 7, 2, 8)
+    for shape in ((5, 7), (1, 2, 5, 7), (3, 1, 1, 7)):
+        attention(q, k, k, core_attention_bias_type="post_scale_bias", core_attention_bias=torch.zeros(shape))
+    for shape in ((3, 3), (7, 5), (1, 3, 2, 5, 7), (4, 2, 5, 7)):
+        with pytest.raises(
+            ValueError, match=r"core_attention_bias has shape .* \[b, h, sq, skv\], here \[3, 2, 5, 7\]"
+        ):
+            attention(q, k, k, core_attention_bias_type="post_scale_bias", core_attention_bias=torch.zeros(shape))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,3 +169,30 @@ def test_what_does_not_go_together() -> None:
     message = r"rotary_pos_emb has shape \[6, 8\]; it must be"
     flat = torch.zeros(6, 8)
     assert_raises(lambda: made("TransformerLayer")(torch.randn(6, 2, 32), rotary_pos_emb=flat), ValueError, message)
+
+
+@torch.no_grad()
+def test_lengths_reach_the_core_attention() -> None:
+    """Those of a decoder's own attention are its queries'; a cache has its own."""
+    given: list[tuple[int | None, int | None]] = []
+    core = lightning_fp8.DotProductAttention.forward
+
+    def noted(self: torch.nn.Module, *args: Any, **call: Any) -> torch.Tensor:
+        given.append((call["max_seqlen_q"], call["max_seqlen_kv"]))
+        return core(self, *args, **call)
+
+    starts = torch.tensor([0, 4, 6], dtype=torch.int32)
+    lengths: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_kv": torch.tensor([0, 5, 8], dtype=torch.int32)}
+    lengths |= {"max_seqlen_q": 4, "max_seqlen_kv": 5}
+    layer = made("TransformerLayer", layer_type="decoder", attn_input_format="thd", enc_dec_attn_mask_type="padding")
+    with patch.object(lightning_fp8.DotProductAttention, "forward", noted):
+        layer.eval()(torch.randn(6, 32), encoder_output=torch.randn(8, 32), **lengths)
+        short = lengths | {"max_seqlen_q": 2}
+        message = "max_seqlen_q=2, and cu_seqlens_q has a sequence of 4 rows; pass 4, or None"
+        assert_raises(
+            lambda: layer(torch.randn(6, 32), encoder_output=torch.randn(8, 32), **short), ValueError, message
+        )
+        cached, params = made("MultiheadAttention").eval(), lightning_fp8.InferenceParams(2, 6)
+        params.pre_step({0: 3, 1: 3})
+        cached(torch.randn(3, 2, 32), inference_params=params, max_seqlen_q=1, max_seqlen_kv=1)
+    assert given == [(4, 4), (4, 5), (2, 2), (None, None)]
