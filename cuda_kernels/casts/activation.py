@@ -149,8 +149,8 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
 
     Args:
         raw: registers of four elements of a row before the computation.
-        load_row: device function ``(args, columns, row, column, in_bounds, registers, start)``.
-        compute: device function ``(columns, column, read, start, values)`` of one row's four elements.
+        load_row: device function ``(args, columns, row, column, in_bounds, registers, first_register)``.
+        compute: device function ``(columns, column, registers, first_register, values)`` of one row's four elements.
     """
     # Rows are loaded in parts, so that the raw elements of one part and the values of the others fit into registers.
     parts = 1 if raw <= 4 else 2 if aligned else 4
@@ -160,12 +160,12 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
 
     @device
     def load_rows(args, rows, columns, row, column, full_tile, registers, first):
-        read, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
+        raw_registers, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
             row_idx = row + first + step
-            load_row(args, columns, row_idx, column, row_idx < rows, read, step * raw)
+            load_row(args, columns, row_idx, column, row_idx < rows, raw_registers, step * raw)
         for step in range(together):
-            compute(columns, column, read, step * raw, values)
+            compute(columns, column, raw_registers, step * raw, values)
             for index in range(4):
                 registers[4 * (first + step) + index] = bits(values[index])
 
@@ -206,22 +206,22 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     decode_quad = quad_decoder(dtype)
 
     @device
-    def load_row(args, columns, row, column, in_bounds, registers, start):
+    def load_row(args, columns, row, column, in_bounds, registers, first_register):
         address = args[0] + (row * args[1] + i64(column)) * itemsize
         loaded = load_quad(address, column, columns, in_bounds)
         for register in range(quad):
-            registers[start + register] = loaded[register]
+            registers[first_register + register] = loaded[register]
         if gated:
             loaded = load_quad(address + i64(columns) * itemsize, column, columns, in_bounds)
             for register in range(quad):
-                registers[start + quad + register] = loaded[register]
+                registers[first_register + quad + register] = loaded[register]
 
     @device
-    def compute(columns, column, read, start, values):
+    def compute(columns, column, registers, first_register, values):
         x, gate = cuda.local.array(4, f32), cuda.local.array(4, f32)
-        unpack(decode_quad(read, start), x)
+        unpack(decode_quad(registers, first_register), x)
         if gated:
-            unpack(decode_quad(read, start + quad), gate)
+            unpack(decode_quad(registers, first_register + quad), gate)
         for index in range(4):
             values[index] = value(x[index]) * gate[index] if gated else value(x[index])
 
@@ -277,30 +277,30 @@ def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bo
     load_gate = quad_loader(dtype, aligned)
 
     @device
-    def load_row(args, columns, row, column, in_bounds, registers, start):
+    def load_row(args, columns, row, column, in_bounds, registers, first_register):
         period = columns >> 1 if gated else columns
         x = args[0] + row * args[1] * itemsize
         dy = args[2] + row * args[3] * dy_itemsize
         loaded = load_x(x, column, period, columns, in_bounds)
         for register in range(quad):
-            registers[start + register] = loaded[register]
+            registers[first_register + register] = loaded[register]
         loaded_dy = load_dy(dy, column, period, columns, in_bounds)
         for register in range(dy_quad):
-            registers[start + quad + register] = loaded_dy[register]
+            registers[first_register + quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
             loaded_gate = load_gate(x + i64(period + column) * itemsize, column, period, in_bounds)
             for register in range(quad):
-                registers[start + quad + dy_quad + register] = loaded_gate[register]
+                registers[first_register + quad + dy_quad + register] = loaded_gate[register]
 
     @device
-    def compute(columns, column, read, start, values):
+    def compute(columns, column, registers, first_register, values):
         x = cuda.local.array(4, f32)
         dy = cuda.local.array(4, f32)
         gate = cuda.local.array(4, f32)
-        unpack(decode_x(read, start), x)
-        unpack(decode_dy(read, start + quad), dy)
+        unpack(decode_x(registers, first_register), x)
+        unpack(decode_dy(registers, first_register + quad), dy)
         if gated:
-            unpack(decode_x(read, start + quad + dy_quad), gate)
+            unpack(decode_x(registers, first_register + quad + dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
             grad, value = grad_and_value(factor, x[index])

@@ -25,27 +25,27 @@ def _apart_loader(name: str, dtype: str, aligned: bool, tensors: int, compute_on
     third = (tensors - 1) * quad
 
     @device
-    def load_tensor(address, stride, columns, row, column, in_bounds, registers, start):
+    def load_tensor(address, stride, columns, row, column, in_bounds, registers, first_register):
         loaded = load_quad(address + (row * stride + i64(column)) * itemsize, column, columns, in_bounds)
         for register in range(quad):
-            registers[start + register] = loaded[register]
+            registers[first_register + register] = loaded[register]
 
     @device
-    def load_two(args, columns, row, column, in_bounds, registers, start):
-        load_tensor(args[0], args[1], columns, row, column, in_bounds, registers, start)
-        load_tensor(args[2], args[3], columns, row, column, in_bounds, registers, start + quad)
+    def load_two(args, columns, row, column, in_bounds, registers, first_register):
+        load_tensor(args[0], args[1], columns, row, column, in_bounds, registers, first_register)
+        load_tensor(args[2], args[3], columns, row, column, in_bounds, registers, first_register + quad)
 
     @device
-    def load_three(args, columns, row, column, in_bounds, registers, start):
-        load_two(args, columns, row, column, in_bounds, registers, start)
-        load_tensor(args[4], args[5], columns, row, column, in_bounds, registers, start + third)
+    def load_three(args, columns, row, column, in_bounds, registers, first_register):
+        load_two(args, columns, row, column, in_bounds, registers, first_register)
+        load_tensor(args[4], args[5], columns, row, column, in_bounds, registers, first_register + third)
 
     @device
-    def compute(columns, column, read, start, values):
+    def compute(columns, column, registers, first_register, values):
         a, b, c = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
-        unpack(decode_quad(read, start), a)
-        unpack(decode_quad(read, start + quad), b)
-        unpack(decode_quad(read, start + third), c)
+        unpack(decode_quad(registers, first_register), a)
+        unpack(decode_quad(registers, first_register + quad), b)
+        unpack(decode_quad(registers, first_register + third), c)
         for index in range(4):
             values[index] = compute_one(a[index], b[index], c[index])
 

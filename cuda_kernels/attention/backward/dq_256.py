@@ -123,19 +123,19 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
-        keys, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        first_key_row, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
-            key = keys + j * ROWS
+            key_row = first_key_row + j * ROWS
             shared, barrier = open_stage(smem, stage_idx, phase)
-            load_rows(shared, map_k, barrier, kv_head * rows_k + key)
+            load_rows(shared, map_k, barrier, kv_head * rows_k + key_row)
             stage_idx, phase = next_stage(stage_idx, phase)
             shared, barrier = open_stage(smem, stage_idx, phase)
-            load_rows(shared, map_v, barrier, kv_head * rows_k + key)
+            load_rows(shared, map_v, barrier, kv_head * rows_k + key_row)
             stage_idx, phase = next_stage(stage_idx, phase)
             shared, barrier = open_stage(smem, stage_idx, phase)
-            tma_load(shared, map_kt, barrier, key, kv_head * 256)
-            tma_load(shared + TILE, map_kt, barrier + 8, key, kv_head * 256 + 128)
+            tma_load(shared, map_kt, barrier, key_row, kv_head * 256)
+            tma_load(shared + TILE, map_kt, barrier + 8, key_row, kv_head * 256 + 128)
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device

@@ -75,14 +75,14 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
-        keys, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        first_key_row, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
-            barrier, key = smem + full + 8 * stage_idx, keys + j * ROWS
+            barrier, key_row = smem + full + 8 * stage_idx, first_key_row + j * ROWS
             fill_stage(barrier, smem + empty + 8 * stage_idx, phase, 2 * TILE + transposed_bytes)
-            tma_load(smem + k_offset + stage_idx * TILE, map_k, barrier, 0, kv_head * rows_k + key)
-            tma_load(smem + v_offset + stage_idx * TILE, map_v, barrier, 0, kv_head * rows_k + key)
-            tma_load(smem + kt_offset + stage_idx * transposed_bytes, map_kt, barrier, key, kv_head * head_dim)
+            tma_load(smem + k_offset + stage_idx * TILE, map_k, barrier, 0, kv_head * rows_k + key_row)
+            tma_load(smem + v_offset + stage_idx * TILE, map_v, barrier, 0, kv_head * rows_k + key_row)
+            tma_load(smem + kt_offset + stage_idx * transposed_bytes, map_kt, barrier, key_row, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
