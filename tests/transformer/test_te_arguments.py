@@ -133,6 +133,8 @@ PADDING = torch.arange(6).expand(2, 1, 1, 6) > torch.tensor([3, 5]).reshape(2, 1
         ("MultiheadAttention", {"attn_mask_type": "no_mask"}, {"attention_mask": PADDING}, "'padding', or 'arbitrary'"),
         ("TransformerLayer", {}, {"attention_mask": PADDING}, "'padding_causal', or 'arbitrary'"),
         ("TransformerLayer", {}, {"enc_dec_attn_mask": PADDING}, "layer_type='decoder'"),
+        ("TransformerLayer", {}, {"enc_dec_attn_mask_type": "padding"}, "enc_dec_attn_mask_type without effect"),
+        ("TransformerLayer", {}, {"enc_dec_window_size": (2, 2)}, "enc_dec_window_size without effect"),
     ],
 )
 @torch.no_grad()

@@ -236,7 +236,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
             hidden_states: bfloat16, float16 or float32.
             attention_mask: of self attention; True is masked out.
             encoder_output: of the same format; what a decoder's cross attention looks at.
-            enc_dec_attn_mask: of cross attention; an encoder has none, and a warning says so.
+            enc_dec_attn_mask: of cross attention; an encoder has none, and a warning says so of all ``enc_dec``.
             self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal: the constructor's where None.
             call: :class:`lightning_fp8.modules.transformer.AttentionArguments`; both attentions are called with it, as
@@ -251,10 +251,17 @@ class TransformerLayer(SetsNoGroups, nn.Module):
             mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         checked_window(enc_dec_window_size)
         require_bools_or_none(enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
-        if enc_dec_attn_mask is not None and self.layer_type == "encoder":
+        crossing = {
+            "enc_dec_attn_mask": enc_dec_attn_mask,
+            "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+            "enc_dec_window_size": enc_dec_window_size,
+            "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+        }
+        unused = [name for name, value in crossing.items() if value is not None and self.layer_type == "encoder"]
+        if unused:
             tell(
-                "enc_dec_attn_mask without effect: layer_type='encoder' has no cross attention; pass attention_mask "
-                "for self attention, or make the layer with layer_type='decoder'"
+                f"{' and '.join(unused)} without effect: layer_type='encoder' has no cross attention; pass what is of "
+                "self attention, or make the layer with layer_type='decoder'"
             )
         first = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
