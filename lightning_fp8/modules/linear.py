@@ -106,10 +106,9 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
             NotImplementedError: an argument that asks for what is not here.
         """
         refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
-        x = inp if input is None else input
-        if x is None or (inp is not None and input is not None):
+        if inp is not None and input is not None:
             raise TypeError("Linear takes one input; Transformer Engine calls it inp, torch input")
-        return super().forward(x, is_first_microbatch)
+        return super().forward(inp if input is None else input, is_first_microbatch)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None
