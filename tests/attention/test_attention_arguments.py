@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
+from lightning_fp8 import DotProductAttention, MultiheadAttention, TransformerLayer, fp8_autocast, make_recipe
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
@@ -23,8 +24,8 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"kv_channels": 1.5}, ValueError, "kv_channels=1.5 must be a positive integer"),
         ({"kv_channels": (1, 2, 3)}, ValueError, r"kv_channels=\(1, 2, 3\) must be one number, or a pair"),
         ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups=3 does not divide num_attention_heads=4"),
-        ({"tp_size": 3}, ValueError, "tp_size=3 does not divide num_attention_heads=4"),
-        ({"tp_size": 4, "num_gqa_groups": 2}, ValueError, "tp_size=4 does not divide num_gqa_groups=2"),
+        ({"tp_size": 2}, NotImplementedError, "tp_size=2 is not here: layers are not tensor-parallel; .*fully_shard"),
+        ({"tp_group": object()}, NotImplementedError, "tp_group=.* is not here: layers are not tensor-parallel"),
         ({"attention_dropout": 1.5}, ValueError, "attention_dropout=1.5 must be .* at most 1"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format='bhsd' is unknown; use one of 'sbhd', 'bshd', 'thd'"),
         ({"attn_mask_type": "causal_top"}, ValueError, "attn_mask_type='causal_top' is unknown; use one of 'no_mask'"),
@@ -48,6 +49,30 @@ def test_a_wrong_constructor_says_what_would_do(arguments: Any, error: type[Exce
 
 
 def test_every_spelling_of_a_mask_type() -> None:
+@pytest.mark.parametrize(
+    "made",
+    [
+        functools.partial(DotProductAttention, 4, 16),
+        functools.partial(MultiheadAttention, 64, 4),
+        functools.partial(TransformerLayer, 64, 128, 4),
+    ],
+)
+def test_tensor_parallelism_is_refused_everywhere_for_one_reason(made: Any) -> None:
+    """A group would say another number of heads than ``tp_size``; nothing here computes with one."""
+    group = object()
+    reasons = set()
+    for asked in (
+        lambda: made(tp_group=group),
+        lambda: made(tp_size=2),
+        lambda: made().set_tensor_parallel_group(group),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^tp_(group|size)=.* is not here: ") as refused:
+            asked()
+        reasons.add(str(refused.value).partition(" is not here: ")[2])
+    assert reasons == {"layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"}
+    made(tp_size=1, tp_group=None).set_tensor_parallel_group(None)
+
+
     for name in ("padding_causal", "causal,padding", "padding,causal", "causal_padding"):
         assert DotProductAttention(1, 1, attn_mask_type=name).attn_mask_type == "padding_causal"
 

@@ -40,7 +40,7 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             ``_bottom_right``, or ``"arbitrary"``.
         window_size: keys before and after the diagonal that a query sees; -1 is all.
         bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
-        tp_size: heads are divided by it; ``tp_group`` changes nothing.
+        tp_size, tp_group: refused if they ask for it; ``num_attention_heads`` are those of this rank.
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
@@ -88,6 +88,8 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         super().__init__()
         refuse_what_is_not_here(
             {
+                "tp_size": tp_size,
+                "tp_group": tp_group,
                 "cp_group": cp_group,
                 "cp_global_ranks": cp_global_ranks,
                 "cp_stream": cp_stream,
@@ -96,7 +98,7 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             },
             arguments.INSTEAD,
         )
-        self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups, tp_size)
+        self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups)
         self.softmax_scale = arguments.checked_scale(softmax_scale, self.sizes.channels)
         self.softmax_type = one_of("softmax_type", softmax_type, arguments.SOFTMAX_TYPES)
         self.attention_dropout = arguments.checked_dropout(attention_dropout)
