@@ -38,6 +38,7 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan must be finite and above 0"),
         ({"window_size": (4,)}, ValueError, r"window_size=\(4,\) must be two integers"),
         ({"window_size": (4, -2)}, ValueError, r"window_size=\(4, -2\) must be two integers"),
+        ({"sequence_parallel": "no"}, TypeError, "sequence_parallel='no' must be True or False"),
         ({"cp_group": object()}, NotImplementedError, "cp_group=.* is not here: context parallelism"),
         ({"return_max_logit": True}, NotImplementedError, "return_max_logit=True is not here"),
         ({"num_splits": 2}, NotImplementedError, "num_splits=2 is not here: leave it at 1"),
@@ -48,7 +49,6 @@ def test_a_wrong_constructor_says_what_would_do(arguments: Any, error: type[Exce
         DotProductAttention(**{"num_attention_heads": 4, "kv_channels": 16, **arguments})
 
 
-def test_every_spelling_of_a_mask_type() -> None:
 @pytest.mark.parametrize(
     "made",
     [
@@ -73,6 +73,7 @@ def test_tensor_parallelism_is_refused_everywhere_for_one_reason(made: Any) -> N
     made(tp_size=1, tp_group=None).set_tensor_parallel_group(None)
 
 
+def test_every_spelling_of_a_mask_type() -> None:
     for name in ("padding_causal", "causal,padding", "padding,causal", "causal_padding"):
         assert DotProductAttention(1, 1, attn_mask_type=name).attn_mask_type == "padding_causal"
 
@@ -98,6 +99,29 @@ X = torch.randn(2, 3, 4, 16)
         ({"core_attention_bias_type": "pre_scale_bias"}, ValueError, "with no core_attention_bias"),
         ({"core_attention_bias": X}, ValueError, "with a core_attention_bias; pass 'post_scale_bias'"),
         ({"alibi_slopes": X}, ValueError, "alibi_slopes with core_attention_bias_type='no_bias'; pass 'alibi'"),
+        ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is list; it must be a tensor, or None"),
+        (
+            {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
+            ValueError,
+            r"alibi_slopes has shape \[3\]; it must be \[h\] or \[b, h\], here \[2, 4\]",
+        ),
+        (
+            {"core_attention_bias": torch.ones(3, 3).bool(), "core_attention_bias_type": "post_scale_bias"},
+            TypeError,
+            "core_attention_bias is torch.bool; .* must be of floating point.*attention_mask.*'arbitrary'",
+        ),
+        (
+            {"attention_mask": torch.ones(4, 3).bool(), "attn_mask_type": "arbitrary"},
+            ValueError,
+            r"attention_mask has shape \[4, 3\]; it must broadcast to \[b, h, sq, skv\], here \[2, 4, 3, 3\]",
+        ),
+        (
+            {"attention_mask": [True] * 3},
+            TypeError,
+            "attention_mask is list of bool, bool, bool; it must be a bool tensor",
+        ),
+        ({"attention_mask": (X, None)}, TypeError, "attention_mask is tuple of Tensor, NoneType; .* a pair of them"),
+        ({"cu_seqlens_q": [0, 3, 6]}, TypeError, "cu_seqlens_q is list; it must be a tensor, or None"),
         ({"inference_params": object()}, NotImplementedError, "inference_params=.*causal_bottom_right"),
         ({"score_mod": abs}, NotImplementedError, "flex_attention"),
         ({"fp8_output": True}, NotImplementedError, "fp8_output=True is not here"),

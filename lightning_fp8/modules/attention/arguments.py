@@ -131,6 +131,22 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def check_tensors(attention_mask: Any, **given: Any) -> None:
+    """Raises:
+    TypeError: ``attention_mask`` is no tensor, pair of tensors or None, or one of ``given`` no tensor or None.
+    """
+    for name, value in given.items():
+        if not (value is None or isinstance(value, Tensor)):
+            raise TypeError(f"{name} is {type(value).__name__}; it must be a tensor, or None")
+    pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+    if attention_mask is not None and not (len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+        of = f" of {', '.join(type(each).__name__ for each in pair)}" if pair is attention_mask else ""
+        raise TypeError(
+            f"attention_mask is {type(attention_mask).__name__}{of}; it must be a bool tensor, a pair of them for "
+            "queries and keys, or None"
+        )
+
+
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
     TypeError: no dense tensors of floating point.
