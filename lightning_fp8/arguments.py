@@ -179,8 +179,8 @@ class ParallelArguments(TypedDict, total=False):
     name: str | None
 
 
-_NO_TENSOR_PARALLELISM = "layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"
-NO_CONTEXT_PARALLELISM = "context parallelism is not here; split the batch, or the heads by tp_size"
+NO_TENSOR_PARALLELISM = "layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"
+NO_CONTEXT_PARALLELISM = "context parallelism is not here; split the batch"
 _NO_OVERLAP = "no communication to overlap with: layers are not tensor-parallel; leave it out"
 
 _INSTEAD_OF_PARALLEL = {
@@ -194,7 +194,7 @@ _INSTEAD_OF_PARALLEL = {
             "symmetric_ar_type",
             "return_layernorm_output_gathered",
         ),
-        _NO_TENSOR_PARALLELISM,
+        NO_TENSOR_PARALLELISM,
     ),
     **dict.fromkeys([each for each in ParallelArguments.__annotations__ if each.startswith("ub_")], _NO_OVERLAP),
     "delay_wgrad_compute": "backward computes the weight's gradient at once; leave it out",

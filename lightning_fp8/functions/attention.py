@@ -232,7 +232,7 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
     Raises:
         ValueError: one has.
     """
-    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not _is_known(cu_seqlens):
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
         return
     longest = int(cu_seqlens.diff().max())
     if longest > max_seqlen:
@@ -242,9 +242,9 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
         )
 
 
-def _is_known(cu_seqlens: Tensor) -> bool:
-    """Whether the host can look at it without waiting for a card."""
-    return not torch.compiler.is_compiling() and type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"
+def is_known(x: Tensor) -> bool:
+    """Whether the host can look at the values of ``x`` without waiting for a card."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
@@ -267,7 +267,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequ
         )
     if sequences is not None and len(cu_seqlens) != sequences + 1:
         raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
-    if not _is_known(cu_seqlens):
+    if not is_known(cu_seqlens):
         return
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]

@@ -46,17 +46,14 @@ def extras_of(
     slopes: Tensor | None,
     sink: Tensor | None,
     q: Tensor,
-    scores: Sequence[int] | None,
     softmax_scale: float,
     dropout: float,
 ) -> Extras:
     """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
 
-    Args:
-        scores: ``[b, h, sq, skv]``, which a bias has to broadcast to; None of packed sequences, whose lengths differ.
-
     Raises:
-        ValueError: an argument without the one that goes with it, or a bias of another shape.
+        ValueError: an argument without the one that goes with it.
+        TypeError: a bias of no floating point.
     """
     one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
     mask = attention_mask if mask_type == "arbitrary" else None
@@ -67,23 +64,57 @@ def extras_of(
             f"core_attention_bias_type={bias_type!r} with "
             + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
         )
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(
+            f"core_attention_bias is {bias.dtype}; it is added to the scores and must be of floating point. What hides "
+            "keys is attention_mask with attn_mask_type='arbitrary'"
+        )
     if slopes is not None and bias_type != "alibi":
         raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
     if slopes is None and bias_type == "alibi":
         slopes = alibi_slopes(q.shape[-2], q.device)
-    if bias is not None and scores is not None and not _broadcasts(bias, scores):
-        raise ValueError(
-            f"core_attention_bias has shape {list(bias.shape)}; it must broadcast to [b, h, sq, skv], here "
-            f"{list(scores)}"
-        )
     if bias is not None and bias_type == "pre_scale_bias":
         bias = bias * softmax_scale
     return Extras(mask, bias, slopes, sink, dropout)
 
 
-def _broadcasts(bias: Tensor, shape: Sequence[int]) -> bool:
-    aligned = zip(reversed(bias.shape), reversed(shape))
-    return bias.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in aligned)
+def fitted(extras: Extras, scores: Sequence[int], most: tuple[int | None, int | None] = (None, None)) -> Extras:
+    """``extras`` for ``scores [b, h, sq, skv]``, of sequences that are as long as the longest.
+
+    Args:
+        most: what a mask or a bias may have in place of sq and skv; their first rows and keys count.
+
+    Raises:
+        ValueError: a mask, a bias or slopes of another shape.
+    """
+    mask = _fitted("attention_mask", extras.mask, scores, most)
+    bias = _fitted("core_attention_bias", extras.bias, scores, most)
+    slopes = extras.slopes
+    if slopes is not None and not (slopes.dim() and _broadcasts(slopes.shape, scores[:2])):
+        raise ValueError(
+            f"alibi_slopes has shape {list(slopes.shape)}; it must be [h] or [b, h], here {list(scores[:2])}"
+        )
+    return Extras(mask, bias, slopes, extras.sink, extras.dropout)
+
+
+def _fitted(name: str, x: Tensor | None, scores: Sequence[int], most: tuple[int | None, int | None]) -> Tensor | None:
+    if x is None:
+        return None
+    given = x.shape
+    for dim, longest in ((-2, most[0]), (-1, most[1])):
+        if longest is not None and -dim <= x.dim() and longest == x.shape[dim] > scores[dim]:
+            x = x.narrow(dim, 0, scores[dim])
+    if not _broadcasts(x.shape, scores):
+        or_most = "" if most == (None, None) else ", or max_seqlen_q and max_seqlen_kv in place of sq and skv"
+        raise ValueError(
+            f"{name} has shape {list(given)}; it must broadcast to [b, h, sq, skv], here {list(scores)}{or_most}"
+        )
+    return x
+
+
+def _broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    aligned = zip(reversed(shape), reversed(wanted))
+    return len(shape) <= len(wanted) and all(size in (1, of) for size, of in aligned)
 
 
 def attention(
