@@ -85,12 +85,12 @@ def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate
         for half in range(2):
             row_of_half = builder.add(row, _I32(8 * half))
             in_rows = builder.icmp_signed("<", row_of_half, rows)
-            start = builder.mul(builder.sext(row_of_half, _I64), stride)
+            row_offset = builder.mul(builder.sext(row_of_half, _I64), stride)
             for first in range(0, num_registers, 4):
                 for index in range(0, 2, step):
                     col = builder.add(column, _I32(2 * first + index))
                     in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
-                    offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
+                    offset = builder.mul(builder.add(row_offset, builder.sext(col, _I64)), _I64(size))
                     stored = acc[first + 2 * half + index :][:step]
                     address = builder.add(out, offset)
                     inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])

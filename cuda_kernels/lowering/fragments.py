@@ -199,10 +199,10 @@ _COLUMNS = {
 barrier: the assembler hoists other loads until no register is left."""
 
 
-def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any, columns: Any, j: int) -> Values:
+def _column_values(builder: Any, dtype: str, even: bool, address: Any, column: Any, columns: Any, j: int) -> Values:
     """Load a vector's elements for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
 
-    ``start``: the address of the element of ``column``, the thread's first.
+    ``address``: of the element of ``column``, the thread's first.
     """
     size = 4 if dtype == "float32" else 2
     count = 2 if even else 1
@@ -214,7 +214,7 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
         template = f"{{ .reg .pred p; .reg .s32 c; {in_bounds} {load} }}"
         kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
-        loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
+        loaded = _inline(builder, template, kind if even else _F32, constraints, address, column, columns, effect=True)
         values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
     return values
 
@@ -223,10 +223,10 @@ def _with_columns(name: str, num_registers: int, dtype: str, even: bool, op: Cal
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
         offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
-        start = builder.add(vector, offset)
+        address = builder.add(vector, offset)
         results = []
         for j in range(num_registers // 4):
-            values = _column_values(builder, dtype, even, start, column, columns, j)
+            values = _column_values(builder, dtype, even, address, column, columns, j)
             results += [op(builder, acc[4 * j + index], values[index & 1]) for index in range(4)]
         return results
 

@@ -120,9 +120,9 @@ def mask(
     tracing = torch.compiler.is_compiling()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
-    start = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     fits = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length)
-    if start and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
+    if from_the_beginning and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
         if skips:
             band = band_of(mask_function)
         elif tracing and attention_mask is None:

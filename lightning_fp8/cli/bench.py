@@ -114,12 +114,12 @@ def card_clock(device: torch.device) -> Clock:
 
     def seconds(call: Callable[[], object]) -> float:
         cold.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        began, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
         call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return began.elapsed_time(end) / 1e3
 
     return seconds
 

@@ -95,8 +95,8 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
     def copy(smem, stage, statistics, head, rows_q, query):
         which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
         if which < STATISTICS - CORRECTED:
-            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
-            cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
+            place_of_row = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + place_of_row * 4 + 16 * part, 16)
 
     @device
     def address(smem, stage, which, query):

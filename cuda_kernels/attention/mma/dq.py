@@ -71,9 +71,9 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     @device
     def copy_keys(smem, k, v, j):
-        start = i64(j) * (ROWS * head_dim)
-        copy_rows(smem + k_offset, k + start, i64(head_dim))
-        copy_rows(smem + v_offset, v + start, i64(head_dim))
+        offset = i64(j) * (ROWS * head_dim)
+        copy_rows(smem + k_offset, k + offset, i64(head_dim))
+        copy_rows(smem + v_offset, v + offset, i64(head_dim))
 
     @device
     def attend(smem, tile, operands, row_terms, scales, left, right):

@@ -49,9 +49,9 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     def copy_keys(stage, operands, tile_key, key):
         """Keys from number ``key`` of the tile on; ``tile_key``: its first."""
         _, _, k, v, _, _ = operands
-        start = (i64(tile_key) + key) * head_dim
-        copy_some(stage, k + start, i64(head_dim))
-        copy_some(stage + v_offset, v + start, i64(head_dim))
+        offset = (i64(tile_key) + key) * head_dim
+        copy_some(stage, k + offset, i64(head_dim))
+        copy_some(stage + v_offset, v + offset, i64(head_dim))
 
     def make_gradients(start: int) -> Any:
         """As ``make_gradients_of``, of all keys from ``start`` on; what comes next is copied meanwhile."""

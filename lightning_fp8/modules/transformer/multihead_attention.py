@@ -284,13 +284,17 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
         for projection in self.projection_rows:
-            start = f"{prefix}{projection}."
-            values = {key.removeprefix(start): state_dict[key] for key in [*state_dict] if key.startswith(start)}
+            projection_prefix = f"{prefix}{projection}."
+            values = {
+                key.removeprefix(projection_prefix): state_dict[key]
+                for key in [*state_dict]
+                if key.startswith(projection_prefix)
+            }
             renamed = projection_parameters(self, projection, values)
             if renamed.keys() != values.keys():
                 for name in values:
-                    del state_dict[start + name]
-                state_dict.update({start + name: value for name, value in renamed.items()})
+                    del state_dict[projection_prefix + name]
+                state_dict.update({projection_prefix + name: value for name, value in renamed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
