@@ -140,10 +140,10 @@ def rstd_address(mean: bool) -> Any:
     """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
 
     @device
-    def address(statistics, rows):
+    def rstd_of_rows(statistics, rows):
         return statistics + i64(rows) * 4 if mean else statistics
 
-    return address
+    return rstd_of_rows
 
 
 @device

@@ -82,12 +82,12 @@ class StageStatistics(NamedTuple):
 
     Attributes:
         load: ``(smem, tensor, barrier, stage_idx, query, head)``: starts to copy them, from packed row ``query`` on.
-        address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
+        statistic_address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
         scales: ``(smem, stage_idx, query)``: Q's and dO's ``scale_inv``.
     """
 
     load: Any
-    address: Any
+    statistic_address: Any
     scales: Any
 
 
@@ -104,7 +104,7 @@ def make_stage_statistics(offset: int) -> StageStatistics:
         tma_load(smem + place(stage_idx, CORRECTED, 0), tensor, barrier, query, head * STATISTICS + CORRECTED)
 
     @device
-    def address(smem, stage_idx, which, query):
+    def statistic_address(smem, stage_idx, which, query):
         return smem + place(stage_idx, which, query)
 
     @device
@@ -114,7 +114,7 @@ def make_stage_statistics(offset: int) -> StageStatistics:
             from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE, query))),
         )
 
-    return StageStatistics(load, address, scales)
+    return StageStatistics(load, statistic_address, scales)
 
 
 class DkvTiles(NamedTuple):
