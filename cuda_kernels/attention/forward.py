@@ -108,17 +108,17 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
         kv_head = quotient(head, group)
-        row, keys, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        row, first_key_row, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
         load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
         stage_idx, phase = i32(0), i32(0)
         for j in range(first, last):
             full, empty = smem + full_k + 8 * stage_idx, smem + empty_k + 8 * stage_idx
             fill_stage(full, empty, phase, k_bytes)
-            load_rows(smem + k_offset + stage_idx * k_bytes, maps[1], full, kv_head * rows_k + keys + j * ROWS)
+            load_rows(smem + k_offset + stage_idx * k_bytes, maps[1], full, kv_head * rows_k + first_key_row + j * ROWS)
             full, empty = smem + full_v + 8 * stage_idx, smem + empty_v + 8 * stage_idx
             fill_stage(full, empty, phase, v_bytes)
-            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, keys + j * ROWS, kv_head * head_dim)
+            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, first_key_row + j * ROWS, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
     begin = make_warp_specialized(init_barriers, produce)

@@ -48,14 +48,14 @@ def next_unit(top, largest, unit):
 
 
 @cache
-def make_softmax(keys: int) -> Any:
-    """A device function ``(scores, factor, state) -> words, state, alpha, alpha_below`` of a tile of ``keys`` keys.
+def make_softmax(num_keys: int) -> Any:
+    """A device function ``(scores, factor, state) -> words, state, alpha, alpha_below`` of a tile of ``num_keys`` keys.
 
     ``scores``: products of codes, which times ``factor`` are logarithms to base 2. ``words``: E4M3 codes of the
     probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of both rows' sums so far. Sums are
     of this thread's columns, and of probabilities before they are rounded.
     """
-    num_registers = keys // 2
+    num_registers = num_keys // 2
     largest_of, sum_of, power, pack = (
         rows_max(num_registers),
         rows_sum(num_registers),

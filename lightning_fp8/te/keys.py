@@ -66,14 +66,14 @@ def is_state(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
-def has_te_state(keys: Iterable[str]) -> bool:
+def has_te_state(names: Iterable[str]) -> bool:
     """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
-    return any(map(is_state, keys))
+    return any(map(is_state, names))
 
 
-def is_grouped(owner: str, keys: Container[str]) -> bool:
+def is_grouped(owner: str, names: Container[str]) -> bool:
     """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
-    return f"{prefix_of(owner)}weight0" in keys
+    return f"{prefix_of(owner)}weight0" in names
 
 
 def state_key(module: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
@@ -94,8 +94,8 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
 
     Where attention has two, of an older Transformer Engine and of a newer one, the newer is taken, with a warning.
     """
-    keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-    states = [(key, state_dict.pop(key)) for key in keys if key in state_dict]
+    candidates = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
+    states = [(key, state_dict.pop(key)) for key in candidates if key in state_dict]
     if len(states) > 1:
         (newer, _), (older, _) = states
         warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=3)

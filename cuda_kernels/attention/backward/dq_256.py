@@ -52,9 +52,9 @@ class _Part(NamedTuple):
     codes: Any
 
 
-def _part(spec: AttentionSpec, keys: int) -> _Part:
-    num_registers = keys // 2
-    zero_scores, scores_of = zeros(num_registers), make_product(keys, spec.k_steps, spec.panels)
+def _part(spec: AttentionSpec, num_keys: int) -> _Part:
+    num_registers = num_keys // 2
+    zero_scores, scores_of = zeros(num_registers), make_product(num_keys, spec.k_steps, spec.panels)
     scores_wait_1, scores_wait_0 = wgmma_wait(num_registers, 1), wgmma_wait(num_registers, 0)
     hide, exp2, gradients_of = (
         make_band_mask(num_registers),

@@ -99,7 +99,7 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
             cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + place_of_row * 4 + 16 * part, 16)
 
     @device
-    def address(smem, stage, which, query):
+    def statistic_address(smem, stage, which, query):
         return smem + place(stage, which, query)
 
     @device
@@ -108,7 +108,7 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
         first = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
         return first + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
 
-    return copy, address, two_of_d
+    return copy, statistic_address, two_of_d
 
 
 @cache
@@ -239,12 +239,12 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         smem = dynamic_shared()
         tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
         row = tile[TILE_ROW]
-        keys = (i64(head) * rows_k + row) * head_dim
+        in_k = (i64(head) * rows_k + row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
         if tile[TILE_FIRST] < tile[TILE_LAST]:
-            copy_keys(smem, k + keys, i64(head_dim))
+            copy_keys(smem, k + in_k, i64(head_dim))
             if with_dk:
-                copy_keys(smem + v_offset, v + keys, i64(head_dim))
+                copy_keys(smem + v_offset, v + in_k, i64(head_dim))
         of_channel = i64(first_channel) * rows_q
         dv, dk = attend(
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,

@@ -145,13 +145,13 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
             load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
         )  # fmt: skip
-        queries = (i64(head) * rows_q + row) * head_dim
-        keys = (i64(kv_head) * rows_k + others) * head_dim
-        keys_of_channel = (i64(kv_head) * head_dim + first_channel) * rows_k + others
+        in_q = (i64(head) * rows_q + row) * head_dim
+        in_k = (i64(kv_head) * rows_k + others) * head_dim
+        in_kt = (i64(kv_head) * head_dim + first_channel) * rows_k + others
         block = (i64(kv_head) * (rows_k >> 7) + (others >> 7)) * 4
         dq, rest, rest_below = attend(
             smem, tile,
-            (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
+            (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
             row_terms, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.

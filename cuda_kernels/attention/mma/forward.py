@@ -62,8 +62,8 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
     zero_out = zeros(out_count)
 
     @device
-    def copy_keys(stage, keys, j):
-        copy_rows(stage, keys + i64(j) * (ROWS * head_dim), i64(head_dim))
+    def copy_keys(stage, k, j):
+        copy_rows(stage, k + i64(j) * (ROWS * head_dim), i64(head_dim))
 
     @device
     def next_stage(stage, first_stage):
@@ -71,7 +71,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         return i32(stage + stage_bytes) if stage < first_stage + prefetch * stage_bytes else first_stage
 
     @device
-    def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
+    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
         first, last, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
@@ -79,20 +79,20 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
         if first < last:
-            copy_rows(smem, queries, i64(head_dim))
+            copy_rows(smem, q, i64(head_dim))
         for ahead in range(prefetch):
             if first + ahead < last:
                 stage = first_stage + ahead * stage_bytes
-                copy_keys(stage, keys, first + ahead)
-                copy_values(stage + TILE, values + i64(first + ahead) * ROWS, rows_k)
+                copy_keys(stage, k, first + ahead)
+                copy_values(stage + TILE, v_t + i64(first + ahead) * ROWS, rows_k)
             cp_async_commit()
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
         for j in range(first, last):
             cp_async_wait(pending)
             cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
             if j + prefetch < last:
-                copy_keys(free_stage, keys, j + prefetch)
-                copy_values(free_stage + TILE, values + i64(j + prefetch) * ROWS, rows_k)
+                copy_keys(free_stage, k, j + prefetch)
+                copy_values(free_stage + TILE, v_t + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
@@ -115,9 +115,9 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
     """The forward pass that goes over the keys as ``attend`` does.
 
     Args:
-        attend: a device function ``(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left,
+        attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left,
             right) -> out, state``: the sums of this thread's channels, in units of the softmax's state, and that state.
-            ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's.
+            ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's.
             ``query_factor``: Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
     """
     head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
