@@ -125,7 +125,7 @@ def tile_table(
     left: int | None,
     right: int | None,
     bottom_right: bool,
-    tile: int = ROWS,
+    tile_size: int = ROWS,
 ) -> Tensor:
     """Tiles of 128 rows of queries with the tiles of keys that they see: int32 ``[R / 128, 12]``, of ``TILE_FIELDS``.
 
@@ -134,7 +134,7 @@ def tile_table(
     the queries that see them exchange ``rows`` with ``others`` and ``left`` with ``right``.
 
     Args:
-        tile: rows of a tile of the others.
+        tile_size: rows of a tile of the others.
     """
     sequence, start = rows.sequence, rows.row
     count, length = others.lengths[sequence], rows.lengths[sequence]
@@ -144,13 +144,13 @@ def tile_table(
     first_seen = (diagonal - low).clamp(min=0)
     last_seen = torch.minimum(diagonal + valid - 1 + high, count - 1)
     some = (valid > 0) & (first_seen <= last_seen)
-    first = torch.where(some, first_seen // tile, 0)
-    last = torch.where(some, last_seen // tile + 1, 0)
+    first = torch.where(some, first_seen // tile_size, 0)
+    last = torch.where(some, last_seen // tile_size + 1, 0)
     # What all of the tile's rows see lies between what its last one sees first and its first one sees last.
     from_all = (diagonal + valid - 1 - low).clamp(min=0)
     to_all = torch.minimum(diagonal + high, count - 1) + 1
-    whole_first = torch.minimum((from_all + tile - 1) // tile, last)
-    whole_last = torch.maximum(to_all.clamp(min=0) // tile, whole_first)
+    whole_first = torch.minimum((from_all + tile_size - 1) // tile_size, last)
+    whole_last = torch.maximum(to_all.clamp(min=0) // tile_size, whole_first)
     table = _table(
         TILE_FIELDS,
         row=_block_rows(rows),
