@@ -95,8 +95,8 @@ class TileLoader:
         """A device function ``(args, tile_idx, rows, columns, registers)``: what a thread holds of one tile is loaded.
 
         It returns ``first_row, first_column, row, column, full``. ``tile_idx``: of a tensor ``[rows, columns]``, row by
-        row. ``first_row``, ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``: whether all of the
-        tile is inside.
+        row. ``first_row``, ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``:
+        whether all of the tile is inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)

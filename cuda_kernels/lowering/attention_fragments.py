@@ -117,9 +117,9 @@ def mask_rows(num_registers: int) -> Any:
     def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
         results = []
         for index, x in enumerate(acc):
-            first, last = rest[2 * _row_of(index) :][:2]
+            lowest, highest = rest[2 * _row_of(index) :][:2]
             column = _I32(8 * (index >> 2) + (index & 1))
-            inside = builder.and_(builder.icmp_signed("<=", first, column), builder.icmp_signed(">=", last, column))
+            inside = builder.and_(builder.icmp_signed("<=", lowest, column), builder.icmp_signed(">=", highest, column))
             results.append(builder.select(inside, x, _MINUS_INFINITY))
         return results
 
@@ -141,8 +141,8 @@ def pack_a_words(num_registers: int, fp8: str) -> Any:
     def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
         acc = unpack_tuple(builder, values[0])
         words = [
-            _pure(builder, template, _I32, "=r,f,f,f,f", *(acc[first + 2 * row + index] for index in (0, 1, 4, 5)))
-            for first in range(0, num_registers, 8)
+            _pure(builder, template, _I32, "=r,f,f,f,f", *(acc[register + 2 * row + index] for index in (0, 1, 4, 5)))
+            for register in range(0, num_registers, 8)
             for row in range(2)
         ]
         return pack_array(builder, words)

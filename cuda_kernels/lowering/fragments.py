@@ -133,8 +133,8 @@ def add_rows_of_two(num_registers: int) -> Any:
         part, *scales, cols_in_first = rest
         results = []
         for start in range(0, num_registers, 16):  # of 32 columns
-            first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
-            factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
+            in_first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
+            factors = [builder.select(in_first, scales[half], scales[half + 2]) for half in range(2)]
             for index in range(start, min(start + 16, num_registers)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results

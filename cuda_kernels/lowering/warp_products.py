@@ -56,8 +56,10 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
         results = []
         for strip in range(strips):
             for part in range(parts):
-                first = 4 * (strip * parts + part)
-                operands = acc[first : first + 4] + x[4 * strip : 4 * strip + 4] + y[2 * part : 2 * part + 2]
+                first_register = 4 * (strip * parts + part)
+                operands = (
+                    acc[first_register : first_register + 4] + x[4 * strip : 4 * strip + 4] + y[2 * part : 2 * part + 2]
+                )
                 summed = inline(builder, template, four, constraints, operands, pure=True)
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)

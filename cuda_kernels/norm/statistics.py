@@ -206,27 +206,27 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     @device
     def statistics(row, columns, in_bounds, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
-        m, squares, first = _ZERO, _ZERO, i32(0)
-        while mean and first < columns:
-            load_some(row, first + 4 * lane, columns, in_bounds, registers)
+        m, squares, start = _ZERO, _ZERO, i32(0)
+        while mean and start < columns:
+            load_some(row, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
-            first += i32(step)
+            start += i32(step)
         if mean:
             m = divide(total(m, shared, thread), f32(columns))
-        first = i32(0)
-        while first < columns:
-            load_some(row, first + 4 * lane, columns, in_bounds, registers)
+        start = i32(0)
+        while start < columns:
+            load_some(row, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
-                column = first + 4 * lane + index * stride
+                column = start + 4 * lane + index * stride
                 a, b, c, d = decode(registers, index * num_registers)
                 a, b, c, d = a - m, b - m, c - m, d - m
                 squares += a * a if column < columns else _ZERO
                 squares += b * b if column + 1 < columns else _ZERO
                 squares += c * c if column + 2 < columns else _ZERO
                 squares += d * d if column + 3 < columns else _ZERO
-            first += i32(step)
+            start += i32(step)
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics

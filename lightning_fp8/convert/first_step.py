@@ -179,8 +179,8 @@ class FirstStep:
         if self.settled or self.steps < 2:  # one step says nothing of the others
             return None
         self.settled = True
-        first = self._found or self.finish()
-        return replace(first, layers=tuple(self._seen_since(layer) for layer in first.layers))
+        judged = self._found or self.finish()
+        return replace(judged, layers=tuple(self._seen_since(layer) for layer in judged.layers))
 
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:

@@ -105,8 +105,8 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
     @device
     def two_of_d(smem, stage):
         lane = cuda.threadIdx.x & 31
-        first = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
-        return first + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
+        first_tile = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
+        return first_tile + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
 
     return copy, statistic_address, two_of_d
 
@@ -168,7 +168,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
         queries = tile[TILE_OTHERS]
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -176,17 +176,17 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         stage, end = i32(0), i32(first_head + group)
-        if first < last:
-            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first * QUERIES)
+        if first_tile < last_tile:
+            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first_tile * QUERIES)
         cp_async_commit()
         for head in range(first_head, end):
-            for i in range(first, last):
+            for i in range(first_tile, last_tile):
                 cp_async_wait(0)
                 cuda.syncthreads()  # the tile is there, and all are done with the one before it
-                if i + 1 < last:
+                if i + 1 < last_tile:
                     copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * QUERIES)
                 elif head + 1 < end:
-                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first * QUERIES)
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
                 query_scale = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE, column)))
                 gradient_scale = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE, column)))

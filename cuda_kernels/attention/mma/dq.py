@@ -79,19 +79,19 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     def attend(smem, tile, operands, row_terms, scales, left, right):
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         in_q, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
-        if first < last:
+        if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
             copy_rows(smem + do_offset, do, i64(head_dim))
-            copy_keys(smem, k, v, first)
+            copy_keys(smem, k, v, first_tile)
             cp_async_commit()
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             cp_async_wait(0)
             cuda.syncthreads()  # K and V are there, and the product with the last transposed K is done
             copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
@@ -108,7 +108,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with K and V
-            if j + 1 < last:
+            if j + 1 < last_tile:
                 copy_keys(smem, k, v, j + 1)
             cp_async_commit()
             dq = add_product(dq, words, in_b + kt_offset, unit * key_scale, unit_below * key_scale)

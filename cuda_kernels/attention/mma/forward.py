@@ -72,25 +72,25 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
 
     @device
     def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
         out, state = zero_out(), START
-        if first < last:
+        if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
         for ahead in range(prefetch):
-            if first + ahead < last:
+            if first_tile + ahead < last_tile:
                 stage = first_stage + ahead * stage_bytes
-                copy_keys(stage, k, first + ahead)
-                copy_values(stage + TILE, v_t + i64(first + ahead) * ROWS, rows_k)
+                copy_keys(stage, k, first_tile + ahead)
+                copy_values(stage + TILE, v_t + i64(first_tile + ahead) * ROWS, rows_k)
             cp_async_commit()
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             cp_async_wait(pending)
             cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
-            if j + prefetch < last:
+            if j + prefetch < last_tile:
                 copy_keys(free_stage, k, j + prefetch)
                 copy_values(free_stage + TILE, v_t + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()

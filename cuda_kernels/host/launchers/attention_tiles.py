@@ -47,7 +47,7 @@ class PackedRows(NamedTuple):
         space: what shapes say of them.
         lengths: rows of each sequence ``[B]``.
         held: rows of the tensor that are kept for it ``[B]``: its own, and padding.
-        first: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
+        first_row: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
             where sequences lie one after the other.
         starts: its first packed row ``[B]``, a multiple of 128.
         sequence: of each block of 128 packed rows the sequence, ``[R / 128]``.
@@ -57,7 +57,7 @@ class PackedRows(NamedTuple):
     space: RowSpace
     lengths: Tensor
     held: Tensor
-    first: Tensor
+    first_row: Tensor
     starts: Tensor
     sequence: Tensor
     row: Tensor
@@ -80,22 +80,22 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
         assert cu_seqlens is not None
         ends = cu_seqlens[1:].long().clamp(0, space.rows)
         bounds = torch.cat([ends.new_zeros(1), ends]).cummax(0).values
-        lengths, first = bounds.diff(), bounds[:-1]
-        held = torch.where(index < space.sequences - 1, lengths, space.rows - first)
-        starts = first // ROWS + index
+        lengths, first_row = bounds.diff(), bounds[:-1]
+        held = torch.where(index < space.sequences - 1, lengths, space.rows - first_row)
+        starts = first_row // ROWS + index
     else:
         held = torch.full_like(index, space.rows)
         lengths = held if cu_seqlens is None else cu_seqlens.long().diff().clamp(0, space.rows)
-        first, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
+        first_row, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
     block = torch.arange(space.blocks, device=device)
     sequence = torch.searchsorted(starts, block, right=True) - 1
-    return PackedRows(space, lengths, held, first, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
+    return PackedRows(space, lengths, held, first_row, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
 
 
 def cast_table(rows: PackedRows) -> Tensor:
     """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
     valid = (rows.lengths[rows.sequence] - rows.row).clamp(0, ROWS)
-    source_row = rows.first[rows.sequence] + rows.row
+    source_row = rows.first_row[rows.sequence] + rows.row
     return _table(ROW_FIELDS, sequence=rows.sequence, source_row=source_row, valid=valid, row=_block_rows(rows))
 
 
@@ -115,7 +115,7 @@ def mean_tables(rows: PackedRows, blocks: Tensor, mean_rows: int | None) -> tupl
     assert mean_rows <= ROWS
     counts = rows.lengths.clamp(max=mean_rows)
     sequence = torch.arange(rows.space.sequences, device=starts.device)
-    summed = _table(ROW_FIELDS, sequence=sequence, source_row=rows.first, valid=counts, row=rows.starts)
+    summed = _table(ROW_FIELDS, sequence=sequence, source_row=rows.first_row, valid=counts, row=rows.starts)
     return summed, _table(SEQUENCE_FIELDS, block=starts, rows=counts)
 
 
@@ -144,29 +144,29 @@ def tile_table(
     first_seen = (diagonal - low).clamp(min=0)
     last_seen = torch.minimum(diagonal + valid - 1 + high, count - 1)
     some = (valid > 0) & (first_seen <= last_seen)
-    first = torch.where(some, first_seen // tile_size, 0)
-    last = torch.where(some, last_seen // tile_size + 1, 0)
+    first_tile = torch.where(some, first_seen // tile_size, 0)
+    last_tile = torch.where(some, last_seen // tile_size + 1, 0)
     # What all of the tile's rows see lies between what its last one sees first and its first one sees last.
     from_all = (diagonal + valid - 1 - low).clamp(min=0)
     to_all = torch.minimum(diagonal + high, count - 1) + 1
-    whole_first = torch.minimum((from_all + tile_size - 1) // tile_size, last)
+    whole_first = torch.minimum((from_all + tile_size - 1) // tile_size, last_tile)
     whole_last = torch.maximum(to_all.clamp(min=0) // tile_size, whole_first)
     table = _table(
         TILE_FIELDS,
         row=_block_rows(rows),
         others=others.starts[sequence],
-        first=first,
-        last=last,
+        first=first_tile,
+        last=last_tile,
         whole_first=whole_first,
         whole_last=whole_last,
         count=count,
         diagonal=diagonal,
         valid=valid,
         sequence=sequence,
-        out_row=rows.first[sequence] + start,
+        out_row=rows.first_row[sequence] + start,
         out_rows=(rows.held[sequence] - start).clamp(0, ROWS),
     )
-    return table[torch.argsort(last - first, descending=True, stable=True)]
+    return table[torch.argsort(last_tile - first_tile, descending=True, stable=True)]
 
 
 def most_seen(others: RowSpace, left: int | None, right: int | None, longest: int | None = None) -> int:
