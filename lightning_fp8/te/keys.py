@@ -162,32 +162,32 @@ def projection_parameters(attention: Projecting, projection: str, values: Mappin
         projection: the name of its module in ``attention``.
         values: by name, without prefix; what fits nothing stays as it is.
     """
-    if (rows := attention.projection_rows.get(projection)) is None:
+    if (order := attention.projection_rows.get(projection)) is None:
         return dict(values)
     split = not attention.fuse_qkv_params and projection != "query_layer"
-    return _split_or_joined(values, rows.with_order(attention.qkv_weight_interleaved), split)
+    return _split_or_joined(values, order.with_order(attention.qkv_weight_interleaved), split)
 
 
-def _split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
+def _split_or_joined(values: Mapping[str, Any], order: RowOrder, split: bool) -> dict[str, Any]:
     """Parameters of a projection as one that is ``split``, or is not, names them.
 
     Args:
         values: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
-        rows: the order of the projection's rows.
+        order: of the projection's rows.
         split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
     """
-    sizes = rows.sizes
+    sizes = order.sizes
     renamed = dict(values)
     for leaf in ("weight", "bias"):
         parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
         fused = renamed.get(leaf)
         if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
             del renamed[leaf]
-            renamed |= {f"{name}_{leaf}": part for name, part in rows.split_parameter(fused).items()}
+            renamed |= {f"{name}_{leaf}": part for name, part in order.split_parameter(fused).items()}
         elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
             split_names = {f"{name}_{leaf}" for name in sizes}
             renamed = {name: value for name, value in renamed.items() if name not in split_names}
-            renamed[leaf] = rows.join_parameters(parts)  # type: ignore[arg-type]
+            renamed[leaf] = order.join_parameters(parts)  # type: ignore[arg-type]
     return renamed
 
 

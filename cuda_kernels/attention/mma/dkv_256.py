@@ -92,8 +92,8 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 cp_async_wait(0)
                 cuda.syncthreads()  # Q is there, and all are done with the tile before it
                 if is_dk:
-                    rows = addresses[1] + (i64(head) * rows_q + query) * head_dim
-                    copy_queries(smem + ring + there, rows, i64(head_dim))
+                    row_address = addresses[1] + (i64(head) * rows_q + query) * head_dim
+                    copy_queries(smem + ring + there, row_address, i64(head_dim))
                 else:
                     copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
                 cp_async_commit()

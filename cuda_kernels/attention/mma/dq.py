@@ -203,19 +203,19 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     others = _make_gradients(k_steps, start + KEYS)
 
     @device
-    def gradients(addresses, scales, rows, partial, visible, first_key):
-        return some(addresses, scales, rows, partial, visible, first_key) + others(
-            addresses, scales, rows, partial, visible, first_key
+    def gradients(addresses, scales, row_terms, partial, visible, first_key):
+        return some(addresses, scales, row_terms, partial, visible, first_key) + others(
+            addresses, scales, row_terms, partial, visible, first_key
         )
 
     return gradients
 
 
 def make_gradients_of(product: Any, start: int) -> Any:
-    """A device function ``(addresses, scales, rows, partial, visible, first_key) -> ds`` of a warp's rows.
+    """A device function ``(addresses, scales, row_terms, partial, visible, first_key) -> ds`` of a warp's rows.
 
     Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
-    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``rows``: of both rows the total and D.
+    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
     ``partial``: whether ``visible`` matters. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
@@ -226,10 +226,10 @@ def make_gradients_of(product: Any, start: int) -> Any:
     )
 
     @device
-    def some(addresses, scales, rows, partial, visible, first_key):
+    def some(addresses, scales, row_terms, partial, visible, first_key):
         in_q, in_do, in_k, in_v = addresses
         query_factor, key_scale, gradient_scale, value_scale = scales
-        total, total_below, delta, delta_below = rows
+        total, total_below, delta, delta_below = row_terms
         scores = product(in_q, in_k)
         if partial:
             scores = hide(scores, visible, i32(first_key + start))

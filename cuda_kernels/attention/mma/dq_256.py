@@ -59,7 +59,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         is_last = start + KEYS == ROWS
 
         @device
-        def some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
+        def some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
             smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
@@ -71,16 +71,16 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
             in_stage = in_b + here
             addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
-            return gradients_of(addresses, scales, rows, partial, visible, first_key)
+            return gradients_of(addresses, scales, row_terms, partial, visible, first_key)
 
         if is_last:
             return some
         others = make_gradients(start + KEYS)
 
         @device
-        def gradients(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
-            return some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key) + others(
-                ring_of, here ^ _STAGE, operands, in_a, scales, rows, partial, visible, first_key
+        def gradients(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
+            return some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scales, row_terms, partial, visible, first_key
             )
 
         return gradients

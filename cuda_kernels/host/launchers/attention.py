@@ -63,10 +63,10 @@ class CastTables(NamedTuple):
     counts: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: PackedRows, mean_rows: int | None = None) -> CastTables:
+    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
         """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
-        blocks = cast_table(rows)
-        return cls(blocks, *mean_tables(rows, blocks, mean_rows))
+        blocks = cast_table(packed)
+        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
 
 
 class Visible(NamedTuple):
@@ -178,7 +178,7 @@ class CastLaunch:
         head_dim: int,
         dtype: str,
         heads: int,
-        rows: RowSpace,
+        space: RowSpace,
         strides: Strides,
         copies: tuple[bool, bool],
         mean_blocks: int,
@@ -187,12 +187,12 @@ class CastLaunch:
     ) -> None:
         vector = 4 if aligned and not any(stride % 4 for stride in strides) else 1
         spec = HeadsSpec(head_dim, dtype, vector)
-        self._heads, self._rows, self._head_dim, self._copies = heads, rows, head_dim, copies
+        self._heads, self._space, self._head_dim, self._copies = heads, space, head_dim, copies
         self._pointer, self._device = address_on(device), device
         kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
-        of_batch, of_x = {"heads": heads, "packed_rows": rows.total}, stride_parameters(strides)
-        sequences = rows.sequences
-        self._cast = named_launch(kernel, rows.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
+        of_batch, of_x = {"heads": heads, "packed_rows": space.total}, stride_parameters(strides)
+        sequences = space.sequences
+        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
         self._sum = self._mean = None
         if mean_blocks:
             self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
@@ -201,12 +201,12 @@ class CastLaunch:
 
     def start(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; what no copy was asked for is None."""
-        shape = self._heads, self._rows.total, self._head_dim
+        shape = self._heads, self._space.total, self._head_dim
         data, data_t = (
             torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
             for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
         )
-        scale_inv = torch.empty(self._heads, self._rows.blocks, dtype=torch.float32, device=self._device)
+        scale_inv = torch.empty(self._heads, self._space.blocks, dtype=torch.float32, device=self._device)
         if not self._cast.blocks:
             return PackedCodes(data, data_t, scale_inv)
         pointer = self._pointer
@@ -227,7 +227,7 @@ class CastLaunch:
         pointer = self._pointer
         sums, means = (
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
-            for parts in (self._rows.blocks, self._rows.sequences)
+            for parts in (self._space.blocks, self._space.sequences)
         )
         self._sum.start(pointer(x), pointer(tables.summed), pointer(sums))
         self._mean.start(pointer(sums), pointer(tables.counts), pointer(means))
@@ -241,10 +241,10 @@ class TransposeLaunch:
         KernelError: the kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, head_dim: int, heads: int, rows: RowSpace, device: torch.device) -> None:
+    def __init__(self, head_dim: int, heads: int, space: RowSpace, device: torch.device) -> None:
         self._pointer = address_on(device)
         kernel = transpose_heads_kernel(head_dim)
-        self._launch = named_launch(kernel, rows.blocks * heads, device, heads=heads, packed_rows=rows.total)
+        self._launch = named_launch(kernel, space.blocks * heads, device, heads=heads, packed_rows=space.total)
 
     def start(self, codes: PackedCodes) -> PackedCodes:
         """Both copies of ``codes``."""

@@ -92,35 +92,35 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
     return PackedRows(space, lengths, held, first_row, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
 
 
-def cast_table(rows: PackedRows) -> Tensor:
+def cast_table(packed: PackedRows) -> Tensor:
     """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
-    valid = (rows.lengths[rows.sequence] - rows.row).clamp(0, ROWS)
-    source_row = rows.first_row[rows.sequence] + rows.row
-    return _table(ROW_FIELDS, sequence=rows.sequence, source_row=source_row, valid=valid, row=_block_rows(rows))
+    valid = (packed.lengths[packed.sequence] - packed.row).clamp(0, ROWS)
+    source_row = packed.first_row[packed.sequence] + packed.row
+    return _table(ROW_FIELDS, sequence=packed.sequence, source_row=source_row, valid=valid, row=_block_rows(packed))
 
 
-def mean_tables(rows: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
+def mean_tables(packed: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
     """What is summed for the mean of each sequence's first ``mean_rows``, at most 128; None is of all its rows.
 
     Args:
-        blocks: :func:`cast_table` of the rows.
+        blocks: :func:`cast_table` of ``packed``.
 
     Returns:
         Blocks of rows, as ``blocks`` has them: int32 ``[R / 128, 4]`` or ``[B, 4]``; each sequence's first block of
         128 packed rows and the number of rows that are summed: int32 ``[B, 2]``.
     """
-    starts = rows.starts // ROWS
+    starts = packed.starts // ROWS
     if mean_rows is None:
-        return blocks, _table(SEQUENCE_FIELDS, block=starts, rows=rows.lengths)
+        return blocks, _table(SEQUENCE_FIELDS, block=starts, rows=packed.lengths)
     assert mean_rows <= ROWS
-    counts = rows.lengths.clamp(max=mean_rows)
-    sequence = torch.arange(rows.space.sequences, device=starts.device)
-    summed = _table(ROW_FIELDS, sequence=sequence, source_row=rows.first_row, valid=counts, row=rows.starts)
+    counts = packed.lengths.clamp(max=mean_rows)
+    sequence = torch.arange(packed.space.sequences, device=starts.device)
+    summed = _table(ROW_FIELDS, sequence=sequence, source_row=packed.first_row, valid=counts, row=packed.starts)
     return summed, _table(SEQUENCE_FIELDS, block=starts, rows=counts)
 
 
 def tile_table(
-    rows: PackedRows,
+    packed: PackedRows,
     others: PackedRows,
     left: int | None,
     right: int | None,
@@ -131,13 +131,13 @@ def tile_table(
 
     Those with most to do come first. Query i sees the keys ``i + shift - left`` to ``i + shift + right``, all of them
     on a side without a limit; ``shift`` is 0, or with ``bottom_right`` what keys are more than queries. For keys and
-    the queries that see them exchange ``rows`` with ``others`` and ``left`` with ``right``.
+    the queries that see them exchange ``packed`` with ``others`` and ``left`` with ``right``.
 
     Args:
         tile_size: rows of a tile of the others.
     """
-    sequence, start = rows.sequence, rows.row
-    count, length = others.lengths[sequence], rows.lengths[sequence]
+    sequence, start = packed.sequence, packed.row
+    count, length = others.lengths[sequence], packed.lengths[sequence]
     valid = (length - start).clamp(0, ROWS)
     low, high = limits(left, right)
     diagonal = start + count - length if bottom_right else start
@@ -153,7 +153,7 @@ def tile_table(
     whole_last = torch.maximum(to_all.clamp(min=0) // tile_size, whole_first)
     table = _table(
         TILE_FIELDS,
-        row=_block_rows(rows),
+        row=_block_rows(packed),
         others=others.starts[sequence],
         first=first_tile,
         last=last_tile,
@@ -163,8 +163,8 @@ def tile_table(
         diagonal=diagonal,
         valid=valid,
         sequence=sequence,
-        out_row=rows.first_row[sequence] + start,
-        out_rows=(rows.held[sequence] - start).clamp(0, ROWS),
+        out_row=packed.first_row[sequence] + start,
+        out_rows=(packed.held[sequence] - start).clamp(0, ROWS),
     )
     return table[torch.argsort(last_tile - first_tile, descending=True, stable=True)]
 
@@ -187,9 +187,9 @@ def limits(left: int | None, right: int | None) -> tuple[int, int]:
     return low, high
 
 
-def _block_rows(rows: PackedRows) -> Tensor:
+def _block_rows(packed: PackedRows) -> Tensor:
     """The first packed row of each block."""
-    return torch.arange(rows.space.blocks, device=rows.row.device) * ROWS
+    return torch.arange(packed.space.blocks, device=packed.row.device) * ROWS
 
 
 def _table(fields: tuple[str, ...], **columns: Tensor) -> Tensor:

@@ -163,11 +163,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
         }
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projection = {"init_method": init_method or default_init_method, **shared}
             if not fuse_qkv_params and name != "query_layer":
-                projection["parameters_split"] = rows.sizes
-            out_features = sum(rows.sizes.values())
+                projection["parameters_split"] = order.sizes
+            out_features = sum(order.sizes.values())
             if name.startswith("layernorm"):
                 projection |= {"eps": layernorm_epsilon, "zero_centered_gamma": zero_centered_gamma}
                 projection |= {"normalization": normalization, "return_layernorm_output": return_layernorm_output}
@@ -253,11 +253,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         """The heads of queries, keys and values, and the normalized input where it is returned."""
         heads: list[Tensor] = []
         normalized = None
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projected = getattr(self, name)(encoder_output if name == "key_value" else x, is_first_microbatch)
             if self.return_layernorm_output and name.startswith("layernorm"):
                 projected, normalized = projected
-            heads += rows.split_heads(projected)
+            heads += order.split_heads(projected)
         q, k, v = heads
         return q, k, v, normalized
 

@@ -155,9 +155,9 @@ class LaunchedProblem(NamedTuple):
 
 def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
     """The rows of a batch on ``device``; ``queries``, ``keys``: ``cu_seqlens`` of both."""
-    rows = packed_rows(spaces[0], queries.to(device), device)
+    of_queries = packed_rows(spaces[0], queries.to(device), device)
     same = keys is queries and spaces[0] == spaces[1]
-    return rows, rows if same else packed_rows(spaces[1], keys.to(device), device)
+    return of_queries, of_queries if same else packed_rows(spaces[1], keys.to(device), device)
 
 
 def visible(band: Band) -> Visible:
