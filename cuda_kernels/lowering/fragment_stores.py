@@ -33,8 +33,8 @@ def store_fragment_shared(num_registers: int, dtype: str) -> Any:
     rounded = dtype != "float32"
     pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        fragment, base, first_chunk, mask = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        fragment, base, first_chunk, mask = args
         acc = unpack_tuple(builder, fragment)
         for j in range(num_registers // (8 if rounded else 4)):
             swizzled_chunk = builder.xor(builder.add(first_chunk, _I32(2 * j)), mask)
@@ -79,8 +79,8 @@ def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate
     template = GUARDED % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
     constraints = ",".join(["l", *"f" * step, "r"])
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, out, stride, row, rows, column, columns = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        packed, out, stride, row, rows, column, columns = args
         acc = unpack_tuple(builder, packed)
         for half in range(2):
             row_of_half = builder.add(row, _I32(8 * half))

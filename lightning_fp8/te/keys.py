@@ -155,29 +155,29 @@ class Projecting(Protocol):
     def projection_rows(self) -> Mapping[str, RowOrder]: ...
 
 
-def projection_parameters(attention: Projecting, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def projection_parameters(attention: Projecting, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
 
     Args:
         projection: the name of its module in ``attention``.
-        values: by name, without prefix; what fits nothing stays as it is.
+        parameters: by name, without prefix; what fits nothing stays as it is.
     """
     if (order := attention.projection_rows.get(projection)) is None:
-        return dict(values)
+        return dict(parameters)
     split = not attention.fuse_qkv_params and projection != "query_layer"
-    return _split_or_joined(values, order.with_order(attention.qkv_weight_interleaved), split)
+    return _split_or_joined(parameters, order.with_order(attention.qkv_weight_interleaved), split)
 
 
-def _split_or_joined(values: Mapping[str, Any], order: RowOrder, split: bool) -> dict[str, Any]:
+def _split_or_joined(parameters: Mapping[str, Any], order: RowOrder, split: bool) -> dict[str, Any]:
     """Parameters of a projection as one that is ``split``, or is not, names them.
 
     Args:
-        values: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
+        parameters: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
         order: of the projection's rows.
         split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
     """
     sizes = order.sizes
-    renamed = dict(values)
+    renamed = dict(parameters)
     for leaf in ("weight", "bias"):
         parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
         fused = renamed.get(leaf)

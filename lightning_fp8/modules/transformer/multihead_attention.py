@@ -285,14 +285,14 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
         for projection in self.projection_rows:
             projection_prefix = f"{prefix}{projection}."
-            values = {
+            parameters = {
                 key.removeprefix(projection_prefix): state_dict[key]
                 for key in [*state_dict]
                 if key.startswith(projection_prefix)
             }
-            renamed = projection_parameters(self, projection, values)
-            if renamed.keys() != values.keys():
-                for name in values:
+            renamed = projection_parameters(self, projection, parameters)
+            if renamed.keys() != parameters.keys():
+                for name in parameters:
                     del state_dict[projection_prefix + name]
                 state_dict.update({projection_prefix + name: value for name, value in renamed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
