@@ -138,7 +138,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
         desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
-        state = START
+        softmax_state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
         next_key_scale = from_bits(load_4_if(scale_k + i64(first_tile) * 4, first_tile < last_tile))
@@ -164,7 +164,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 mbarrier_arrive(smem + empty_k + 8 * stage_idx)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, state, alpha, alpha_below = softmax(scores, factor, state)
+            words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
             part = values_of(words, desc_v)
             usual = _LEAST_UNIT <= value_scale <= _LARGEST_UNIT
@@ -183,7 +183,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
-        return out, out_high, unit, state
+        return out, out_high, unit, softmax_state
 
     def attention_forward(
         map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
@@ -196,14 +196,16 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             kv_head = quotient(head, group)
             query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
-            acc, acc_high, unit, state = consume(
+            acc, acc_high, unit, softmax_state = consume(
                 smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
             tile, head = tile_again(table, heads)
             lane = cuda.threadIdx.x & 31
             line = warp * 16 + (lane >> 2)
-            inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+            inverse, inverse_below, seen, seen_below = store_statistics(
+                softmax_state, m, l, tile, head, rows_q, line, lane
+            )
             inverse, inverse_below = unit * inverse, unit * inverse_below
             strides = stride_b, stride_l, stride_h
             shared = smem + out_offset

@@ -43,7 +43,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
-        out, state = zero_out(), START
+        out, softmax_state = zero_out(), START
         v_t += first_channel * rows_k
         if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
@@ -60,13 +60,15 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, state, alpha, alpha_below = softmax(scores, float_max(query_factor * key_scale, SMALLEST), state)
+            words, softmax_state, alpha, alpha_below = softmax(
+                scores, float_max(query_factor * key_scale, SMALLEST), softmax_state
+            )
             cp_async_wait(0)
             cuda.syncthreads()  # V is there, and all are done with K
             if j + 1 < last_tile:
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
             out = add_product(rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale, value_scale)
-        return out, state
+        return out, softmax_state
 
     return attend, v_offset + CHANNELS * LINE
