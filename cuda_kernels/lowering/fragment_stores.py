@@ -75,9 +75,9 @@ def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate
     so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
     """
     size = 4 if dtype == "float32" else 2
-    step = 2 if even else 1
-    template = GUARDED % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
-    constraints = ",".join(["l", *"f" * step, "r"])
+    width = 2 if even else 1
+    template = GUARDED % (f"${1 + width}", _ADDED[width] if accumulate else _STORED[dtype, width])
+    constraints = ",".join(["l", *"f" * width, "r"])
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         packed, out, stride, row, rows, column, columns = args
@@ -87,11 +87,11 @@ def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate
             in_rows = builder.icmp_signed("<", row_of_half, rows)
             row_offset = builder.mul(builder.sext(row_of_half, _I64), stride)
             for first_register in range(0, num_registers, 4):
-                for index in range(0, 2, step):
+                for index in range(0, 2, width):
                     col = builder.add(column, _I32(2 * first_register + index))
                     in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
                     offset = builder.mul(builder.add(row_offset, builder.sext(col, _I64)), _I64(size))
-                    stored = acc[first_register + 2 * half + index :][:step]
+                    stored = acc[first_register + 2 * half + index :][:width]
                     address = builder.add(out, offset)
                     inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
         return context.get_dummy_value()

@@ -74,11 +74,11 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
             if rowwise:
                 store_rows(packed, out, out_stride, first_row, rows, column, False)
             transpose_quads(packed)
-            for step in range(4):
-                if column + step < columns:
-                    address = out_t + i64(column + step) * out_t_stride + i64(first_row)
+            for index in range(4):
+                if column + index < columns:
+                    address = out_t + i64(column + index) * out_t_stride + i64(first_row)
                     store_16(
-                        address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+                        address, packed[4 * index], packed[4 * index + 1], packed[4 * index + 2], packed[4 * index + 3]
                     )
             start = i32(start + 4 * THREADS)
         if observe:

@@ -193,7 +193,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     total = row_sum(threads)
     stride = 4 * threads
     all_registers = _AT_ONCE * num_registers
-    step = _AT_ONCE * stride
+    columns_at_once = _AT_ONCE * stride
 
     @device
     def load_some(row, column, columns, in_bounds, registers):
@@ -212,7 +212,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
-            start += i32(step)
+            start += i32(columns_at_once)
         if mean:
             m = divide(total(m, shared, thread), f32(columns))
         start = i32(0)
@@ -226,7 +226,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
                 squares += b * b if column + 1 < columns else _ZERO
                 squares += c * c if column + 2 < columns else _ZERO
                 squares += d * d if column + 3 < columns else _ZERO
-            start += i32(step)
+            start += i32(columns_at_once)
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics

@@ -161,17 +161,17 @@ _PACKED = (
 )
 
 
-def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, rows: int, device: Any) -> None:
+def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, sequence_length: int, device: Any) -> None:
     """In compiled code: each query sees its predecessor and its window's last key, and nothing before it or after."""
     sequence = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
-    i = torch.arange(rows, device=device)[None]
+    i = torch.arange(sequence_length, device=device)[None]
     checks = [(1, False), (-1, band.left is None or band.left > 0)]
     checks += [] if band.left is None else [(-band.left, True), (-band.left - 1, False)]
-    for step, seen in checks:
-        if abs(step) < rows:
-            queries = i[:, max(0, -step) : rows - max(0, step)]
-            found = mask_function(sequence, head, queries, queries + step)
+    for offset, seen in checks:
+        if abs(offset) < sequence_length:
+            queries = i[:, max(0, -offset) : sequence_length - max(0, offset)]
+            found = mask_function(sequence, head, queries, queries + offset)
             torch._assert_async((found == seen).all(), _PACKED)  # type: ignore[call-overload]
 
 

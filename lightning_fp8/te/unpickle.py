@@ -111,8 +111,8 @@ class _Machine:
                 self.stack.append(argument)
             elif name in _TUPLES:
                 self.stack.append(tuple(self._pop(_TUPLES[name])))
-            elif step := getattr(self, f"op_{name.lower()}", None):
-                step(argument)
+            elif operation := getattr(self, f"op_{name.lower()}", None):
+                operation(argument)
             else:
                 raise CheckpointError(f"the pickle holds the opcode {name}, which no checkpoint needs")
         raise CheckpointError("the pickle has no end")
