@@ -90,7 +90,9 @@ class ConversionSummary:
 
     def is_of(self, plan: ConversionSummary) -> bool:
         """Whether these are the decisions of ``plan``, whatever is known of what ran."""
-        decisions, planned = ([(layer.name, layer.shape, layer.fp8) for layer in each.rows] for each in (self, plan))
+        decisions, planned = (
+            [(layer.name, layer.shape, layer.fp8) for layer in summary.rows] for summary in (self, plan)
+        )
         return decisions == planned
 
     @property

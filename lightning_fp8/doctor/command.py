@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> None:
     findings = report(this_machine(args.seconds), args.seconds, args.compile)
     status = int(any(finding.verdict is Verdict.FAIL for finding in findings))
     if args.json is not None:
-        args.json.write_text(json.dumps({"status": status, "findings": [asdict(each) for each in findings]}, indent=1))
+        args.json.write_text(
+            json.dumps({"status": status, "findings": [asdict(finding) for finding in findings]}, indent=1)
+        )
     raise SystemExit(status)
 
 

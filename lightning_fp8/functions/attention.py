@@ -177,7 +177,7 @@ def _keeps(*tensors: Tensor) -> bool:
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
     if slots is not None:
-        for tensor in (each for each in tensors if each is not None):
+        for tensor in [x for x in tensors if x is not None]:
             ops.observe(tensor.detach(), slots[role].amax)
 
 

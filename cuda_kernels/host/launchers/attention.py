@@ -147,9 +147,9 @@ class AttentionProblem:
         ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
         """
         item = 4 if self.spec.out == "float32" else 2
-        for each in strides:
-            if any(stride * item % 16 for stride in each):
-                raise ValueError(f"strides={each} of {self.spec.out}: rows begin at multiples of 16 bytes")
+        for strides_of_tensor in strides:
+            if any(stride * item % 16 for stride in strides_of_tensor):
+                raise ValueError(f"strides={strides_of_tensor} of {self.spec.out}: rows begin at multiples of 16 bytes")
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
         """See :meth:`Visible.tiles_of_queries`."""

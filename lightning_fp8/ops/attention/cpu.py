@@ -31,7 +31,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     of_queries = Packing.of(q, qkv_format, call.cu_seqlens_q)
     of_keys = Packing.of(k, qkv_format, call.cu_seqlens_kv)
     codes = of_queries.pack_codes(q8), of_keys.pack_codes(k8), of_keys.pack_codes(v8)
-    kept = Kept(of_queries.pack(m, -torch.inf), of_queries.pack(l), *(each for pair in codes for each in pair))
+    kept = Kept(of_queries.pack(m, -torch.inf), of_queries.pack(l), *(tensor for pair in codes for tensor in pair))
     return from_heads(o, qkv_format, call.cu_seqlens_q, len(q)), kept
 
 

@@ -284,7 +284,7 @@ def require_operands(q: Heads, k: Heads, v: Heads) -> None:
     """
     if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
         raise ValueError(f"keys ({k}) are as many as values ({v}), of as many sequences as queries ({q})")
-    if len({(each.dtype, each.head_dim) for each in (q, k, v)}) > 1:
+    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
         raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) have one dtype and one number of channels")
 
 
