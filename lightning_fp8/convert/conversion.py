@@ -44,8 +44,8 @@ class Policy:
     fuse: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
