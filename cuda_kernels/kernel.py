@@ -84,8 +84,8 @@ class Kernel:
     def parameter_kinds(self) -> tuple[str, ...]:
         """The type of each parameter, those of tuples one by one."""
         kinds: list[str] = []
-        for each in self.parameters.values():
-            kinds += [each.dtype.name] * each.count if isinstance(each, UniTuple) else [each.name]
+        for kind in self.parameters.values():
+            kinds += [kind.dtype.name] * kind.count if isinstance(kind, UniTuple) else [kind.name]
         return tuple(kinds)
 
     @cached_property

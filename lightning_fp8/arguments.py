@@ -196,7 +196,7 @@ _INSTEAD_OF_PARALLEL = {
         ),
         NO_TENSOR_PARALLELISM,
     ),
-    **dict.fromkeys([each for each in ParallelArguments.__annotations__ if each.startswith("ub_")], _NO_OVERLAP),
+    **dict.fromkeys([name for name in ParallelArguments.__annotations__ if name.startswith("ub_")], _NO_OVERLAP),
     "delay_wgrad_compute": "backward computes the weight's gradient at once; leave it out",
     "save_original_input": "backward keeps the FP8 copy; leave it out",
 }

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.delayed import regions
 from lightning_fp8.delayed.instances import any_history
 from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.functions.shared_input import forget_inputs
@@ -147,8 +148,10 @@ class fp8_autocast(ContextDecorator):
         quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
         if self.context.enabled and not quiet and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
-        if not _thread.active_regions and self.context.calibrating and exception[0] is None:
-            self._update_scales(calibrated=True)
+        if not _thread.active_regions and isinstance(self.context.recipe, DelayedScaling):
+            regions.leave()
+            if self.context.calibrating and exception[0] is None:
+                self._update_scales(calibrated=True)
 
     def _update_scales(self, calibrated: bool = False) -> None:
         context = self.context

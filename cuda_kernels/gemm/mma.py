@@ -86,14 +86,14 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         shared += row_in_tile * TILE_K + swizzle_128b(row_in_tile, chunk)
         address += i64(row + row_in_tile) * stride + 16 * chunk
         bytes_left = min(max(k - 16 * chunk, 0), 16)
-        for first in range(0, num_rows, rows_at_once):
-            size = bytes_left if row + row_in_tile + first < limit else 0
-            cp_async_16(shared + first * TILE_K, address + first * stride, size)
+        for row_offset in range(0, num_rows, rows_at_once):
+            size = bytes_left if row + row_in_tile + row_offset < limit else 0
+            cp_async_16(shared + row_offset * TILE_K, address + row_offset * stride, size)
 
     @device
     def copy_scales(shared, address, num_rows, row, limit):
-        for first in range(0, num_rows, threads):
-            row_in_tile = cuda.threadIdx.x + first
+        for row_offset in range(0, num_rows, threads):
+            row_in_tile = cuda.threadIdx.x + row_offset
             if row_in_tile < num_rows:
                 cp_async_4(
                     shared + 4 * row_in_tile,

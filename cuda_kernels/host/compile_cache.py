@@ -180,15 +180,17 @@ def _source_of(code: CodeType) -> str:
 
 
 def _bytecode_of(code: CodeType) -> str:
-    constants = (_bytecode_of(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    constants = (
+        _bytecode_of(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts
+    )
     return " ".join((code.co_code.hex(), *code.co_names, *code.co_varnames, *constants))
 
 
 @cache
 def source_of_module(name: str) -> str:
     """A hash of a module's file and of those of this package that it imports, found without importing them."""
-    sources = {each: _file_of(each).read_bytes() for each in sorted(_with_imports(name))}
-    return _hashed(" ".join(f"{each} {hashlib.sha256(source).hexdigest()}" for each, source in sources.items()))
+    sources = {module: _file_of(module).read_bytes() for module in sorted(_with_imports(name))}
+    return _hashed(" ".join(f"{module} {hashlib.sha256(source).hexdigest()}" for module, source in sources.items()))
 
 
 def _with_imports(name: str) -> set[str]:
@@ -214,7 +216,7 @@ def _imported_by(name: str) -> Iterator[str]:
             named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        yield from (each for each in named if each.split(".")[0] == _ROOT.name and _file_of(each).exists())
+        yield from (module for module in named if module.split(".")[0] == _ROOT.name and _file_of(module).exists())
 
 
 def _file_of(module: str) -> Path:

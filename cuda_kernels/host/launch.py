@@ -87,7 +87,7 @@ class Launch:
         kernel = self.kernel
         block = _ParameterBlock(self.kernel)
         formats = kernel.formats[:addresses]
-        nothing = [b"" if each == "128s" else 0 for each in formats]
+        nothing = [b"" if code == "128s" else 0 for code in formats]
         kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
         start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
@@ -148,7 +148,7 @@ class _ParameterBlock:
         first = ctypes.addressof(self.buffer)
         formats = kernel.formats
         ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
-        addresses = [first + end - struct.calcsize(each) for end, each in zip(ends, formats)]
+        addresses = [first + end - struct.calcsize(code) for end, code in zip(ends, formats)]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self.pointers = ctypes.addressof(self._pointers)
 

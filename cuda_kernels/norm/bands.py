@@ -45,9 +45,9 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
-        first = i32(BAND * cuda.blockIdx.x)
+        first_row = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
-            row = first + warp + i32(WARPS * index)
+            row = first_row + warp + i32(WARPS * index)
             address = x[0] + i64(row) * x[1] * itemsize
             m, r = statistics(address, columns, row < rows, lane, eps, smem, thread)
             if lane == 0 and row < rows:
@@ -65,20 +65,20 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         while start < columns:
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
-            load(x, rows, columns, first, column, False, registers)
+            load(x, rows, columns, first_row, column, False, registers)
             for quad_index in range(WARP_ROWS):
                 a, b, c, d = decode(registers, quad_index)
                 packed[quad_index] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
                     fold(registers, quad_index, (a, b, c, d), running_max)
             if rowwise:
-                store_rows(packed, out, out_stride, first, rows, column, False)
+                store_rows(packed, out, out_stride, first_row, rows, column, False)
             transpose_quads(packed)
-            for step in range(4):
-                if column + step < columns:
-                    address = out_t + i64(column + step) * out_t_stride + i64(first)
+            for index in range(4):
+                if column + index < columns:
+                    address = out_t + i64(column + index) * out_t_stride + i64(first_row)
                     store_16(
-                        address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+                        address, packed[4 * index], packed[4 * index + 1], packed[4 * index + 2], packed[4 * index + 3]
                     )
             start = i32(start + 4 * THREADS)
         if observe:

@@ -137,11 +137,11 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             factor = load_f32(scale)
         largest = _ZERO
         sum_buffer = i32(0)
-        first = i64(cuda.blockIdx.x) * rows_of_block
+        first_row = i64(cuda.blockIdx.x) * rows_of_block
         # The address is advanced by additions: a product would be computed again for each of a row's stores.
-        codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
-        while first < rows:
-            row = first + (thread >> shift)
+        codes = code_address(out + (first_row + (thread >> shift)) * out_stride, 0, lane)
+        while first_row < rows:
+            row = first_row + (thread >> shift)
             in_bounds = row < rows
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
@@ -155,7 +155,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
             sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
-            first += i64(cuda.gridDim.x) * rows_of_block
+            first_row += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
             block_max_bits = block_max(magnitude(largest), smem + 128, thread)

@@ -128,9 +128,9 @@ def mask(
     tracing = torch.compiler.is_compiling()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
-    start = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     fits = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length)
-    if start and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
+    if from_the_beginning and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
         if skips:
             band = band_of(mask_function)
         elif tracing and attention_mask is None:
@@ -169,17 +169,17 @@ _PACKED = (
 )
 
 
-def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, rows: int, device: Any) -> None:
+def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, sequence_length: int, device: Any) -> None:
     """In compiled code: each query sees its predecessor and its window's last key, and nothing before it or after."""
     sequence = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
-    i = torch.arange(rows, device=device)[None]
+    i = torch.arange(sequence_length, device=device)[None]
     checks = [(1, False), (-1, band.left is None or band.left > 0)]
     checks += [] if band.left is None else [(-band.left, True), (-band.left - 1, False)]
-    for step, seen in checks:
-        if abs(step) < rows:
-            queries = i[:, max(0, -step) : rows - max(0, step)]
-            found = mask_function(sequence, head, queries, queries + step)
+    for offset, seen in checks:
+        if abs(offset) < sequence_length:
+            queries = i[:, max(0, -offset) : sequence_length - max(0, offset)]
+            found = mask_function(sequence, head, queries, queries + offset)
             torch._assert_async((found == seen).all(), _PACKED)  # type: ignore[call-overload]
 
 

@@ -123,9 +123,11 @@ def plan_attention(
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
     """What to attach: the modules, and blocks in high precision of whose attention none was found."""
-    found = [each.decision.name for each in planned]
+    found = [layer.decision.name for layer in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
-    return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
+    return [layer.place for layer in planned if layer.place is not None] + [
+        AttentionPlace(name, False) for name in blind
+    ]
 
 
 def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:

@@ -44,8 +44,8 @@ class Policy:
     fuse: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -132,7 +132,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
-            module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
+            module.fp8 = next(layer.follows for layer in planned if layer.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
     attach.prepare(model, reached_places(planned, kept))

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_fp8 import ops
+from lightning_fp8.delayed import regions
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
 from lightning_fp8.delayed.spans import span_of
@@ -129,18 +130,22 @@ def update_without_plugin(
                 history.wait()
         for observed_under, histories in histories_by_recipe.items():
             reduce_and_update(histories, observed_under, group)
+        if not calibrated:
+            regions.enter()
 
 
 def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     """Whether a region that begins on this thread, or one that ``calibrated`` and ends, is to update the scales.
 
-    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one.
+    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one. Which
+    thread trains it is known once a forward was observed; until then it may be any that is inside a region.
     """
     if history.steps > 0:
         return True
     threads = history.observed_in
-    elsewhere = len(threads) == 1 and threading.get_ident() not in threads
-    if elsewhere and any(thread.ident in threads for thread in threading.enumerate()):
+    if not threads and history.steps < 0:
+        return not regions.another_thread_inside()
+    if len(threads) == 1 and threading.get_ident() not in threads and regions.running(threads):
         return False
     return history.steps < 0 or calibrated
 

@@ -109,7 +109,7 @@ def _loaded_compilers(maps: Path = Path("/proc/self/maps")) -> list[str]:
 def _device() -> torch.device:
     """The first card with tensor cores for FP8, or else the first one, or the processor."""
     cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    index = next((each for each in cards if torch.cuda.get_device_capability(each) >= FP8_CAPABILITY), 0)
+    index = next((card for card in cards if torch.cuda.get_device_capability(card) >= FP8_CAPABILITY), 0)
     return torch.device("cuda", index) if cards else torch.device("cpu")
 
 

@@ -106,9 +106,9 @@ def fp8_attention(
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
     tables = None
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
-        rows = 1 if qkv_format == "bshd" else 0
+        row_dim = 1 if qkv_format == "bshd" else 0
         tables = sequence_tables.shared_tables(
-            cu_seqlens_q, cu_seqlens_kv, options_text, q.shape[rows], k.shape[rows], q.device
+            cu_seqlens_q, cu_seqlens_kv, options_text, q.shape[row_dim], k.shape[row_dim], q.device
         )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, options_text, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
@@ -177,7 +177,7 @@ def _keeps(*tensors: Tensor) -> bool:
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
     if slots is not None:
-        for tensor in (each for each in tensors if each is not None):
+        for tensor in [x for x in tensors if x is not None]:
             ops.observe(tensor.detach(), slots[role].amax)
 
 

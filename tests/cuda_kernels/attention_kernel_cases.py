@@ -191,7 +191,7 @@ def check_forward(
     launch.start(problem.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
 
     for sequence, length in enumerate(of_queries.lengths.tolist()):
-        held, first = int(of_queries.held[sequence]), int(of_queries.first[sequence])
+        held, first = int(of_queries.held[sequence]), int(of_queries.first_row[sequence])
         start, begin = int(of_queries.starts[sequence]), first if ragged else sequence * rows[0]
         right = [x[sequence, :, :held] for x in expected]
         found = (

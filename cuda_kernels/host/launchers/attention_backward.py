@@ -89,7 +89,7 @@ class BackwardLaunch:
         scalars = {**problem.sizes(heads[1]), **seeing.limits(), **scales, **of_keys}
         kernels = dkv_kernels(spec, device, flush)
         self._dkv = [named_launch(kernel, key_blocks * of_tile, device, **scalars) for kernel in kernels]
-        self._address = address_on(device)
+        self._pointer = address_on(device)
         row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
         self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)
         self._of_queries_t, self._of_keys_t = operand_on(device, transposed_box), operand_on(device, transposed_box)
@@ -127,7 +127,7 @@ class BackwardLaunch:
         statistics = torch.empty(heads, STATISTICS, rows, dtype=torch.float32, device=self._device)
         if self._delta.blocks:
             inputs = tables.queries, _rows_of(do), do.scale_inv, q.scale_inv, o, m, l, statistics
-            self._delta.start(*map(self._address, inputs))
+            self._delta.start(*map(self._pointer, inputs))
         return statistics
 
     def start_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
@@ -139,7 +139,7 @@ class BackwardLaunch:
                 self._of_keys_t(_columns_of(k)),
             )  # fmt: skip
             inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
-            self._dq.start(*maps, *map(self._address, inputs))
+            self._dq.start(*maps, *map(self._pointer, inputs))
 
     def start_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``."""
@@ -155,9 +155,9 @@ class BackwardLaunch:
                 self._statistics_box(statistics.flatten(0, 1)),
             )  # fmt: skip
             inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
-            left = absent if scratch is None else self._address(scratch)
+            left = absent if scratch is None else self._pointer(scratch)
             for launch in self._dkv:
-                launch.start(*maps, *map(self._address, inputs), left)
+                launch.start(*maps, *map(self._pointer, inputs), left)
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

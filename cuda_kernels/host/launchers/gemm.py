@@ -55,7 +55,7 @@ def bind_gemm_kernel(
 
 def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConfig, strides: GemmStrides) -> GemmStart:
     spec = problem.spec
-    address = address_on(device)
+    pointer = address_on(device)
     map_of = partial(map_on, device)
     map_a = map_of(Box(config.a_rows_loaded, TILE_K))
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
@@ -83,11 +83,11 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
             absent if map_out is None else map_out(out),
             absent if map_scale_a is None else map_scale_a(scale_a),
             absent if map_scale_b is None else map_scale_b(scale_b),
-            address(scale_a),
-            address(scale_b),
-            0 if bias is None else address(bias),
-            0 if amax is None else address(amax),
-            address(out),
+            pointer(scale_a),
+            pointer(scale_b),
+            0 if bias is None else pointer(bias),
+            0 if amax is None else pointer(amax),
+            pointer(out),
             strides.out,
             strides.scale_b,
         )
@@ -106,7 +106,7 @@ def _scale_box(rows: int) -> Box:
 
 
 def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:
-    address = address_on(device)
+    pointer = address_on(device)
     launch = bind(
         mma_gemm_kernel(problem.spec, config),
         num_blocks(problem, config),
@@ -122,17 +122,17 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
         a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
     ) -> None:
         launch(
-            address(a),
+            pointer(a),
             strides.a,
-            address(b),
+            pointer(b),
             strides.b,
-            address(scale_a),
+            pointer(scale_a),
             strides.scale_a,
-            address(scale_b),
+            pointer(scale_b),
             strides.scale_b,
-            0 if bias is None else address(bias),
-            0 if amax is None else address(amax),
-            address(out),
+            0 if bias is None else pointer(bias),
+            0 if amax is None else pointer(amax),
+            pointer(out),
             strides.out,
         )
 

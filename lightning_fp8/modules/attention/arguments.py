@@ -52,7 +52,7 @@ def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any) ->
         raise ValueError(f"kv_channels={kv_channels!r} must be one number, or a pair: keys' channels and values'")
     groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
     named = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}
-    for name, value in [*named.items(), *(("kv_channels", each) for each in channels)]:
+    for name, value in [*named.items(), *(("kv_channels", size) for size in channels)]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
     if num_attention_heads % groups:

@@ -122,9 +122,9 @@ def attention(
 ) -> Tensor:
     """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; a query that sees no key gives 0."""
     share = q.shape[1] != k.shape[1]
-    queries, keys = q.shape[2], k.shape[2]
+    num_queries, num_keys = q.shape[2], k.shape[2]
     causal = band.left is None and band.right == 0
-    if queries != keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
+    if num_queries != num_keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
         causal = causal and not band.bottom_right
     added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
     if lengths is None and not added and (causal or not band.limited):
@@ -133,11 +133,11 @@ def attention(
         )
     padding = None
     if lengths is not None:  # 0 times what padding holds is 0 of finite numbers alone
-        padding = _padding(lengths.queries, queries)
+        padding = _padding(lengths.queries, num_queries)
         q = q.masked_fill(padding, 0)
-        k, v = (x.masked_fill(_padding(lengths.keys, keys), 0) for x in (k, v))
-    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (queries, keys)))
-    unseen = hidden(band, slice(0, queries), slice(0, keys), of, padded=lengths is not None)
+        k, v = (x.masked_fill(_padding(lengths.keys, num_keys), 0) for x in (k, v))
+    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (num_queries, num_keys)))
+    unseen = hidden(band, slice(0, num_queries), slice(0, num_keys), of, padded=lengths is not None)
     unseen = None if unseen is None else unseen[:, None]
     if extras.mask is not None:
         unseen = extras.mask if unseen is None else unseen | extras.mask
@@ -147,15 +147,15 @@ def attention(
         assert blind is not None
         mask = ~unseen | blind
     else:
-        mask = torch.zeros(1, 1, queries, keys, dtype=q.dtype, device=q.device)
+        mask = torch.zeros(1, 1, num_queries, num_keys, dtype=q.dtype, device=q.device)
         if extras.bias is not None:
             mask = mask + extras.bias.to(q.dtype)
         if extras.slopes is not None:
-            mask = mask + _alibi(extras.slopes, queries, keys, band, of).to(q.dtype)
+            mask = mask + _alibi(extras.slopes, num_queries, num_keys, band, of).to(q.dtype)
         if unseen is not None:
             mask = mask.masked_fill(unseen if blind is None else unseen & ~blind, -math.inf)
     if extras.sink is not None:
-        sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], queries, 1)
+        sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], num_queries, 1)
         mask = torch.cat([mask.expand(-1, q.shape[1], -1, -1), sink], 3)
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
     o = scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
@@ -168,11 +168,11 @@ def _padding(lengths: Tensor, rows: int) -> Tensor:
     return (torch.arange(rows, device=lengths.device) >= lengths[:, None])[:, None, :, None]
 
 
-def _alibi(slopes: Tensor, queries: int, keys: int, band: Band, lengths: Lengths) -> Tensor:
+def _alibi(slopes: Tensor, num_queries: int, num_keys: int, band: Band, lengths: Lengths) -> Tensor:
     """``-slope |j - i - shift|``, float32 ``[B or 1, H, Lq, Lk]`` (Press et al., arXiv:2108.12409)."""
-    i = torch.arange(queries, device=slopes.device)[:, None]
-    j = torch.arange(keys, device=slopes.device)
-    distance = (j - i).expand(1, queries, keys)
+    i = torch.arange(num_queries, device=slopes.device)[:, None]
+    j = torch.arange(num_keys, device=slopes.device)
+    distance = (j - i).expand(1, num_queries, num_keys)
     if band.bottom_right:
         distance = distance - (lengths.keys - lengths.queries).to(slopes.device)[:, None, None]
     return -slopes.float()[..., None, None] * distance.abs()[:, None]

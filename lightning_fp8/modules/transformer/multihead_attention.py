@@ -163,11 +163,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
         }
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projection = {"init_method": init_method or default_init_method, **shared}
             if not fuse_qkv_params and name != "query_layer":
-                projection["parameters_split"] = rows.sizes
-            out_features = sum(rows.sizes.values())
+                projection["parameters_split"] = order.sizes
+            out_features = sum(order.sizes.values())
             if name.startswith("layernorm"):
                 projection |= {"eps": layernorm_epsilon, "zero_centered_gamma": zero_centered_gamma}
                 projection |= {"normalization": normalization, "return_layernorm_output": return_layernorm_output}
@@ -253,11 +253,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         """The heads of queries, keys and values, and the normalized input where it is returned."""
         heads: list[Tensor] = []
         normalized = None
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projected = getattr(self, name)(encoder_output if name == "key_value" else x, is_first_microbatch)
             if self.return_layernorm_output and name.startswith("layernorm"):
                 projected, normalized = projected
-            heads += rows.split_heads(projected)
+            heads += order.split_heads(projected)
         q, k, v = heads
         return q, k, v, normalized
 
@@ -284,13 +284,17 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
         for projection in self.projection_rows:
-            start = f"{prefix}{projection}."
-            values = {key.removeprefix(start): state_dict[key] for key in [*state_dict] if key.startswith(start)}
-            renamed = projection_parameters(self, projection, values)
-            if renamed.keys() != values.keys():
-                for name in values:
-                    del state_dict[start + name]
-                state_dict.update({start + name: value for name, value in renamed.items()})
+            projection_prefix = f"{prefix}{projection}."
+            parameters = {
+                key.removeprefix(projection_prefix): state_dict[key]
+                for key in [*state_dict]
+                if key.startswith(projection_prefix)
+            }
+            renamed = projection_parameters(self, projection, parameters)
+            if renamed.keys() != parameters.keys():
+                for name in parameters:
+                    del state_dict[projection_prefix + name]
+                state_dict.update({projection_prefix + name: value for name, value in renamed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property

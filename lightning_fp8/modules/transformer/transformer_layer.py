@@ -263,7 +263,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
                 f"{' and '.join(unused)} without effect: layer_type='encoder' has no cross attention; pass what is of "
                 "self attention, or make the layer with layer_type='decoder'"
             )
-        first = call.get("is_first_microbatch")
+        is_first_microbatch = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
         own: AttentionArguments = {
@@ -277,7 +277,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         )
         drop_path = self.drop_path_rate
         if self.parallel_attention_mlp:
-            both = attended + self.layernorm_mlp(hidden_states, first)
+            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
             return self._add(hidden_states, both, drop_path, starts)
         x = self._add(hidden_states, attended, drop_path, starts)
         if self.layer_type == "decoder":
@@ -291,7 +291,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
                 **call,
             )
             x = self._add(x, crossed, 0.0, starts)
-        x = self._add(x, self.layernorm_mlp(x, first), drop_path, starts)
+        x = self._add(x, self.layernorm_mlp(x, is_first_microbatch), drop_path, starts)
         return x if self.layernorm is None else self.layernorm(x)
 
     def _add(

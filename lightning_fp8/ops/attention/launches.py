@@ -155,9 +155,9 @@ class LaunchedProblem(NamedTuple):
 
 def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
     """The rows of a batch on ``device``; ``queries``, ``keys``: ``cu_seqlens`` of both."""
-    rows = packed_rows(spaces[0], queries.to(device), device)
+    of_queries = packed_rows(spaces[0], queries.to(device), device)
     same = keys is queries and spaces[0] == spaces[1]
-    return rows, rows if same else packed_rows(spaces[1], keys.to(device), device)
+    return of_queries, of_queries if same else packed_rows(spaces[1], keys.to(device), device)
 
 
 def visible(band: Band) -> Visible:
@@ -284,7 +284,7 @@ def require_operands(q: Heads, k: Heads, v: Heads) -> None:
     """
     if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
         raise ValueError(f"keys ({k}) are as many as values ({v}), of as many sequences as queries ({q})")
-    if len({(each.dtype, each.head_dim) for each in (q, k, v)}) > 1:
+    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
         raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) have one dtype and one number of channels")
 
 

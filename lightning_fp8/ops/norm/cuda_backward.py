@@ -42,12 +42,12 @@ class NormBackwardLaunches:
         spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
-        if all(each.is_vectorizable(8, 16) for each in inputs):
+        if all(key.is_vectorizable(8, 16) for key in inputs):
             row_layout = backward_row_layout((spec.dtype, dy_dtype), x.columns)
         if row_layout:
             kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
         else:
-            kernel = long_norm_backward_kernel(spec, dy_dtype, all(each.is_vectorizable(4) for each in inputs))
+            kernel = long_norm_backward_kernel(spec, dy_dtype, all(key.is_vectorizable(4) for key in inputs))
         blocks = min(x.rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         self._pointer = launch.address_on(device)
         self._allocate = allocator(device)
