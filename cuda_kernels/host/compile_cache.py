@@ -95,7 +95,7 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
         kernel.parameters,
         kernel.threads,
         kernel.min_blocks_on(arch),
-        source_of_module("cuda_kernels.lowering.compiler"),
+        source_hash("cuda_kernels.lowering.compiler"),
     )
     return _hashed(f"{what} {arch} {kernel.name} {bounds} {fingerprint(kernel.function)}")
 
@@ -150,9 +150,9 @@ def _text_of(word: Any, code_text: Callable[[CodeType], str]) -> str:
     if isinstance(word, Instruction):
         return repr((word.template, word.result, word.operands, word.pure))
     if isinstance(word, Lowered):
-        return f"{word} {source_of_module(word.module)}"
+        return f"{word} {source_hash(word.module)}"
     if isinstance(word, tuple) and not hasattr(word, "_fields"):  # names of fields are not in their values
-        return f"({', '.join(_text_of(each, code_text) for each in word)})"
+        return f"({', '.join(_text_of(part, code_text) for part in word)})"
     if isinstance(word, np.generic):  # whose own text is another with each NumPy
         return f"{type(word).__name__} {word.item()!r}"
     if isinstance(word, (bool, int, float, str, Type, UniTuple, type(None))):
@@ -187,7 +187,7 @@ def _bytecode_of(code: CodeType) -> str:
 
 
 @cache
-def source_of_module(name: str) -> str:
+def source_hash(name: str) -> str:
     """A hash of a module's file and of those of this package that it imports, found without importing them."""
     sources = {module: _file_of(module).read_bytes() for module in sorted(_with_imports(name))}
     return _hashed(" ".join(f"{module} {hashlib.sha256(source).hexdigest()}" for module, source in sources.items()))
