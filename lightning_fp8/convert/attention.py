@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_fp8.attention import sdpa
 from lightning_fp8.attention.attach import AttentionPlace
+from lightning_fp8.convert.layers.towers import BlockPosition
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
-from lightning_fp8.convert.towers import BlockPosition
 from lightning_fp8.modules import DotProductAttention
 from lightning_fp8.names import clean_name
 
