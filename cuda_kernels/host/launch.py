@@ -86,12 +86,12 @@ class Launch:
         enter_context(self._index)
         kernel = self.kernel
         block = _ParameterBlock(self.kernel)
-        formats = kernel.formats[:addresses]
-        nothing = [b"" if code == "128s" else 0 for code in formats]
+        struct_codes = kernel.struct_codes[:addresses]
+        nothing = [b"" if code == "128s" else 0 for code in struct_codes]
         kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
         start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
-        write = partial(struct.Struct("@" + "".join(formats)).pack_into, block.buffer, 0)
+        write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, block.buffer, 0)
         self._local.block = block  # which owns the memory
         return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
 
@@ -146,9 +146,9 @@ class _ParameterBlock:
     def __init__(self, kernel: Kernel) -> None:
         self.buffer = ctypes.create_string_buffer(kernel.param_struct.size)
         first = ctypes.addressof(self.buffer)
-        formats = kernel.formats
-        ends = [struct.calcsize("@" + "".join(formats[: index + 1])) for index in range(len(formats))]
-        addresses = [first + end - struct.calcsize(code) for end, code in zip(ends, formats)]
+        struct_codes = kernel.struct_codes
+        ends = [struct.calcsize("@" + "".join(struct_codes[: index + 1])) for index in range(len(struct_codes))]
+        addresses = [first + end - struct.calcsize(code) for end, code in zip(ends, struct_codes)]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self.pointers = ctypes.addressof(self._pointers)
 

@@ -181,10 +181,10 @@ def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
 
 
 def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
-    """A device function ``(row, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd`` of a row in memory.
+    """A device function ``(row_address, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd``.
 
-    Rows may have any length and address. ``threads`` threads read a row, twice if there is a mean; nothing is read of a
-    row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
+    Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
+    read of a row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
@@ -196,19 +196,19 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     columns_at_once = _AT_ONCE * stride
 
     @device
-    def load_some(row, column, columns, in_bounds, registers):
+    def load_some(row_address, column, columns, in_bounds, registers):
         for index in range(_AT_ONCE):
             col = column + index * stride
-            loaded = load(row + i64(col) * itemsize, col, columns, in_bounds)
+            loaded = load(row_address + i64(col) * itemsize, col, columns, in_bounds)
             for register in range(num_registers):
                 registers[index * num_registers + register] = loaded[register]
 
     @device
-    def statistics(row, columns, in_bounds, lane, eps, shared, thread):
+    def statistics(row_address, columns, in_bounds, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
         m, squares, start = _ZERO, _ZERO, i32(0)
         while mean and start < columns:
-            load_some(row, start + 4 * lane, columns, in_bounds, registers)
+            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
@@ -217,7 +217,7 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
             m = divide(total(m, shared, thread), f32(columns))
         start = i32(0)
         while start < columns:
-            load_some(row, start + 4 * lane, columns, in_bounds, registers)
+            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 column = start + 4 * lane + index * stride
                 a, b, c, d = decode(registers, index * num_registers)

@@ -21,9 +21,11 @@ from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.fusion.mlps import fuse_mlps, plan_mlps
 from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.layers.heads import find_heads
+from lightning_fp8.convert.layers.linears import is_linear, matrices_of
+from lightning_fp8.convert.layers.towers import BlockPosition, find_blocks, find_positions
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_positions, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer

@@ -52,10 +52,10 @@ def cast() -> str:
 
 def cast_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
     """The cast that :func:`cast` starts: codes of ``x [R, K]`` in E4M3, and those of its transpose."""
-    row, column = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
-    assert row is not None
-    assert column is not None
-    return row.data, column.data
+    of_x, of_xt = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
+    assert of_x is not None
+    assert of_xt is not None
+    return of_x.data, of_xt.data
 
 
 def product() -> str:

@@ -183,8 +183,8 @@ class Card:
         *rest, parameters, extra = args
         assert not extra
         kinds = {"q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        addresses = (ctypes.c_void_p * len(self.kernel.formats)).from_address(parameters)
-        read = (kinds[kind].from_address(address) for kind, address in zip(self.kernel.formats, addresses))
+        addresses = (ctypes.c_void_p * len(self.kernel.struct_codes)).from_address(parameters)
+        read = (kinds[kind].from_address(address) for kind, address in zip(self.kernel.struct_codes, addresses))
         self.values.append(tuple(value.value for value in read))
         self.launches.append(tuple(rest))
         return (0,)

@@ -156,13 +156,13 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     def copy_tile(smem, stage, addresses, rows_q, head, query):
         """``query``: the tile's first one among the packed rows."""
         q, do, q_t, do_t, statistics = addresses
-        row, column = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
-        copy_queries(smem + q_offset + stage * _STAGE, q + row, i64(head_dim))
+        in_q, in_qt = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
+        copy_queries(smem + q_offset + stage * _STAGE, q + in_q, i64(head_dim))
         if with_dk:
-            copy_queries(smem + do_offset + stage * _STAGE, do + row, i64(head_dim))
-            copy_half(smem + qt_offset, stage, q_t + column, i64(rows_q))
+            copy_queries(smem + do_offset + stage * _STAGE, do + in_q, i64(head_dim))
+            copy_half(smem + qt_offset, stage, q_t + in_qt, i64(rows_q))
         if with_dv:
-            copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
+            copy_half(smem + dot_offset, stage, do_t + in_qt, i64(rows_q))
         copy_statistics(smem, stage, statistics, head, rows_q, query)
 
     @device

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.arguments import NO_CONTEXT_PARALLELISM, NO_TENSOR_PARALLELISM, require_number
+from lightning_fp8.arguments import require_number
+from lightning_fp8.arguments.parallel import NO_CONTEXT_PARALLELISM, NO_TENSOR_PARALLELISM
 from lightning_fp8.functions.attention import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
 

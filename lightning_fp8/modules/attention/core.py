@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.arguments import refuse_transforms
+from lightning_fp8.arguments.parallel import refuse_sharded
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.linear import ObserveGradFunction

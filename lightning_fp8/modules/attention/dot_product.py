@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import SetsNoGroups, one_of, refuse_what_is_not_here, require_bool, require_bools_or_none
+from lightning_fp8.arguments import one_of, refuse_what_is_not_here, require_bool, require_bools_or_none
+from lightning_fp8.arguments.parallel import SetsNoGroups
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks

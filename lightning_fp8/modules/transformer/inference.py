@@ -246,7 +246,7 @@ def _write(cache: Tensor, x: Tensor, batch: Batch, qkv_format: str) -> None:
         sequences = x.split(batch.new)
     else:
         batch_first = x.transpose(0, 1) if qkv_format == "sbhd" else x
-        sequences = tuple(row[:new] for row, new in zip(batch_first, batch.new))
+        sequences = tuple(sequence[:new] for sequence, new in zip(batch_first, batch.new))
     for place, (before, new, new_rows) in enumerate(zip(batch.before, batch.new, sequences)):
         cache[place, before : before + new] = new_rows
 

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
-    one_of,
-    refuse_parallel,
-    require_bools,
-    require_number,
-    require_positive_or_none,
-)
+from lightning_fp8.arguments import one_of, require_bools, require_number, require_positive_or_none
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import Sizes, check_layer_number
 from lightning_fp8.modules.fused import LayerNormLinear
@@ -85,7 +78,7 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``.
         get_rng_state_tracker: its state is forked around dropout of attention, and while weights are initialized.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
     one_of,
-    refuse_parallel,
     require_bools,
     require_bools_or_none,
     require_number,
     require_positive_or_none,
 )
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention.arguments import check_layer_number, tell
 from lightning_fp8.modules.attention.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
@@ -66,7 +64,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
         ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.

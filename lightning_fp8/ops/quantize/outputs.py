@@ -44,11 +44,11 @@ def _allocations(
     describe_operand: Callable[[int, int, bool], Sequence[Allocation]],
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(options.float8.dtype), Allocation.absent(options.layout.scale_dtype)
-    row = describe_operand(rows, columns, False) if options.rowwise else absent
-    column = describe_operand(columns, rows, True) if options.columnwise else absent
+    rowwise_copy = describe_operand(rows, columns, False) if options.rowwise else absent
+    columnwise_copy = describe_operand(columns, rows, True) if options.columnwise else absent
     if options.layout.has_one_scale:  # which serves both, and is there where neither is asked for
-        return row[0], Allocation((), (), options.layout.scale_dtype), column[0], absent[1]
-    return *row, *column
+        return rowwise_copy[0], Allocation((), (), options.layout.scale_dtype), columnwise_copy[0], absent[1]
+    return *rowwise_copy, *columnwise_copy
 
 
 def fake_outputs(x: Tensor, options: QuantizeOptions, rows: int, columns: int) -> Outputs:
