@@ -41,10 +41,16 @@ from cuda_kernels.kernel import Kernel, KernelError, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
-MX_COLUMNS = 32
-"""Columns of a block of MX, whose scale is E8M0 (OCP Microscaling Formats 1.0)."""
-BLOCKS = {"1x128": (1, TILE), "128x128": (TILE, TILE), "1x32": (1, MX_COLUMNS)}
-"""Rows and columns of a block that has a scale, by layout; each divides a tile."""
+Block = tuple[int | None, int | None]
+"""Rows and columns of a block that has a scale; None: all of them."""
+
+BLOCKS: tuple[Block, ...] = ((1, 32), (1, 64), (1, TILE), (TILE, TILE))
+"""The blocks that the kernel has code for: parts of a tile's row, whose scales may be E8M0; its rows; whole tiles."""
+
+
+def takes_octets(block: Block) -> bool:
+    """Whether a lane may hold 8 columns of every other row: not where a warp finds the scales of rows one by one."""
+    return block != (1, TILE)
 
 
 def _exchange(values: int, distance: int) -> Any:
@@ -66,43 +72,68 @@ def _exchange(values: int, distance: int) -> Any:
     return exchange
 
 
-def _reduce_scatter_max(lanes: int) -> Any:
-    """A device function ``(maxima, lane)`` that reduces ``2 * lanes`` maxima over ``lanes`` neighbouring lanes.
+def _reduce_scatter_max(values: int, lanes: int) -> Any:
+    """A device function ``(maxima, lane)`` that reduces ``values`` maxima over ``lanes`` neighbouring lanes.
 
-    Lane n of them then has the maxima number 2 n and 2 n + 1, as its first two.
+    Each of them then has its share of the maxima, in order, as its first ones.
     """
-    first = _exchange(2 * lanes, lanes // 2)
-    second, third = _exchange(lanes, lanes // 4), _exchange(4, 1)
+    first = _exchange(values, lanes // 2)
+    if lanes == 2:
+        return first
+    rest = _reduce_scatter_max(values // 2, lanes // 2)
 
     @device
-    def reduce_scatter_4(maxima, lane):
+    def reduce_scatter(maxima, lane):
         first(maxima, lane)
-        second(maxima, lane)
+        rest(maxima, lane)
+
+    return reduce_scatter
+
+
+def _block_scale(fp8: str, e8m0: bool) -> tuple[Any, Any]:
+    """Device functions that compute and store the scale of a part of a row: E8M0, or float32.
+
+    Returns:
+        ``(amax_bits, power_2, epsilon) -> code, scale``, of which ``scale`` multiplies and ``code`` is E8M0; and
+        ``(address, code, scale)``, which stores what divides back.
+    """
+    fp8_max = FP8_MAX[fp8]
+    reciprocal_max = _ONE / fp8_max
 
     @device
-    def reduce_scatter_8(maxima, lane):
-        first(maxima, lane)
-        second(maxima, lane)
-        third(maxima, lane)
+    def e8m0_block_scale(amax_bits, power_2, epsilon):
+        code = e8m0_code(from_bits(amax_bits), reciprocal_max)
+        return code, e8m0_scale(code)
 
-    return reduce_scatter_4 if lanes == 4 else reduce_scatter_8
+    @device
+    def float32_block_scale(amax_bits, power_2, epsilon):
+        return u32(0), amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
+
+    if e8m0:
+        return e8m0_block_scale, device(lambda address, code, scale: store_1(address, code))
+    return float32_block_scale, device(lambda address, code, scale: store_f32(address, divide(_ONE, scale)))
 
 
 @cache
 def quantize_blocks_kernel(
-    loader: TileLoader, fp8: str, layout: str, rowwise: bool, columnwise: bool, count: bool
+    loader: TileLoader, fp8: str, block: Block, e8m0: bool, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each block of ``layout``, one of :data:`BLOCKS`, from the block itself.
+    """One scale for each ``block``, one of :data:`BLOCKS`, from the block itself; E8M0 if ``e8m0``, else float32.
 
     The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
-    neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of ``"128x128"``
+    neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of whole tiles
     are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
 
     Raises:
-        KernelError: another layout.
+        KernelError: another block, or one that has no such scales or no such loader.
     """
-    if layout not in BLOCKS:
-        raise KernelError(f"layout={layout!r} has no kernel; blocks are {', '.join(BLOCKS)}")
+    block_rows, block_columns = block
+    scales = f"{block_rows}x{block_columns}{' e8m0' * e8m0}"
+    if block not in BLOCKS or not block_rows or not block_columns or (e8m0 and block_columns == TILE):
+        has = ", ".join(f"{rows}x{columns}" for rows, columns in BLOCKS)
+        raise KernelError(f"scales of {scales} have no kernel; blocks are {has}, below {TILE} columns e8m0, too")
+    if loader.vector > 4 and not takes_octets(block):
+        raise KernelError(f"scales of {scales} cannot be found of {loader.name}; a lane has to hold 4 columns")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -111,15 +142,20 @@ def quantize_blocks_kernel(
     columns_of, largest_of = maxima.columns, maxima.largest
     cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
-    reciprocal_max = _ONE / fp8_max
-    block_rows, block_columns = BLOCKS[layout]
     block_2d = block_rows > 1
-    microscaled = block_columns == MX_COLUMNS
-    row_scales_from_warp = rowwise and not block_2d and not microscaled
+    in_parts = block_columns < TILE  # of a tile's row, several of which share a warp
+    row_scales_from_warp = rowwise and not block_2d and not in_parts
     quads_of_row = loader.vector // 4
-    lanes_of_block = MX_COLUMNS // loader.vector
+    lanes_of_block = block_columns // loader.vector
     n_vectors = WARP_ROWS // quads_of_row
-    reduce_scatter = _reduce_scatter_max(lanes_of_block)
+    scales_of_lane = max(n_vectors // lanes_of_block, 1)
+    log2_scales_of_lane, log2_block_columns = scales_of_lane.bit_length() - 1, block_columns.bit_length() - 1
+    parts = TILE // block_columns
+    warps_of_part = WARPS // parts
+    log2_warps_of_part = warps_of_part.bit_length() - 1
+    scale_bytes = 1 if e8m0 else 4
+    reduce_scatter = _reduce_scatter_max(n_vectors, lanes_of_block)
+    block_scale, store_scale = _block_scale(fp8, e8m0)
     amax_smem = TRANSPOSED_BYTES
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
@@ -178,22 +214,24 @@ def quantize_blocks_kernel(
                     if lane < WARP_ROWS and row + lane < rows:
                         scale_offset = block_column * out_scale_stride + i64(row + lane)
                         store_f32(out_scale + scale_offset * 4, divide(_ONE, scale))
-                if microscaled:
-                    # The lanes that share a block of 32 columns compute the scales of their rows, two each.
+                if in_parts:
+                    # The lanes that share a block compute the scales of their rows, one or two each.
                     reduce_scatter(vector_amax, lane)
-                    scale_row = i32(2 * quads_of_row * (lane & (lanes_of_block - 1)))
-                    scale_address = out_scale + i64(column >> 5) * out_scale_stride + i64(row + scale_row)
-                    for index in range(2):
-                        code = e8m0_code(from_bits(vector_amax[index]), reciprocal_max)
-                        vector_amax[index] = magnitude(e8m0_scale(code))
-                        if i32(row + scale_row + quads_of_row * index) < rows and i32(column & -32) < columns:
-                            store_1(scale_address + i64(quads_of_row * index), code)
+                    scale_row = i32(scales_of_lane * quads_of_row * (lane & (lanes_of_block - 1)))
+                    scale_offset = i64(column >> log2_block_columns) * out_scale_stride + i64(row + scale_row)
+                    scale_address = out_scale + scale_offset * scale_bytes
+                    for index in range(scales_of_lane):
+                        code, factor = block_scale(vector_amax[index], power_2, epsilon)
+                        vector_amax[index] = magnitude(factor)
+                        scaled_row = i32(row + scale_row + quads_of_row * index)
+                        if scaled_row < rows and i32(column & -block_columns) < columns:
+                            store_scale(scale_address + i64(scale_bytes * quads_of_row * index), code, factor)
                 for quad_index in range(WARP_ROWS):
                     quad = decode(registers, quad_index)
-                    if microscaled and quad_index & (quads_of_row - 1) == 0:
+                    if in_parts and quad_index & (quads_of_row - 1) == 0:
                         vector = quad_index // quads_of_row
-                        owner = i32((lane & (32 - lanes_of_block)) + (vector >> 1))
-                        factor = from_bits(shuffle(vector_amax[vector & 1], owner))
+                        owner = i32((lane & (32 - lanes_of_block)) + (vector >> log2_scales_of_lane))
+                        factor = from_bits(shuffle(vector_amax[vector & (scales_of_lane - 1)], owner))
                     elif row_scales_from_warp:
                         factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
                     packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
@@ -203,20 +241,22 @@ def quantize_blocks_kernel(
                 p, q, r, s = columns_of(column_maxima)
                 shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
                 cuda.syncthreads()
-                if microscaled:
-                    for half in range(2):
-                        index = thread + THREADS * half
-                        group = index >> 7
+                if in_parts:
+                    for step in range(parts * TILE // THREADS):
+                        index = thread + THREADS * step
+                        part = index >> 7
                         col_in_tile = index & 127
-                        amax_address = smem + amax_smem + (2 * group * TILE + col_in_tile) * 4
-                        amax_bits = unsigned_max(shared_load_4(amax_address), shared_load_4(amax_address + 4 * TILE))
-                        code = e8m0_code(from_bits(amax_bits), reciprocal_max)
-                        shared_store_4(smem + scale_smem + index * 4, magnitude(e8m0_scale(code)))
-                        if first_column + col_in_tile < columns and first_row + 32 * group < rows:
-                            scale_offset = (block_row * 4 + i64(group)) * out_t_scale_stride + i64(
+                        amax_address = smem + amax_smem + (warps_of_part * part * TILE + col_in_tile) * 4
+                        amax_bits = shared_load_4(amax_address)
+                        for other_warp in range(1, warps_of_part):
+                            amax_bits = unsigned_max(amax_bits, shared_load_4(amax_address + 4 * TILE * other_warp))
+                        code, scale = block_scale(amax_bits, power_2, epsilon)
+                        shared_store_4(smem + scale_smem + index * 4, magnitude(scale))
+                        if first_column + col_in_tile < columns and first_row + block_columns * part < rows:
+                            scale_offset = (block_row * parts + i64(part)) * out_t_scale_stride + i64(
                                 first_column + col_in_tile
                             )
-                            store_1(out_t_scale + scale_offset, code)
+                            store_scale(out_t_scale + scale_offset * scale_bytes, code, scale)
                 elif thread < TILE:
                     amax_bits = u32(0)
                     for other_warp in range(WARPS):
@@ -229,9 +269,9 @@ def quantize_blocks_kernel(
                         scale_offset = block_row * out_t_scale_stride + i64(first_column + thread)
                         store_f32(out_t_scale + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
-                group = warp >> 1 if microscaled else 0
-                scales = shared_load_16(smem + scale_smem + (group * TILE + 4 * lane) * 4)
-                e, f, g, h = from_bits(scales[0]), from_bits(scales[1]), from_bits(scales[2]), from_bits(scales[3])
+                part = warp >> log2_warps_of_part if in_parts else 0
+                words = shared_load_16(smem + scale_smem + (part * TILE + 4 * lane) * 4)
+                e, f, g, h = from_bits(words[0]), from_bits(words[1]), from_bits(words[2]), from_bits(words[3])
                 for quad_index in range(WARP_ROWS):
                     packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
                     overflows += num_overflows
@@ -240,7 +280,7 @@ def quantize_blocks_kernel(
         if count:
             add_overflow_counts(counts, overflows, lane)
 
-    name = f"quantize_blocks({loader.name}, {fp8}, {layout}, {rowwise=}, {columnwise=}, {count=})"
+    name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "x": loader.args_type,
         **typed(i64, "counts out out_scale out_t out_t_scale"),

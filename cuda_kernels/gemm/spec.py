@@ -14,19 +14,25 @@ ACCUMULATORS = 192
 
 TILE_K = 128
 """Elements of K, and bytes of an operand's row, of one K iteration: as many as the 128-byte swizzle takes."""
-SCALE_K = 128
-"""Elements of K that have one scale of blocks of 1x128 or 128x128."""
 SCALE_N = 128
 """Rows of B that have one scale of blocks of 128x128."""
 LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
-assert TILE_K == SCALE_K, "the products of one K iteration have one scale"
+
+_BLOCKS_ALONG_K = {"1x128": (1, 128), "128x128": (SCALE_N, 128)}
+"""Rows and elements of K that share a scale, of layouts whose scales change along K."""
 
 EPI_TILE_BYTES = 64 * 128
 """An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
 
 
 class Scaling(Enum):
-    """Which scales A and B have, K-major both."""
+    """Which scales A and B have, K-major both: the layout of A's and that of B's, or of both.
+
+    Attributes:
+        layouts: the names of A's layout and of B's.
+        along_k: whether scales change along K, so that products with one scale are added up before they are scaled.
+        scale_k: elements of K that have one scale in one K iteration.
+    """
 
     TENSOR = "tensor"
     """One each."""
@@ -37,20 +43,37 @@ class Scaling(Enum):
     BLOCK_1X128_1X128 = "1x128 1x128"
     """One for every 128 elements of a row, of A and of B."""
 
-    @property
-    def along_k(self) -> bool:
-        """Whether scales change along K, so that every 128 products are scaled before they are added up."""
-        return self in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128)
+    def __init__(self, value: str) -> None:
+        a, _, b = value.partition(" ")
+        self.layouts = a, b or a
+        self.along_k = self.layouts[1] in _BLOCKS_ALONG_K
+        self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
+        assert self.scale_k == TILE_K, "both kernels scale the products of a K iteration at once"
 
     @property
     def b_along_k_by_row(self) -> bool:
         """Whether each row of B has scales along K of its own."""
-        return self is Scaling.BLOCK_1X128_1X128
+        return self._b_rows == 1
 
     @property
     def b_along_k_by_block(self) -> bool:
         """Whether :data:`SCALE_N` rows of B share their scales along K."""
-        return self is Scaling.BLOCK_1X128_128X128
+        return self._b_rows == SCALE_N
+
+    @property
+    def sums_per_k_iter(self) -> int:
+        """Partial sums of one K iteration that have scales of their own."""
+        return TILE_K // self.scale_k
+
+    @property
+    def a_scales_per_stage(self) -> int:
+        """Scales of a row of A that a pipeline stage holds."""
+        return self.sums_per_k_iter if self.along_k else 0
+
+    @property
+    def b_scales_per_stage(self) -> int:
+        """The same of B; none where many rows share them."""
+        return self.sums_per_k_iter if self.b_along_k_by_row else 0
 
 
 @dataclass(frozen=True)
@@ -168,8 +191,8 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
         ("a", config.stages * config.tile_m * TILE_K),
         ("b", config.stages * config.tile_n * TILE_K),
         ("out", buffers * EPI_TILE_BYTES),
-        ("scale_a", config.stages * config.tile_m * 4 if scaling.along_k else 0),
-        ("scale_b", config.stages * config.tile_n * 4 if scaling.b_along_k_by_row else 0),
+        ("scale_a", config.stages * config.tile_m * 4 * scaling.a_scales_per_stage),
+        ("scale_b", config.stages * config.tile_n * 4 * scaling.b_scales_per_stage),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
         ("order", 16 if config.pingpong else 0),
@@ -226,7 +249,8 @@ class MmaConfig:
     def stage_bytes(self, scaling: Scaling) -> int:
         """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
         operands = (self.tile_m + self.tile_n) * TILE_K
-        return operands + 4 * self.tile_m * scaling.along_k + 4 * self.tile_n * scaling.b_along_k_by_row
+        scales = self.tile_m * scaling.a_scales_per_stage + self.tile_n * scaling.b_scales_per_stage
+        return operands + 4 * scales
 
     def shared_bytes(self, scaling: Scaling) -> int:
         """Bytes of shared memory of a block: those of its stages."""

@@ -83,8 +83,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     offsets = smem_offsets(config, scaling)
     a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
-    tx_bytes += 4 * tile_m if scaling.along_k else 0
-    tx_bytes += 4 * tile_n if scaling.b_along_k_by_row else 0
+    tx_bytes += 4 * (tile_m * scaling.a_scales_per_stage + tile_n * scaling.b_scales_per_stage)
     b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
     )

@@ -218,7 +218,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     the scales of its columns, eight at a time, where they have some.
     """
     rows, columns = config.tile_m, config.tile_n
-    scales = rows // 16 * columns / 8 if spec.scaling.b_along_k_by_row else 0
+    scales = rows // 16 * columns / 8 * spec.scaling.b_scales_per_stage
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
@@ -227,5 +227,5 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     if not spec.promote:
         return 0.0
     each = 2 if spec.scaling.b_along_k_by_row else 1
-    added = config.waves * (config.tile_n / 2 * each + 100)
+    added = spec.scaling.sums_per_k_iter * config.waves * (config.tile_n / 2 * each + 100)
     return 64 * config.waves * config.tile_n * TILE_K / 4096 + added

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cuda_kernels.host.launch import Launch
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
@@ -147,10 +148,46 @@ def test_results_are_the_same_every_time(emulator: Emulator) -> None:
             assert_same(a, b, "repeated")
 
 
-def test_an_unknown_layout_of_blocks_is_refused() -> None:
+def test_blocks_without_a_kernel_are_refused() -> None:
     from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
     from cuda_kernels.device.tile import tensor_loader
     from cuda_kernels.kernel import KernelError
 
-    with pytest.raises(KernelError, match=r"layout='1x64' has no kernel; blocks are 1x128, 128x128, 1x32"):
-        quantize_blocks_kernel(tensor_loader("bfloat16", 4), "e4m3", "1x64", True, True, False)
+    quads, octets = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
+    with pytest.raises(KernelError, match="scales of 1x16 have no kernel; blocks are 1x32, 1x64, 1x128, 128x128"):
+        quantize_blocks_kernel(quads, "e4m3", (1, 16), False, True, True, False)
+    with pytest.raises(KernelError, match="scales of 1x128 e8m0 have no kernel"):
+        quantize_blocks_kernel(quads, "e4m3", (1, 128), True, True, False, False)
+    with pytest.raises(KernelError, match="scales of 1x128 cannot be found of bfloat16, vector=8"):
+        quantize_blocks_kernel(octets, "e4m3", (1, 128), False, True, False, False)
+
+
+@pytest.mark.parametrize(("block_columns", "vector"), [(64, 4), (64, 8), (32, 8)])
+def test_float32_scales_of_parts_of_a_row(block_columns: int, vector: int) -> None:
+    """Blocks that the kernel has code for and no layout has: each is what its largest value says."""
+    from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+    from cuda_kernels.device.tile import tensor_loader
+
+    rows, columns = 140, 200
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(BF16)
+    columnwise = vector == 4
+    kernel = quantize_blocks_kernel(
+        tensor_loader("bfloat16", vector), "e4m3", (1, block_columns), False, True, columnwise, False
+    )
+    results = []
+    for r, k in ((rows, columns), (columns, rows)):
+        results += [
+            torch.full((r, -(-k // 16) * 16), math.nan).to(E4M3.dtype),
+            torch.full((-(-k // block_columns), r), math.nan),
+        ]
+    strides = [each.stride(0) for each in results]
+    launch = Launch(kernel, 4, (rows, columns, 0, 0.0, *strides), x.device)
+    launch.start(x, columns, 0, *results)
+    for values, data, scale_inv in ((x, *results[:2]), (x.t(), *results[2:]))[: 1 + columnwise]:
+        k = values.shape[1]
+        padded = torch.nn.functional.pad(values.float(), (0, -k % block_columns))
+        blocks = padded.view(values.shape[0], -1, block_columns)
+        scale = 448 / blocks.abs().amax(2).double()
+        codes = (blocks * scale.float()[..., None]).clamp(-448, 448).to(E4M3.dtype).view(padded.shape)
+        assert_same(data[:, :k], codes[:, :k], "data")
+        torch.testing.assert_close(scale_inv.t(), (1 / scale).float(), rtol=2.0**-22, atol=0)

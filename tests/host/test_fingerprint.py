@@ -50,7 +50,7 @@ kernels = {
     "row_amax": amax.row_amax_kernel(plain, True, True),
     "quantize": quantize.quantize_tensor_kernel(plain, "e4m3", True, True, True, True),
     "quantize_rows": quantize.quantize_rows_kernel(plain, "e4m3", True, True, False),
-    "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", "1x32", True, True, False),
+    "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", (1, 32), True, True, True, False),
     "quantize_gelu": quantize.quantize_tensor_kernel(
         activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
     "quantize_gated_gelu": quantize.quantize_tensor_kernel(

@@ -162,25 +162,31 @@ WORK = {
     ),
     # One more store of four bytes, in two more for both: the scales.
     "1x128, row": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", "1x128", True, False, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, False, False),
         0.43,
         READ + WRITTEN,
         {**LOADS_4, **CASTS, "STG.E": 17, "REDUX*": 16, "SHFL.IDX": 16},
     ),
     "1x128, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", "1x128", True, True, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, True, False),
         0.53,
         READ + 2 * WRITTEN,
         {**TWICE, "STG.E": 18, "REDUX*": 16, "SHFL.IDX": 16},
     ),
     "128x128, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", "128x128", True, True, False), 0.29, READ + 2 * WRITTEN, {**BOTH, **AMAX}
+        quantize_blocks_kernel(QUADS, "e4m3", (128, 128), False, True, True, False),
+        0.29,
+        READ + 2 * WRITTEN,
+        {**BOTH, **AMAX},
     ),
     "1x32, row": Work(
-        quantize_blocks_kernel(OCTETS, "e4m3", "1x32", True, False, False), 0.37, READ + WRITTEN, {**ROW, "STG.E.U8": 2}
+        quantize_blocks_kernel(OCTETS, "e4m3", (1, 32), True, True, False, False),
+        0.37,
+        READ + WRITTEN,
+        {**ROW, "STG.E.U8": 2},
     ),
     "1x32, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", "1x32", True, True, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 32), True, True, True, False),
         0.56,
         READ + 2 * WRITTEN,
         {**TWICE, "STG.E.U8": 4},

@@ -13,11 +13,15 @@ from cuda_kernels.gemm.mma import mma_gemm_kernel
 from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
-from cuda_kernels.host.launch import address_on, bind
+from cuda_kernels.host.launch import Argument, address_on, bind
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 """``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
+
+
+MapOf = Callable[[Box], Callable[[Tensor], Argument]]
+"""The box of a matrix to what makes the tensor map of a tensor."""
 
 
 class GemmStrides(NamedTuple):
@@ -25,8 +29,8 @@ class GemmStrides(NamedTuple):
 
     Attributes:
         a, b: from a row to the next; multiples of 16.
-        scale_a, scale_b: of 1x128 scales from one block along K to the next, of 128x128 scales from one row of blocks
-            to the next, else 0.
+        scale_a, scale_b: of a row's scales along K from one to the next, of 128x128 scales from one row of blocks to
+            the next, else 0.
         out: from a row to the next.
     """
 
@@ -60,8 +64,8 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     map_a = map_of(Box(config.a_rows_loaded, TILE_K))
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
-    map_scale_a = map_of(_scale_box(config.tile_m)) if spec.scaling.along_k else None
-    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling.b_along_k_by_row else None
+    map_scale_a = _scale_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
+    map_scale_b = _scale_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),
@@ -100,9 +104,12 @@ def _sizes(problem: GemmProblem) -> dict[str, int]:
     return {"m": problem.m, "n": problem.n, "k": problem.k}
 
 
-def _scale_box(rows: int) -> Box:
-    """The scales of one block along K for ``rows`` rows of an operand, whose 1x128 scales have contiguous columns."""
-    return Box(1, rows, swizzle=False, transposed=True)
+def _scale_map(map_of: MapOf, scales: int, rows: int) -> Callable[[Tensor], Argument] | None:
+    """What maps an operand's scales along K, whose columns are contiguous, to copy ``scales`` of each of ``rows`` rows.
+
+    None where there are none to copy.
+    """
+    return map_of(Box(scales, rows, swizzle=False, transposed=True)) if scales else None
 
 
 def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:

@@ -19,12 +19,7 @@ from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.scaled import Layout
 
-SCALINGS = {
-    (Layout.TENSOR, Layout.TENSOR): Scaling.TENSOR,
-    (Layout.ROW, Layout.ROW): Scaling.ROW,
-    (Layout.BLOCK_1X128, Layout.BLOCK_128X128): Scaling.BLOCK_1X128_128X128,
-    (Layout.BLOCK_1X128, Layout.BLOCK_1X128): Scaling.BLOCK_1X128_1X128,
-}
+SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
 """Pairs of layouts that kernels multiply."""
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.casts.amax import amax_kernel
+from cuda_kernels.casts.quantize_blocks import takes_octets
 from cuda_kernels.device.tile import TileLoader, tensor_loader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.checks import CheckedAddresses
@@ -47,8 +48,8 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
         if not x.has_contiguous_rows:
             return lambda x, options_text, io: op(x.contiguous(), options_text, *io)
         loader, wide, columns = loaders(options_text, x)
-        # The widest vectors do not pay where columns, or 128 elements of a row, share a scale.
-        narrow = options.columnwise or options.layout.block == (1, 128)
+        # The widest vectors do not pay where columns share a scale, too.
+        narrow = options.columnwise or not takes_octets(options.layout.block)
         amax_loader = wide or loader if options.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
         launches = cast_launches(options.layout)(device, amax_loader, x.rows, columns, variant, store_loader).cast

@@ -15,6 +15,7 @@ from cuda_kernels.device.tile import TileLoader, num_tiles
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.formats import E8M0_DTYPE
 from lightning_fp8.ops.core.allocation import Allocation, allocator, maker
 from lightning_fp8.ops.core.checks import CheckedAddresses, require_contiguous
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, memoryless_key
@@ -200,8 +201,8 @@ class BlockCast(CastLaunches):
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
         options = variant.options
         kernel = quantize_blocks_kernel(
-            store_loader, options.float8.name.lower(), options.layout.value, options.rowwise, options.columnwise,
-            variant.has_overflow_counts,
+            store_loader, options.float8.name.lower(), options.layout.block, options.layout.scale_dtype == E8M0_DTYPE,
+            options.rowwise, options.columnwise, variant.has_overflow_counts,
         )  # fmt: skip
         return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
 
