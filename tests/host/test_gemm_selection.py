@@ -18,6 +18,7 @@ from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured
 from cuda_kernels.host.gemm_selection import choose_gemm
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.gemm.problem import SCALINGS
 from lightning_fp8.ops.quantize import reference
 
 SIZES = st.integers(1, 200_000)
@@ -94,6 +95,20 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
         elif choice is Library.CUBLASLT:
             assert problem.n % 16 == problem.k % 16 == 0
             assert product.scaling in (Scaling.TENSOR, Scaling.ROW)
+
+
+def test_kernels_and_operands_name_the_same_blocks() -> None:
+    assert {(a.value, b.value): scaling for (a, b), scaling in SCALINGS.items()} == {
+        ("tensor", "tensor"): Scaling.TENSOR,
+        ("row", "row"): Scaling.ROW,
+        ("1x128", "128x128"): Scaling.BLOCK_1X128_128X128,
+        ("1x128", "1x128"): Scaling.BLOCK_1X128_1X128,
+    }
+    for (a, b), scaling in SCALINGS.items():
+        assert scaling.along_k == a.scales_along_k == b.scales_along_k
+        assert not scaling.along_k or a.block == (1, scaling.scale_k)
+        assert not scaling.b_along_k_by_row or b.block == (1, scaling.scale_k)
+        assert not scaling.b_along_k_by_block or b.block == (128, scaling.scale_k)
 
 
 @given(problem=PROBLEMS, backend=st.sampled_from([None, "numba", "cublaslt"]))
