@@ -84,11 +84,12 @@ def detach(model: nn.Module) -> None:
         _uninstall_if_unused()
 
 
-def attach_prepared() -> None:
-    """:func:`attach` every model that is prepared: a region begins that asks for FP8 attention."""
+def attach_prepared() -> bool:
+    """:func:`attach` every model that is prepared, for a region that asks for FP8 attention; whether there are any."""
     if len(_attached) < len(_prepared):
         for model in list(_prepared):
             attach(model)
+    return bool(_attached)
 
 
 autocast.before_attention.append(attach_prepared)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
 from lightning_fp8.attention.owners import asked, in_high_precision, note, owner_of, unknown_owner
-from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_tensors
+from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_scale, why_not_tensors
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.ops.attention import Band
@@ -50,7 +50,7 @@ def attention(
     if not torch.compiler.is_compiling():
         owner.training = module.training
     wanted = asked(owner)
-    reason = _why_not(query, key, value, attention_mask, dropout, kwargs) if wanted else ""
+    reason = _why_not(query, key, value, attention_mask, dropout, scaling, kwargs) if wanted else ""
     note(owner, wanted, reason, query.shape[:-1].numel())
     if not wanted or reason:
         if is_carried(attention_mask):
@@ -80,7 +80,15 @@ def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     return of_queries, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> str:
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> str:
     for name, reason in _WITHOUT.items():
         if kwargs.get(name) not in (None, False) if name == "output_attentions" else kwargs.get(name) is not None:
             return reason
@@ -93,7 +101,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
             "its mask is neither causal nor a window, with padding at the end: packed sequences, padding at the "
             "start, or a mask of its own"
         )
-    return why_not_tensors(q, k, v, enable_gqa=True)
+    return why_not_scale(scaling) or why_not_tensors(q, k, v, enable_gqa=True)
 
 
 def mask(
