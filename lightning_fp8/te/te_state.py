@@ -49,7 +49,7 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
 def put_tensor_state(
     te_columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0
 ) -> None:
-    """Write the state of one tensor of GEMM ``gemm`` into ``te_columns``; a scale of 0, never updated, stays 1."""
+    """Write the state of one tensor of GEMM ``gemm`` into ``te_columns``; a scale of 0, never updated, keeps theirs."""
     direction, index = column_of(role, gemm)
     if scale:
         te_columns[f"scale_{direction}"][index] = scale
