@@ -73,7 +73,7 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
+    def run(
         a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
     ) -> None:
         absent = encoded_a = map_a(a)
@@ -92,7 +92,7 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
             strides.scale_b,
         )
 
-    return start
+    return run
 
 
 def _sizes(problem: GemmProblem) -> dict[str, int]:
@@ -118,7 +118,7 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
+    def run(
         a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
     ) -> None:
         launch(
@@ -136,4 +136,4 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
             strides.out,
         )
 
-    return start
+    return run

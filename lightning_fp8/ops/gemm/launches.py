@@ -35,7 +35,7 @@ class KernelGemm:
         self._allocate = allocator(device)
         self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_options(gemm.options_text).out_dtype
         strides = GemmStrides(a.data.stride, b.data.stride, a.scale_stride, b.scale_stride, gemm.stride)
-        self._start = bind_gemm_kernel(device, problem, kernel_config, strides)
+        self._run = bind_gemm_kernel(device, problem, kernel_config, strides)
 
     def run(
         self, a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
@@ -43,7 +43,7 @@ class KernelGemm:
         """Start the kernel; it adds to ``out`` if there is one, or else gives a new tensor."""
         if out is None:
             out = self._allocate(*self._out)
-        self._start(*a, *b, bias, amax, out)
+        self._run(*a, *b, bias, amax, out)
         return out
 
 
