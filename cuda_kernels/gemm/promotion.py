@@ -112,7 +112,8 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
 
     Returns:
         ``(scale_inv_b, stride, column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads those of 32
-        iterations, one by each lane, for the tile that begins at ``column``; and ``(block_scale_invs, k_iter) -> (first, second)``.
+        iterations, one by each lane, for the tile that begins at ``column``; and
+        ``(block_scale_invs, k_iter) -> (first, second)``.
     """
     straddles = SCALE_N % tile_n > 0
 
