@@ -52,11 +52,11 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
     gemm = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
-    alike = [each for each in measured if each.gemm == gemm and each.choice in legal]
+    alike = [known for known in measured if known.gemm == gemm and known.choice in legal]
     if backend == "numba":
-        alike = [each for each in alike if not isinstance(each.choice, Library)]
+        alike = [known for known in alike if not isinstance(known.choice, Library)]
     sizes = problem.m, problem.n, problem.k
-    near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    near = [(_log_distance(sizes, known.sizes), index) for index, known in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].choice
     # Without a measurement, what runs everywhere comes before what never ran on this GPU.

@@ -142,8 +142,8 @@ def entering(former: Any) -> Any:
                 _thread.owners.pop()
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; the class has no name to be found by
-            made, made_of, *state = super().__reduce_ex__(protocol)
-            return (_copy_of, (former,), *state) if made_of == (type(self),) else (made, made_of, *state)
+            made, made_of, *rest = super().__reduce_ex__(protocol)
+            return (_copy_of, (former,), *rest) if made_of == (type(self),) else (made, made_of, *rest)
 
     Entering.__name__, Entering.__qualname__ = former.__name__, former.__qualname__
     Entering.__module__, Entering.__doc__ = former.__module__, former.__doc__

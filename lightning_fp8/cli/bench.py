@@ -104,7 +104,7 @@ def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[G
         except (RuntimeError, ValueError) as error:
             print(f"  {choice} does not run: {error}")
     rounds = [{choice: clock(call) for choice, call in running.items()} for _ in range(ROUNDS)]
-    medians = {choice: statistics.median(each[choice] for each in rounds) for choice in running}
+    medians = {choice: statistics.median(times[choice] for times in rounds) for choice in running}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
@@ -114,12 +114,12 @@ def card_clock(device: torch.device) -> Clock:
 
     def seconds(call: Callable[[], object]) -> float:
         cold.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        began, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
         call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return began.elapsed_time(end) / 1e3
 
     return seconds
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("lightning-fp8 bench times products on a CUDA card; torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
-    gemms = [each for inputs, outputs in args.linear for each in gemms_of(inputs, outputs, args.tokens)]
+    gemms = [gemm for inputs, outputs in args.linear for gemm in gemms_of(inputs, outputs, args.tokens)]
     bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
 
 

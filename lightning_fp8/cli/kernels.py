@@ -144,12 +144,17 @@ def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch:
 
 
 def _build_share(
-    find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path, first: int, step: int
+    find: Callable[..., Iterable[Kernel]],
+    arguments: Sequence[Any],
+    arch: str,
+    folder: Path,
+    share: int,
+    num_shares: int,
 ) -> tuple[dict[str, str], dict[str, str]]:
     kernels = {kernel.name: kernel for kernel in find(*arguments)}
     built = {}
     failed = {}
-    for name in sorted(kernels)[first::step]:
+    for name in sorted(kernels)[share::num_shares]:
         key = compile_cache.source_key(kernels[name], "cubin", arch)
         try:
             cache_folder.carry(folder, key, compile_cache.built(kernels[name], arch))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_fp8.convert.layers.linears import is_linear
 from lightning_fp8.convert.summary import LayerDecision
-from lightning_fp8.convert.towers import is_linear
 
 # Parts of the names of what is looked up, added or scaled by; a product has other names, or says that it is one.
 _NO_MATRIX = re.compile(

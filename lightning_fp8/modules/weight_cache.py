@@ -114,7 +114,7 @@ class WeightCachingModule(FP8Module):
             updates = slots[Role.WEIGHT].history.updates
             made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
-            others = {each: copies for each, copies in cache.items() if each != names}
+            others = {cached: copies for cached, copies in cache.items() if cached != names}
             self._weight_cache = kept = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
             kept = _KeptWeight(made_from, w8, automatic, observe, _sources(parameters))

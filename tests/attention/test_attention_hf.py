@@ -57,6 +57,8 @@ def test_what_is_no_band_is_not_taken_for_one() -> None:
         lambda b, h, q, kv: kv <= 2 * q,
         lambda b, h, q, kv: (kv <= q) | (kv == 0),
         lambda b, h, q, kv: kv > q,
+        lambda b, h, q, kv: kv <= q and kv >= q - 3,
+        lambda b, h, q, kv: q - 3 <= kv <= q,
     ):
         assert band_of(function) is None
 

@@ -127,7 +127,7 @@ def head_sizes(
                 f"num_attention_heads={num_attention_heads} does not divide hidden_size={hidden_size}; pass kv_channels"
             )
         kv_channels = hidden_size // num_attention_heads
-    return sizes_of(num_attention_heads, kv_channels, num_gqa_groups, 1)
+    return sizes_of(num_attention_heads, kv_channels, num_gqa_groups)
 
 
 def default_init_method(weight: Tensor) -> None:
