@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -66,14 +67,7 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
         store_f32(out + (i64(cuda.blockIdx.x) * THREADS + thread) * 4, total)
 
     place = "registers" if from_registers else "shared"
-    return Kernel(
-        f"product_rate({n=}, A in {place})",
-        product_rate,
-        {"out": i64, "repetitions": i32},
-        THREADS,
-        shared_bytes,
-        architectures=("90a",),
-    )
+    return _repeated(f"product_rate({n=}, A in {place})", product_rate, i64, shared_bytes)
 
 
 @cache
@@ -99,11 +93,10 @@ def copy_rate_kernel(add: bool) -> Kernel:
                 tma_store_wait(3)
             tma_store_wait(0)
 
-    return Kernel(
-        f"copy_rate({add=})",
-        copy_rate,
-        {"out": tensor_map, "repetitions": i32},
-        THREADS,
-        shared_bytes,
-        architectures=("90a",),
-    )
+    return _repeated(f"copy_rate({add=})", copy_rate, tensor_map, shared_bytes)
+
+
+def _repeated(name: str, function: Callable[[Any, Any], None], out: Any, shared_bytes: int) -> Kernel:
+    """A kernel for Hopper of ``(out, repetitions)``; ``out`` is its type."""
+    parameters = {"out": out, "repetitions": i32}
+    return Kernel(name, function, parameters, THREADS, shared_bytes, architectures=("90a",))

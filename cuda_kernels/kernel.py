@@ -21,7 +21,7 @@ ARCHITECTURES = ("90a", "89", "100", "120")
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "120": 99 * 1024}
 """The most shared memory that a block may have, by architecture: those that products are for."""
 
-_FORMATS = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
+_STRUCT_CODES = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
 
 class KernelError(RuntimeError):
@@ -84,19 +84,19 @@ class Kernel:
     def parameter_kinds(self) -> tuple[str, ...]:
         """The type of each parameter, those of tuples one by one."""
         kinds: list[str] = []
-        for each in self.parameters.values():
-            kinds += [each.dtype.name] * each.count if isinstance(each, UniTuple) else [each.name]
+        for kind in self.parameters.values():
+            kinds += [kind.dtype.name] * kind.count if isinstance(kind, UniTuple) else [kind.name]
         return tuple(kinds)
 
     @cached_property
-    def formats(self) -> tuple[str, ...]:
-        """The ``struct`` formats of the parameters, in native alignment."""
-        return tuple(_FORMATS[kind] for kind in self.parameter_kinds)
+    def struct_codes(self) -> tuple[str, ...]:
+        """The format characters of Python's ``struct`` for the parameters, in native alignment."""
+        return tuple(_STRUCT_CODES[kind] for kind in self.parameter_kinds)
 
     @cached_property
     def param_struct(self) -> struct.Struct:
         """The parameters as a C struct."""
-        return struct.Struct("@" + "".join(self.formats))
+        return struct.Struct("@" + "".join(self.struct_codes))
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:

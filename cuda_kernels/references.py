@@ -19,6 +19,6 @@ def references(function: FunctionType) -> dict[str, Any]:
 @cache
 def _global_names(code: CodeType) -> tuple[str, ...]:
     """In ``code`` and the functions inside it, in alphabetical order."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return tuple(sorted(names.union(*map(_global_names, inner))))

@@ -25,7 +25,7 @@ from bf16_on_cpu import made_on  # the files beside this one
 from compare_recipes import fitted
 from torch import Tensor
 from torchmetrics.aggregation import MeanMetric
-from train_gpt import BYTES, StdlibBytes
+from train_gpt import BYTES, StdlibBytes, warmup_and_cosine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 DATA = ("plain", "sink")
@@ -85,7 +85,7 @@ class Llama(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1.0))
+        schedule = warmup_and_cosine(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

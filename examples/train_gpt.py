@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
@@ -158,6 +160,18 @@ class ModuleBlock(TransformerLayer):
         return super().forward(x, rotary_pos_emb=torch.cat([angle, angle], 1)[:, None, None])
 
 
+def warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """The learning rate of each step: it warms up over a tenth of ``steps`` (at most 50), then falls to a fiftieth."""
+    steps = max(steps, 1)
+    warmup = min(50, max(steps // 10, 1))
+
+    def factor(step: int) -> float:
+        progress = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
+        return min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
+
+
 class GPT(L.LightningModule):
     """A byte-level GPT.
 
@@ -218,14 +232,7 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"], betas=(0.9, 0.95), weight_decay=0.1)
-        steps = max(int(self.trainer.estimated_stepping_batches), 1)
-        warmup = min(50, max(steps // 10, 1))
-
-        def factor(step: int) -> float:
-            progress = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
-            return min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * progress))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        schedule = warmup_and_cosine(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @torch.no_grad()

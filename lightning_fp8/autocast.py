@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.delayed import regions
 from lightning_fp8.delayed.instances import any_history
 from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.functions.shared_input import forget_inputs
@@ -63,8 +64,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-before_attention: list[Callable[[], None]] = []
-"""Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here."""
+before_attention: list[Callable[[], bool]] = []
+"""Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here, and
+says whether there are any."""
 
 
 def current_context() -> FP8Context:
@@ -127,11 +129,12 @@ class fp8_autocast(ContextDecorator):
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._regions: list[Any] = []
+        self._reaches_attention = False
 
     def __enter__(self) -> fp8_autocast:
         if self.context.attention and not torch.compiler.is_compiling():
-            for prepare in before_attention:
-                prepare()
+            reached = [prepare() for prepare in before_attention]
+            self._reaches_attention = any(reached)
         if not _thread.active_regions and torch.is_grad_enabled():
             self._update_scales()
         evaluating = not current_context().observe
@@ -142,10 +145,13 @@ class fp8_autocast(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._regions.pop().__exit__(*exception)
-        if self.context.enabled and exception[0] is None and not torch.compiler.is_compiling() and not any_history():
+        quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
+        if self.context.enabled and not quiet and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
-        if not _thread.active_regions and self.context.calibrating and exception[0] is None:
-            self._update_scales(calibrated=True)
+        if not _thread.active_regions and isinstance(self.context.recipe, DelayedScaling):
+            regions.leave()
+            if self.context.calibrating and exception[0] is None:
+                self._update_scales(calibrated=True)
 
     def _update_scales(self, calibrated: bool = False) -> None:
         context = self.context

@@ -282,31 +282,40 @@ def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
     return cls(**fields)
 
 
-def _from_megatron(keys: dict[str, Any]) -> Recipe:
-    for key in keys:
+def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
+    for key in megatron_config:
         if key not in (*_MEGATRON_KEYS, "fp8_format"):
             raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")
-    format_key = keys.get("fp8", keys.get("fp8_format", "hybrid"))
-    if "fp8" in keys and "fp8_format" in keys and not _is_mxfp8(keys["fp8_format"]):
-        raise ValueError(f"fp8={format_key!r} and fp8_format={keys['fp8_format']!r} say the same; give one of them")
-    if _is_mxfp8(format_key) or _is_mxfp8(keys.get("fp8_format")):
-        if keys.get("fp8_recipe", "mxfp8") != "mxfp8":
-            raise ValueError(f"fp8_recipe={keys['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out")
-        return _of_megatron(MXFP8BlockScaling, keys)
+    format_key = megatron_config.get("fp8", megatron_config.get("fp8_format", "hybrid"))
+    if "fp8" in megatron_config and "fp8_format" in megatron_config and not _is_mxfp8(megatron_config["fp8_format"]):
+        raise ValueError(
+            f"fp8={format_key!r} and fp8_format={megatron_config['fp8_format']!r} say the same; give one of them"
+        )
+    if _is_mxfp8(format_key) or _is_mxfp8(megatron_config.get("fp8_format")):
+        if megatron_config.get("fp8_recipe", "mxfp8") != "mxfp8":
+            raise ValueError(
+                f"fp8_recipe={megatron_config['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out"
+            )
+        return _of_megatron(MXFP8BlockScaling, megatron_config)
     format_name = format_key.name if isinstance(format_key, Format) else format_key
     if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
         raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
-    cls = _class_of(keys.get("fp8_recipe", "delayed"))
+    cls = _class_of(megatron_config.get("fp8_recipe", "delayed"))
     # Only the recipes that keep one scale per tensor follow Megatron's format; the others are E4M3 there too.
     if cls in (DelayedScaling, Float8CurrentScaling):
-        return _of_megatron(cls, keys, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
-    return _of_megatron(cls, keys)
+        return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
+    return _of_megatron(cls, megatron_config)
 
 
-def _of_megatron(cls: type[Recipe], keys: dict[str, Any], **fields: Any) -> Recipe:
+def _of_megatron(cls: type[Recipe], megatron_config: dict[str, Any], **fields: Any) -> Recipe:
     valid = {field.name for field in dataclasses.fields(cls)}
     return cls(
-        **{field: keys[key] for key, field in _MEGATRON_FIELDS.items() if key in keys and field in valid}, **fields
+        **{
+            field: megatron_config[key]
+            for key, field in _MEGATRON_FIELDS.items()
+            if key in megatron_config and field in valid
+        },
+        **fields,
     )
 
 

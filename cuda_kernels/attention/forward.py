@@ -108,17 +108,17 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
         kv_head = quotient(head, group)
-        row, keys, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        row, first_key_row, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
         load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
         stage_idx, phase = i32(0), i32(0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             full, empty = smem + full_k + 8 * stage_idx, smem + empty_k + 8 * stage_idx
             fill_stage(full, empty, phase, k_bytes)
-            load_rows(smem + k_offset + stage_idx * k_bytes, maps[1], full, kv_head * rows_k + keys + j * ROWS)
+            load_rows(smem + k_offset + stage_idx * k_bytes, maps[1], full, kv_head * rows_k + first_key_row + j * ROWS)
             full, empty = smem + full_v + 8 * stage_idx, smem + empty_v + 8 * stage_idx
             fill_stage(full, empty, phase, v_bytes)
-            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, keys + j * ROWS, kv_head * head_dim)
+            tma_load(smem + v_offset + stage_idx * v_bytes, maps[2], full, first_key_row + j * ROWS, kv_head * head_dim)
             stage_idx, phase = next_stage(stage_idx, phase)
 
     begin = make_warp_specialized(init_barriers, produce)
@@ -132,26 +132,26 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     @device
     def consume(smem, tile, wg_idx, scale_q, scale_k, scale_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_q, True)) * c
         desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
-        state = START
+        softmax_state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
-        next_key_scale = from_bits(load_4_if(scale_k + i64(first) * 4, first < last))
-        next_value_scale = from_bits(load_4_if(scale_v + i64(first) * 4, first < last))
+        next_key_scale = from_bits(load_4_if(scale_k + i64(first_tile) * 4, first_tile < last_tile))
+        next_value_scale = from_bits(load_4_if(scale_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)
         if wg_idx == 1:  # the first turn is the other's
             named_barrier_arrive(_TURN, 256)
         mbarrier_wait(smem + full_q, 0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             factor = float_max(query_factor * next_key_scale, SMALLEST)
             value_scale = next_value_scale
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
-            ahead = i64(min(i32(j + 1), i32(last - 1))) * 4
+            ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
             next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
             desc_k = smem_descriptor(smem + k_offset + stage_idx * k_bytes)
             desc_v = smem_descriptor(smem + v_offset + stage_idx * v_bytes)
@@ -164,7 +164,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 mbarrier_arrive(smem + empty_k + 8 * stage_idx)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, state, alpha, alpha_below = softmax(scores, factor, state)
+            words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
             part = values_of(words, desc_v)
             usual = _LEAST_UNIT <= value_scale <= _LARGEST_UNIT
@@ -183,7 +183,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             if thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
-        return out, out_high, unit, state
+        return out, out_high, unit, softmax_state
 
     def attention_forward(
         map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
@@ -196,14 +196,16 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             kv_head = quotient(head, group)
             query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
-            acc, acc_high, unit, state = consume(
+            acc, acc_high, unit, softmax_state = consume(
                 smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
             tile, head = tile_again(table, heads)
             lane = cuda.threadIdx.x & 31
             line = warp * 16 + (lane >> 2)
-            inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+            inverse, inverse_below, seen, seen_below = store_statistics(
+                softmax_state, m, l, tile, head, rows_q, line, lane
+            )
             inverse, inverse_below = unit * inverse, unit * inverse_below
             strides = stride_b, stride_l, stride_h
             shared = smem + out_offset

@@ -48,14 +48,14 @@ def next_unit(top, largest, unit):
 
 
 @cache
-def make_softmax(keys: int) -> Any:
-    """A device function ``(scores, factor, state) -> words, state, alpha, alpha_below`` of a tile of ``keys`` keys.
+def make_softmax(num_keys: int) -> Any:
+    """A device function ``(scores, factor, softmax_state) -> words, softmax_state, alpha, alpha_below``.
 
-    ``scores``: products of codes, which times ``factor`` are logarithms to base 2. ``words``: E4M3 codes of the
-    probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of both rows' sums so far. Sums are
-    of this thread's columns, and of probabilities before they are rounded.
+    It is of a tile of ``num_keys`` keys. ``scores``: products of codes, which times ``factor`` are logarithms to base
+    2. ``words``: E4M3 codes of the probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of
+    both rows' sums so far. Sums are of this thread's columns, and of probabilities before they are rounded.
     """
-    num_registers = keys // 2
+    num_registers = num_keys // 2
     largest_of, sum_of, power, pack = (
         rows_max(num_registers),
         rows_sum(num_registers),
@@ -64,8 +64,8 @@ def make_softmax(keys: int) -> Any:
     )
 
     @device
-    def softmax(scores, factor, state):
-        largest, largest_below, unit, unit_below, total, total_below = state
+    def softmax(scores, factor, softmax_state):
+        largest, largest_below, unit, unit_below, total, total_below = softmax_state
         top, top_below = largest_of(scores)
         largest, unit, offset, alpha = next_unit(quad_max(top * factor), largest, unit)
         largest_below, unit_below, offset_below, alpha_below = next_unit(
@@ -74,8 +74,8 @@ def make_softmax(keys: int) -> Any:
         probabilities = power(scores, factor, offset, offset_below)
         more, more_below = sum_of(probabilities)
         total, total_below = total * alpha + more, total_below * alpha_below + more_below
-        state = (largest, largest_below, unit, unit_below, total, total_below)
-        return pack(probabilities), state, alpha, alpha_below
+        softmax_state = (largest, largest_below, unit, unit_below, total, total_below)
+        return pack(probabilities), softmax_state, alpha, alpha_below
 
     return softmax
 
@@ -95,16 +95,16 @@ def _row_statistics(largest, unit, total, inside):
 
 
 @device
-def store_statistics(state, m, l, tile, head, rows_q, row, lane):  # noqa: E741
+def store_statistics(softmax_state, m, l, tile, head, rows_q, row, lane):  # noqa: E741
     """Store the maximum ``m`` and the sum ``l`` of rows ``row`` and ``row + 8`` of a tile of queries.
 
-    ``state``: the softmax's after the last tile of keys. ``m``, ``l``: addresses of float32 ``[H, rows_q]``.
+    ``softmax_state``: after the last tile of keys. ``m``, ``l``: addresses of float32 ``[H, rows_q]``.
 
     It returns ``inverse, inverse_below, seen, seen_below``: what the sums of P V are multiplied by, and whether the
     rows saw a key.
     """
     valid = tile[TILE_VALID]
-    largest, largest_below, unit, unit_below, total, total_below = state
+    largest, largest_below, unit, unit_below, total, total_below = softmax_state
     total, total_below = quad_sum(total), quad_sum(total_below)
     inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
     seen, largest, total = _row_statistics(largest, unit, total, row < valid)

@@ -159,15 +159,15 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
     decode_quad = quad_decoder("float32")
 
     @device
-    def load_rows(args, rows, columns, row, column, full_tile, registers, first):
+    def load_rows(args, rows, columns, row, column, full_tile, registers, first_row):
         raw_registers, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
-            row_idx = row + first + step
+            row_idx = row + first_row + step
             load_row(args, columns, row_idx, column, row_idx < rows, raw_registers, step * raw)
         for step in range(together):
             compute(columns, column, raw_registers, step * raw, values)
             for index in range(4):
-                registers[4 * (first + step) + index] = bits(values[index])
+                registers[4 * (first_row + step) + index] = bits(values[index])
 
     @device
     def load(args, rows, columns, row, column, full_tile, registers):

@@ -52,13 +52,13 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         clear(running_max)
         across = i32(i32(columns + TILE - 1) >> 7)
         end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
-        tile = i32(cuda.blockIdx.x)
+        tile_idx = i32(cuda.blockIdx.x)
         origin = origin_of(thread)
-        while tile < end:
-            load_tile_at(x, tile, origin, rows, columns, registers)
+        while tile_idx < end:
+            load_tile_at(x, tile_idx, origin, rows, columns, registers)
             for quad_index in range(WARP_ROWS):
                 fold(registers, quad_index, decode(registers, quad_index), running_max)
-            tile = i32(tile + cuda.gridDim.x)
+            tile_idx = i32(tile_idx + cuda.gridDim.x)
         amax_bits = block_max(amax_of(running_max), dynamic_shared(), thread)
         if thread == 0:
             if accumulate:

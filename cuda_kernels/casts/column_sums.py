@@ -71,16 +71,16 @@ def column_sums_kernel(dtype: str) -> Kernel:
         inside = column < columns
         loaded = cuda.local.array(_AHEAD, f32)
         total = _ZERO
-        first = i32(warp)
-        while first < n:
+        first_row = i32(warp)
+        while first_row < n:
             for step in range(_AHEAD):
-                row = first + _WARPS * step
+                row = first_row + _WARPS * step
                 loaded[step] = _ZERO
                 if inside and row < n:
                     loaded[step] = load_f32(partials + (i64(row) * stride + column) * 4)
             for step in range(_AHEAD):
                 total += loaded[step]
-            first += _WARPS * _AHEAD
+            first_row += _WARPS * _AHEAD
         smem = dynamic_shared()
         shared_store_4(smem + thread * 4, bits(total))
         cuda.syncthreads()

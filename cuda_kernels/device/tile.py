@@ -46,17 +46,17 @@ WARP_ROWS = TILE // WARPS
 TRANSPOSED_BYTES = TILE * TILE
 
 
-def tiles(rows: int, columns: int) -> int:
+def num_tiles(rows: int, columns: int) -> int:
     """The number of tiles that cover ``[rows, columns]``."""
     return ceil_div(rows, TILE) * ceil_div(columns, TILE)
 
 
 @device
-def position(tile, rows, columns):
-    """Row and column of tile number ``tile``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
+def position(tile_idx, rows, columns):
+    """Row and column of tile ``tile_idx``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
     across = i32(i32(columns + TILE - 1) >> 7)
-    down = quotient(tile, across)
-    row, column = i32(down << 7), i32(i32(tile - i32(down * across)) << 7)
+    down = quotient(tile_idx, across)
+    row, column = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
     return row, column, rows - row >= TILE and columns - column >= TILE
 
 
@@ -92,28 +92,28 @@ class TileLoader:
         return UniTuple(i64, self.num_args)
 
     def load_tile(self) -> Any:
-        """A device function ``(args, tile, rows, columns, registers) -> first_row, first_column, row, column, full``.
+        """A device function ``(args, tile_idx, rows, columns, registers)``: what a thread holds of one tile is loaded.
 
-        It loads what a thread holds of tile number ``tile`` of a tensor ``[rows, columns]``. ``first_row``,
-        ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``: whether all of the
-        tile is inside.
+        It returns ``first_row, first_column, row, column, full``. ``tile_idx``: of a tensor ``[rows, columns]``, row by
+        row. ``first_row``, ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``:
+        whether all of the tile is inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)
 
         @device
-        def load_tile(args, tile, rows, columns, registers):
-            return load_at(args, tile, origin_of(cuda.threadIdx.x), rows, columns, registers)
+        def load_tile(args, tile_idx, rows, columns, registers):
+            return load_at(args, tile_idx, origin_of(cuda.threadIdx.x), rows, columns, registers)
 
         return load_tile
 
     def load_tile_at(self) -> Any:
-        """As :meth:`load_tile`, given the thread's :func:`thread_origin` after ``tile``, for blocks of many tiles."""
+        """As :meth:`load_tile`, given the :func:`thread_origin` after ``tile_idx``, for blocks of many tiles."""
         load = self.load
 
         @device
-        def load_tile_at(args, tile, origin, rows, columns, registers):
-            first_row, first_column, full_tile = position(tile, rows, columns)
+        def load_tile_at(args, tile_idx, origin, rows, columns, registers):
+            first_row, first_column, full_tile = position(tile_idx, rows, columns)
             row = i32(first_row + origin[0])
             column = i32(first_column + origin[1])
             load(args, rows, columns, row, column, full_tile, registers)

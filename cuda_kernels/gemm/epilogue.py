@@ -44,32 +44,32 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax. ``row``,
     ``column``: of the thread's first register in the result.
     """
-    steps: list[Any] = []
+    visitors: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
         scale_acc = scale_all(num_registers)
-        steps.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
+        visitors.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
     if spec.scaling is Scaling.ROW:
-        steps.append(_make_row_scaler(num_registers, even))
+        visitors.append(_make_row_scaler(num_registers, even))
     if spec.bias:
         add_bias = add_columns(num_registers, spec.bias, even)
-        steps.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
+        visitors.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
     if spec.amax:
-        steps.append(_make_amax_observer(num_registers, spec.out))
-    return _composed(steps)
+        visitors.append(_make_amax_observer(num_registers, spec.out))
+    return _composed(visitors)
 
 
-def _composed(steps: list[Any]) -> Any:
-    """One device function that applies ``steps`` in order; absent steps are skipped in Python and cost nothing."""
-    if not steps:
+def _composed(visitors: list[Any]) -> Any:
+    """One device function that applies ``visitors`` in order; absent ones are skipped in Python and cost nothing."""
+    if not visitors:
         return device(lambda acc, epi_args, row, m, column, n: acc)
-    if len(steps) == 1:
-        return steps[0]
-    first = steps[0]
-    remaining = _composed(steps[1:])
+    if len(visitors) == 1:
+        return visitors[0]
+    first_visitor = visitors[0]
+    remaining = _composed(visitors[1:])
 
     @device
     def composed(acc, epi_args, row, m, column, n):
-        return remaining(first(acc, epi_args, row, m, column, n), epi_args, row, m, column, n)
+        return remaining(first_visitor(acc, epi_args, row, m, column, n), epi_args, row, m, column, n)
 
     return composed
 

@@ -10,9 +10,9 @@ _BAND = 8
 
 
 @device
-def tile_coord(tile, m_tiles, n_tiles):
-    """Row and column, in tiles, of tile number ``tile`` of ``m_tiles`` by ``n_tiles``."""
-    band = quotient(tile, _BAND * n_tiles)
+def tile_coord(tile_idx, m_tiles, n_tiles):
+    """Row and column, in tiles, of tile number ``tile_idx`` of ``m_tiles`` by ``n_tiles``."""
+    band = quotient(tile_idx, _BAND * n_tiles)
     height = min(_BAND, m_tiles - band * _BAND)
-    inside = tile - band * _BAND * n_tiles
+    inside = tile_idx - band * _BAND * n_tiles
     return band * _BAND + remainder(inside, height), quotient(inside, height)

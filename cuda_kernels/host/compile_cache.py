@@ -95,7 +95,7 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
         kernel.parameters,
         kernel.threads,
         kernel.min_blocks_on(arch),
-        source_of_module("cuda_kernels.lowering.compiler"),
+        source_hash("cuda_kernels.lowering.compiler"),
     )
     return _hashed(f"{what} {arch} {kernel.name} {bounds} {fingerprint(kernel.function)}")
 
@@ -150,9 +150,9 @@ def _text_of(word: Any, code_text: Callable[[CodeType], str]) -> str:
     if isinstance(word, Instruction):
         return repr((word.template, word.result, word.operands, word.pure))
     if isinstance(word, Lowered):
-        return f"{word} {source_of_module(word.module)}"
+        return f"{word} {source_hash(word.module)}"
     if isinstance(word, tuple) and not hasattr(word, "_fields"):  # names of fields are not in their values
-        return f"({', '.join(_text_of(each, code_text) for each in word)})"
+        return f"({', '.join(_text_of(part, code_text) for part in word)})"
     if isinstance(word, np.generic):  # whose own text is another with each NumPy
         return f"{type(word).__name__} {word.item()!r}"
     if isinstance(word, (bool, int, float, str, Type, UniTuple, type(None))):
@@ -180,15 +180,19 @@ def _source_of(code: CodeType) -> str:
 
 
 def _bytecode_of(code: CodeType) -> str:
-    constants = (_bytecode_of(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    constants = (
+        _bytecode_of(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts
+    )
     return " ".join((code.co_code.hex(), *code.co_names, *code.co_varnames, *constants))
 
 
 @cache
-def source_of_module(name: str) -> str:
+def source_hash(name: str) -> str:
     """A hash of a module's file and of those of this package that it imports, found without importing them."""
-    sources = {each: _file_of(each).read_bytes() for each in sorted(_with_imports(name))}
-    return _hashed(" ".join(f"{each} {hashlib.sha256(source).hexdigest()}" for each, source in sources.items()))
+    sources = {module_name: _file_of(module_name).read_bytes() for module_name in sorted(_with_imports(name))}
+    return _hashed(
+        " ".join(f"{module_name} {hashlib.sha256(source).hexdigest()}" for module_name, source in sources.items())
+    )
 
 
 def _with_imports(name: str) -> set[str]:
@@ -196,10 +200,10 @@ def _with_imports(name: str) -> set[str]:
     modules: set[str] = set()
     todo = [name]
     while todo:
-        module = todo.pop()
-        if module not in modules:
-            modules.add(module)
-            todo += _imported_by(module)
+        module_name = todo.pop()
+        if module_name not in modules:
+            modules.add(module_name)
+            todo += _imported_by(module_name)
     return modules
 
 
@@ -214,10 +218,14 @@ def _imported_by(name: str) -> Iterator[str]:
             named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        yield from (each for each in named if each.split(".")[0] == _ROOT.name and _file_of(each).exists())
+        yield from (
+            module_name
+            for module_name in named
+            if module_name.split(".")[0] == _ROOT.name and _file_of(module_name).exists()
+        )
 
 
-def _file_of(module: str) -> Path:
+def _file_of(module_name: str) -> Path:
     """The file of a module of this package; its parents are not imported for it."""
-    path = _ROOT.joinpath(*module.split(".")[1:])
+    path = _ROOT.joinpath(*module_name.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

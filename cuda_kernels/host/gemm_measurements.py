@@ -67,7 +67,9 @@ def save(card: str, measured: Iterable[Measurement]) -> Path:
     Plans that were made before stand until whoever calls this clears their cache.
     """
     path = user_file(card)
-    merged = {(each.gemm, each.sizes): each for each in (*_load_measurements(path), *measured)}
+    merged = {
+        (measurement.gemm, measurement.sizes): measurement for measurement in (*_load_measurements(path), *measured)
+    }
     write_whole(path, json.dumps(document(card, merged.values()), indent=1).encode())
     measured_on.cache_clear()
     return path
@@ -75,7 +77,7 @@ def save(card: str, measured: Iterable[Measurement]) -> Path:
 
 def document(card: str, measured: Iterable[Measurement]) -> dict[str, Any]:
     """The contents of a file of measurements."""
-    return {"card": card, "measured": [to_json(each) for each in measured]}
+    return {"card": card, "measured": [to_json(measurement) for measurement in measured]}
 
 
 _CONFIGS = {"GemmConfig": GemmConfig, "MmaConfig": MmaConfig}

@@ -15,8 +15,8 @@ from cuda_kernels.host.gemm_configs import (
     GemmChoice,
     GemmProblem,
     Library,
-    choose_by_estimate,
     cublaslt_takes,
+    fastest_by_estimate,
     legal_choices,
     legal_configs,
 )
@@ -52,17 +52,17 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
     gemm = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
-    alike = [each for each in measured if each.gemm == gemm and each.choice in legal]
+    alike = [known for known in measured if known.gemm == gemm and known.choice in legal]
     if backend == "numba":
-        alike = [each for each in alike if not isinstance(each.choice, Library)]
+        alike = [known for known in alike if not isinstance(known.choice, Library)]
     sizes = problem.m, problem.n, problem.k
-    near = [(_log_distance(sizes, each.sizes), index) for index, each in enumerate(alike)]
+    near = [(_log_distance(sizes, known.sizes), index) for index, known in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].choice
     # Without a measurement, what runs everywhere comes before what never ran on this GPU.
     if backend is None and cublaslt_takes(problem):
         return Library.CUBLASLT
-    return choose_by_estimate(problem)
+    return fastest_by_estimate(problem)
 
 
 def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:

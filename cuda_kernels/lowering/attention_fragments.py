@@ -34,8 +34,8 @@ def _row_of(index: int) -> int:
 def _reduced(name: str, instruction: str, num_registers: int) -> Any:
     """``acc -> (x, y)``: each row's registers of this thread, taken together two by two."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        acc = unpack_tuple(builder, values[0])
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        acc = unpack_tuple(builder, args[0])
         results = []
         for row in range(2):
             left = [x for index, x in enumerate(acc) if _row_of(index) == row]
@@ -67,35 +67,35 @@ def exp2_rows(num_registers: int) -> Any:
     """``(acc, c, s, t) -> 2 ** (acc c + s)``, ``t`` in place of ``s`` in the row eight below; below 2**-126 it is 0."""
     template = "{ .reg .f32 x; fma.rn.f32 x, $1, $2, $3; ex2.approx.ftz.f32 $0, x; }"
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         factor, *offsets = rest
         return [
             _pure(builder, template, _F32, "=f,f,f,f", x, factor, offsets[_row_of(index)])
             for index, x in enumerate(acc)
         ]
 
-    return _mapped("exp2_rows", num_registers, (f32, f32, f32), each)
+    return _mapped("exp2_rows", num_registers, (f32, f32, f32), emit)
 
 
 @cache
 def rescale_add_rows(num_registers: int) -> Any:
     """``(acc, part, s, t) -> acc s + part``, ``t`` in place of ``s`` in the row eight below."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, *scales = rest
         return [
             _pure(builder, "fma.rn.f32 $0, $1, $2, $3;", _F32, "=f,f,f,f", x, scales[_row_of(index)], y)
             for index, (x, y) in enumerate(zip(acc, part))
         ]
 
-    return _mapped("rescale_add_rows", num_registers, (fragment_type(num_registers), f32, f32), each)
+    return _mapped("rescale_add_rows", num_registers, (fragment_type(num_registers), f32, f32), emit)
 
 
 @cache
 def scale_seen_rows(num_registers: int) -> Any:
     """``(acc, s, t, i, j) -> acc s`` where ``i`` is not 0, else 0; ``t`` and ``j`` are of the row eight below."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         seen = [builder.icmp_signed("!=", flag, _I32(0)) for flag in rest[2:]]
         results = []
         for index, x in enumerate(acc):
@@ -104,7 +104,7 @@ def scale_seen_rows(num_registers: int) -> Any:
             results.append(builder.select(seen[row], scaled, _F32(0)))
         return results
 
-    return _mapped("scale_seen_rows", num_registers, (f32, f32, i32, i32), each)
+    return _mapped("scale_seen_rows", num_registers, (f32, f32, i32, i32), emit)
 
 
 @cache
@@ -114,16 +114,16 @@ def mask_rows(num_registers: int) -> Any:
     Columns count from the thread's first one; ``first_below`` and ``last_below`` are of the row eight below.
     """
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         results = []
         for index, x in enumerate(acc):
-            first, last = rest[2 * _row_of(index) :][:2]
+            lowest, highest = rest[2 * _row_of(index) :][:2]
             column = _I32(8 * (index >> 2) + (index & 1))
-            inside = builder.and_(builder.icmp_signed("<=", first, column), builder.icmp_signed(">=", last, column))
+            inside = builder.and_(builder.icmp_signed("<=", lowest, column), builder.icmp_signed(">=", highest, column))
             results.append(builder.select(inside, x, _MINUS_INFINITY))
         return results
 
-    return _mapped("mask_rows", num_registers, (i32, i32, i32, i32), each)
+    return _mapped("mask_rows", num_registers, (i32, i32, i32, i32), emit)
 
 
 @cache
@@ -138,11 +138,11 @@ def pack_a_words(num_registers: int, fp8: str) -> Any:
         f" cvt.rn.satfinite.{fp8}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
     )
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        acc = unpack_tuple(builder, values[0])
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        acc = unpack_tuple(builder, args[0])
         words = [
-            _pure(builder, template, _I32, "=r,f,f,f,f", *(acc[first + 2 * row + index] for index in (0, 1, 4, 5)))
-            for first in range(0, num_registers, 8)
+            _pure(builder, template, _I32, "=r,f,f,f,f", *(acc[register + 2 * row + index] for index in (0, 1, 4, 5)))
+            for register in range(0, num_registers, 8)
             for row in range(2)
         ]
         return pack_array(builder, words)
@@ -158,7 +158,7 @@ def pack_a_words(num_registers: int, fp8: str) -> Any:
 def slice_words(num_registers: int, start: int, size: int) -> Any:
     """``words -> size`` of its ``num_registers`` words."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        return pack_array(builder, unpack_tuple(builder, args[0])[start : start + size])
 
     return intrinsic_of("slice_words", 1, lambda context, words: (signature(u32x(size), u32x(num_registers)), lower))

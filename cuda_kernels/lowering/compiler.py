@@ -135,10 +135,10 @@ def _instruction(word: Instruction) -> Any:
     operands = [const if kind is const else type_of(kind) for kind in word.operands]
     results = [] if result is types.void else list(result) if isinstance(result, types.BaseTuple) else [result]
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         constraints = ["=" + _REGISTER[str(context.get_value_type(kind))] for kind in results]
         inputs: list[Any] = []
-        for operand, kind, value in zip(operands, sig.args, values):
+        for operand, kind, value in zip(operands, sig.args, args):
             if operand is const:
                 constraints.append("n")
                 inputs.append(ir.IntType(32)(kind.literal_value))

@@ -23,7 +23,7 @@ def _annotate(builder: Any, name: str, value: Any) -> None:
 def in_clusters_of(blocks: int) -> Any:
     """A function whose call in a kernel makes it run in clusters of so many blocks."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
             _annotate(builder, name, ir.IntType(32)(size))
         return context.get_dummy_value()
@@ -35,7 +35,7 @@ def in_clusters_of(blocks: int) -> Any:
 def grid_constant_params() -> Any:
     """A function whose call in a kernel makes its tensor maps lie in its parameters."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         # NVVM counts parameters from 1, as these places do: the first argument is the address of Numba's own result.
         maps = [index for index, arg in enumerate(builder.function.args) if arg.type == TENSOR_MAP.as_pointer()]
         for index in maps:
@@ -52,8 +52,8 @@ def grid_constant_params() -> Any:
 def address_of() -> Any:
     """``map -> int64``."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        return builder.ptrtoint(values[0], ir.IntType(64))
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
 
     return intrinsic_of("address_of", 1, lambda context, x: (signature(i64, x), lower))
 
@@ -62,7 +62,7 @@ def address_of() -> Any:
 def dynamic_shared() -> Any:
     """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         memory = builder.module.globals.get("dynamic_shared")
         if memory is None:
             memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)

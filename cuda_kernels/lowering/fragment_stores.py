@@ -33,11 +33,11 @@ def store_fragment_shared(num_registers: int, dtype: str) -> Any:
     rounded = dtype != "float32"
     pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        fragment, base, first, mask = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        fragment, base, first_chunk, mask = args
         acc = unpack_tuple(builder, fragment)
         for j in range(num_registers // (8 if rounded else 4)):
-            swizzled_chunk = builder.xor(builder.add(first, _I32(2 * j)), mask)
+            swizzled_chunk = builder.xor(builder.add(first_chunk, _I32(2 * j)), mask)
             address = builder.add(base, builder.shl(swizzled_chunk, _I32(4)))
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
@@ -75,23 +75,23 @@ def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate
     so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
     """
     size = 4 if dtype == "float32" else 2
-    step = 2 if even else 1
-    template = GUARDED % (f"${1 + step}", _ADDED[step] if accumulate else _STORED[dtype, step])
-    constraints = ",".join(["l", *"f" * step, "r"])
+    width = 2 if even else 1
+    template = GUARDED % (f"${1 + width}", _ADDED[width] if accumulate else _STORED[dtype, width])
+    constraints = ",".join(["l", *"f" * width, "r"])
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, out, stride, row, rows, column, columns = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        packed, out, stride, row, rows, column, columns = args
         acc = unpack_tuple(builder, packed)
         for half in range(2):
             row_of_half = builder.add(row, _I32(8 * half))
             in_rows = builder.icmp_signed("<", row_of_half, rows)
-            start = builder.mul(builder.sext(row_of_half, _I64), stride)
-            for first in range(0, num_registers, 4):
-                for index in range(0, 2, step):
-                    col = builder.add(column, _I32(2 * first + index))
+            row_offset = builder.mul(builder.sext(row_of_half, _I64), stride)
+            for first_register in range(0, num_registers, 4):
+                for index in range(0, 2, width):
+                    col = builder.add(column, _I32(2 * first_register + index))
                     in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
-                    offset = builder.mul(builder.add(start, builder.sext(col, _I64)), _I64(size))
-                    stored = acc[first + 2 * half + index :][:step]
+                    offset = builder.mul(builder.add(row_offset, builder.sext(col, _I64)), _I64(size))
+                    stored = acc[first_register + 2 * half + index :][:width]
                     address = builder.add(out, offset)
                     inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
         return context.get_dummy_value()

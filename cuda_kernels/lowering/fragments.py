@@ -44,17 +44,17 @@ def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _mapped(
-    name: str, num_registers: int, operands: Sequence[Any], each: Callable[[Any, Values, list[Any]], Values]
+    name: str, num_registers: int, operands: Sequence[Any], emit: Callable[[Any, Values, list[Any]], Values]
 ) -> Any:
     """A function of ``num_registers`` registers and ``operands`` that gives as many registers."""
     fragment = fragment_type(num_registers)
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         unpacked = [
             unpack_tuple(builder, value) if isinstance(kind, types.BaseTuple) else value
-            for kind, value in zip(sig.args, values)
+            for kind, value in zip(sig.args, args)
         ]
-        return pack_array(builder, each(builder, unpacked[0], unpacked[1:]))
+        return pack_array(builder, emit(builder, unpacked[0], unpacked[1:]))
 
     return intrinsic_of(
         name, 1 + len(operands), lambda context, *args: (signature(fragment, fragment, *operands), lower)
@@ -65,7 +65,7 @@ def _mapped(
 def zeros(num_registers: int) -> Any:
     """``() -> num_registers`` zeros."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
     return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(num_registers)), lower))
@@ -75,8 +75,8 @@ def zeros(num_registers: int) -> Any:
 def slice_fragment(num_registers: int, start: int, size: int) -> Any:
     """``acc -> size`` of its registers."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        return pack_array(builder, unpack_tuple(builder, values[0])[start : start + size])
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        return pack_array(builder, unpack_tuple(builder, args[0])[start : start + size])
 
     return intrinsic_of(
         "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(num_registers)), lower)
@@ -115,11 +115,11 @@ def add(num_registers: int) -> Any:
 def add_rows(num_registers: int) -> Any:
     """``(acc, part, s, t) -> acc + part`` with part's rows scaled as :func:`scale_rows` does."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, *scales = rest
         return [_fused(builder, y, scales[index >> 1 & 1], x) for index, (x, y) in enumerate(zip(acc, part))]
 
-    return _mapped("add_rows", num_registers, (fragment_type(num_registers), f32, f32), each)
+    return _mapped("add_rows", num_registers, (fragment_type(num_registers), f32, f32), emit)
 
 
 @cache
@@ -129,17 +129,17 @@ def add_rows_of_two(num_registers: int) -> Any:
     ``cols_in_first``: the column, a multiple of 32, from which on v and w are taken in place of s and t.
     """
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, *scales, cols_in_first = rest
         results = []
         for start in range(0, num_registers, 16):  # of 32 columns
-            first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
-            factors = [builder.select(first, scales[half], scales[half + 2]) for half in range(2)]
+            in_first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
+            factors = [builder.select(in_first, scales[half], scales[half + 2]) for half in range(2)]
             for index in range(start, min(start + 16, num_registers)):
                 results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
         return results
 
-    return _mapped("add_rows_of_two", num_registers, (fragment_type(num_registers), f32, f32, f32, f32, i32), each)
+    return _mapped("add_rows_of_two", num_registers, (fragment_type(num_registers), f32, f32, f32, f32, i32), emit)
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
@@ -154,8 +154,8 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 def column_pairs(num_registers: int) -> Any:
     """``shared -> num_registers / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        return pack_array(builder, [x for j in range(num_registers // 4) for x in _column_pair(builder, values[0], j)])
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        return pack_array(builder, [x for j in range(num_registers // 4) for x in _column_pair(builder, args[0], j)])
 
     return intrinsic_of(
         "column_pairs", 1, lambda context, shared: (signature(fragment_type(num_registers // 2), i32), lower)
@@ -170,7 +170,7 @@ def add_rows_and_columns(num_registers: int, loaded: bool = False) -> Any:
     when it is needed.
     """
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         part, s, t, columns = rest
         results = []
         for j in range(num_registers // 4):
@@ -181,7 +181,7 @@ def add_rows_and_columns(num_registers: int, loaded: bool = False) -> Any:
         return results
 
     kind = fragment_type(num_registers // 2) if loaded else i32
-    return _mapped("add_rows_and_columns", num_registers, (fragment_type(num_registers), f32, f32, kind), each)
+    return _mapped("add_rows_and_columns", num_registers, (fragment_type(num_registers), f32, f32, kind), emit)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
@@ -199,14 +199,14 @@ _COLUMNS = {
 barrier: the assembler hoists other loads until no register is left."""
 
 
-def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any, columns: Any, j: int) -> Values:
+def _column_values(builder: Any, dtype: str, even: bool, address: Any, column: Any, columns: Any, j: int) -> Values:
     """Load a vector's elements for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
 
-    ``start``: the address of the element of ``column``, the thread's first.
+    ``address``: of the element of ``column``, the thread's first.
     """
     size = 4 if dtype == "float32" else 2
     count = 2 if even else 1
-    values = []
+    loaded_values = []
     for index in range(8 * j, 8 * j + 2, count):
         # All elements are loaded from one address with offsets: an address for each would take as many registers.
         load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
@@ -214,23 +214,23 @@ def _column_values(builder: Any, dtype: str, even: bool, start: Any, column: Any
         template = f"{{ .reg .pred p; .reg .s32 c; {in_bounds} {load} }}"
         kind = ir.LiteralStructType([_F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
-        loaded = _inline(builder, template, kind if even else _F32, constraints, start, column, columns, effect=True)
-        values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
-    return values
+        loaded = _inline(builder, template, kind if even else _F32, constraints, address, column, columns, effect=True)
+        loaded_values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
+    return loaded_values
 
 
 def _with_columns(name: str, num_registers: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
         offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
-        start = builder.add(vector, offset)
+        address = builder.add(vector, offset)
         results = []
         for j in range(num_registers // 4):
-            values = _column_values(builder, dtype, even, start, column, columns, j)
-            results += [op(builder, acc[4 * j + index], values[index & 1]) for index in range(4)]
+            loaded_values = _column_values(builder, dtype, even, address, column, columns, j)
+            results += [op(builder, acc[4 * j + index], loaded_values[index & 1]) for index in range(4)]
         return results
 
-    return _mapped(name, num_registers, (i64, i32, i32), each)
+    return _mapped(name, num_registers, (i64, i32, i32), emit)
 
 
 @cache
@@ -255,8 +255,8 @@ def largest_of_rows(num_registers: int) -> Any:
     ``cols_left``: columns from the thread's first one to the edge of the matrix.
     """
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, cols_left = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        packed, cols_left = args
         largest = [_I32(0), _I32(0)]
         for index, value in enumerate(unpack_tuple(builder, packed)):
             bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))

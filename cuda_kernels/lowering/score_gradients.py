@@ -38,7 +38,7 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 def exp2_columns(num_registers: int) -> Any:
     """``(acc, c, shared) -> 2 ** (acc c - m)``; ``shared``: the address of ``m`` of the thread's first column."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         factor, shared = rest
         results = []
         for j in range(num_registers // 4):
@@ -47,28 +47,28 @@ def exp2_columns(num_registers: int) -> Any:
                 results.append(_pure(builder, _POWER, _F32, "=f,f,f,f", acc[index], factor, pair[index & 1]))
         return results
 
-    return _mapped("exp2_columns", num_registers, (f32, i32), each)
+    return _mapped("exp2_columns", num_registers, (f32, i32), emit)
 
 
 @cache
 def score_gradients_rows(num_registers: int) -> Any:
     """``(dp, p, c, d, e) -> p (dp c - d)``, ``e`` in place of ``d`` in the row eight below."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         p, factor, *offsets = rest
         return [
             _pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", x, factor, offsets[_row_of(index)], y)
             for index, (x, y) in enumerate(zip(acc, p))
         ]
 
-    return _mapped("score_gradients_rows", num_registers, (fragment_type(num_registers), f32, f32, f32), each)
+    return _mapped("score_gradients_rows", num_registers, (fragment_type(num_registers), f32, f32, f32), emit)
 
 
 @cache
 def score_gradients_columns(num_registers: int) -> Any:
     """``(dp, p, c, shared) -> p (dp c - d)``; ``shared``: the address of ``d`` of the thread's first column."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         p, factor, shared = rest
         results = []
         for j in range(num_registers // 4):
@@ -78,7 +78,7 @@ def score_gradients_columns(num_registers: int) -> Any:
                 results.append(_pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", *operands))
         return results
 
-    return _mapped("score_gradients_columns", num_registers, (fragment_type(num_registers), f32, i32), each)
+    return _mapped("score_gradients_columns", num_registers, (fragment_type(num_registers), f32, i32), emit)
 
 
 @cache
@@ -96,8 +96,8 @@ def add_rows_to_global(num_registers: int, threads: int) -> Any:
     loaded, and where a thread adds to numbers of its own the sums have one order.
     """
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        packed, *scales, address = values
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        packed, *scales, address = args
         for index, x in enumerate(unpack_tuple(builder, packed)):
             scaled = _pure(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, scales[_row_of(index)])
             place = builder.add(address, _I64(4 * threads * index))
@@ -112,7 +112,7 @@ def add_rows_to_global(num_registers: int, threads: int) -> Any:
 def add_from_global(num_registers: int, threads: int) -> Any:
     """``(acc, address) -> acc`` plus what :func:`add_rows_to_global` left at ``address``."""
 
-    def each(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         results = []
         for index, x in enumerate(acc):
             place = builder.add(rest[0], _I64(4 * threads * index))
@@ -120,4 +120,4 @@ def add_from_global(num_registers: int, threads: int) -> Any:
             results.append(_pure(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, kept))
         return results
 
-    return _mapped("add_from_global", num_registers, (i64,), each)
+    return _mapped("add_from_global", num_registers, (i64,), emit)

@@ -26,8 +26,8 @@ def ldmatrix_x4(count: int, stride: int) -> Any:
     four = ir.LiteralStructType([_I32] * 4)
     template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        addresses = [builder.add(values[0], _I32(stride * index)) for index in range(count)]
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        addresses = [builder.add(args[0], _I32(stride * index)) for index in range(count)]
         loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
         return pack_array(
             builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
@@ -51,13 +51,15 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
     )
     constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
 
-    def lower(context: Any, builder: Any, sig: Any, values: Sequence[Any]) -> Any:
-        acc, x, y = (unpack_tuple(builder, value) for value in values)
+    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        acc, x, y = (unpack_tuple(builder, value) for value in args)
         results = []
         for strip in range(strips):
             for part in range(parts):
-                first = 4 * (strip * parts + part)
-                operands = acc[first : first + 4] + x[4 * strip : 4 * strip + 4] + y[2 * part : 2 * part + 2]
+                first_register = 4 * (strip * parts + part)
+                operands = (
+                    acc[first_register : first_register + 4] + x[4 * strip : 4 * strip + 4] + y[2 * part : 2 * part + 2]
+                )
                 summed = inline(builder, template, four, constraints, operands, pure=True)
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)

@@ -39,15 +39,15 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
     itemsize = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
-        x, scale, amax_out, out, out_scale, out_t,
+        x, scale, amax_out, out, out_scale_inv, out_t,
         rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
-        first = i32(BAND * cuda.blockIdx.x)
+        first_row = i32(BAND * cuda.blockIdx.x)
         for index in range(BAND // WARPS):
-            row = first + warp + i32(WARPS * index)
+            row = first_row + warp + i32(WARPS * index)
             address = x[0] + i64(row) * x[1] * itemsize
             m, r = statistics(address, columns, row < rows, lane, eps, smem, thread)
             if lane == 0 and row < rows:
@@ -61,24 +61,24 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         running_max = cuda.local.array(n_maxima, u32)
         clear(running_max)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
         while start < columns:
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
-            load(x, rows, columns, first, column, False, registers)
+            load(x, rows, columns, first_row, column, False, registers)
             for quad_index in range(WARP_ROWS):
                 a, b, c, d = decode(registers, quad_index)
                 packed[quad_index] = pack(a * factor, b * factor, c * factor, d * factor)
                 if observe:
                     fold(registers, quad_index, (a, b, c, d), running_max)
             if rowwise:
-                store_rows(packed, out, out_stride, first, rows, column, False)
+                store_rows(packed, out, out_stride, first_row, rows, column, False)
             transpose_quads(packed)
-            for step in range(4):
-                if column + step < columns:
-                    address = out_t + i64(column + step) * out_t_stride + i64(first)
+            for index in range(4):
+                if column + index < columns:
+                    address = out_t + i64(column + index) * out_t_stride + i64(first_row)
                     store_16(
-                        address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
+                        address, packed[4 * index], packed[4 * index + 1], packed[4 * index + 2], packed[4 * index + 3]
                     )
             start = i32(start + 4 * THREADS)
         if observe:
@@ -91,7 +91,7 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         normalize_bands,
         {
             "x": loader.args_type,
-            **typed(i64, "scale amax_out out out_scale out_t"),
+            **typed(i64, "scale amax_out out out_scale_inv out_t"),
             **typed(i32, "rows columns"),
             "eps": f32,
             **typed(i64, "out_stride out_t_stride"),

@@ -126,7 +126,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     code_address = quad_address(1, row_layout)
 
     def normalize(
-        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale_inv,
         rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -137,11 +137,11 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             factor = load_f32(scale)
         largest = _ZERO
         sum_buffer = i32(0)
-        first = i64(cuda.blockIdx.x) * rows_of_block
+        first_row = i64(cuda.blockIdx.x) * rows_of_block
         # The address is advanced by additions: a product would be computed again for each of a row's stores.
-        codes = code_address(out + (first + (thread >> shift)) * out_stride, 0, lane)
-        while first < rows:
-            row = first + (thread >> shift)
+        codes = code_address(out + (first_row + (thread >> shift)) * out_stride, 0, lane)
+        while first_row < rows:
+            row = first_row + (thread >> shift)
             in_bounds = row < rows
             registers = cuda.local.array(num_registers, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
@@ -155,7 +155,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
             largest = larger(largest, amax)
             sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
-            first += i64(cuda.gridDim.x) * rows_of_block
+            first_row += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or factor == _ZERO:
             block_max_bits = block_max(magnitude(largest), smem + 128, thread)
@@ -165,13 +165,13 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
                 if observe:
                     update_amax(amax_out, block_max_bits)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
 
     return Kernel(
         f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
         normalize,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale"),
+            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale_inv"),
             **typed(i32, "rows columns"),
             **typed(f32, "offset eps"),
             "out_stride": i64,
@@ -200,7 +200,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
-        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale_inv,
         rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
@@ -210,7 +210,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         amax = from_bits(reduce_block_amax(block_amax, num_block_amax, dynamic_shared(), thread))
         factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
             registers = cuda.local.array(num_registers, u32)
@@ -225,7 +225,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         f"cast_normalized({norm}, {fp8}, {row_layout})",
         cast_normalized,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale"),
+            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale_inv"),
             **typed(i32, "rows columns"),
             "offset": f32,
             **typed(i32, "num_block_amax power_2"),

@@ -131,7 +131,7 @@ def quad_column(row_layout: RowLayout) -> Any:
 
 
 def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
-    """A device function ``(row, quad, lane) -> address`` of a thread's ``quad``-th four elements.
+    """A device function ``(begin, quad, lane) -> address`` of a thread's ``quad``-th four elements.
 
     Elements have ``itemsize`` bytes. The address is that of the lane and a number known when compiled, which loads and
     stores add for nothing.
@@ -142,8 +142,10 @@ def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
     mask = row_layout.quads_per_vec - 1
 
     @device
-    def address_of(row, quad, lane):
-        return row + i64(lane) * (width * itemsize) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * itemsize
+    def address_of(begin, quad, lane):
+        return (
+            begin + i64(lane) * (width * itemsize) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * itemsize
+        )
 
     return address_of
 
@@ -154,16 +156,16 @@ def row_registers(dtype: str, row_layout: RowLayout) -> int:
 
 
 def quad_reader(dtype: str, aligned: bool) -> Any:
-    """A device function ``(row, column, columns) -> four float32`` of the row at an address; zeros beyond columns."""
+    """A device function ``(row_address, column, columns) -> four float32`` of that row; zeros beyond columns."""
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
     num_registers = quad_registers(dtype)
     itemsize = ITEM_BYTES[dtype]
 
     @device
-    def quad(row, column, columns):
+    def quad(row_address, column, columns):
         registers = cuda.local.array(num_registers, u32)
-        loaded = load(row + i64(column) * itemsize, column, columns, True)
+        loaded = load(row_address + i64(column) * itemsize, column, columns, True)
         for register in range(num_registers):
             registers[register] = loaded[register]
         return decode(registers, 0)

@@ -80,13 +80,13 @@ def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
     load_x, decode_x = x.load, x.decode
     parameters = quad_reader(norm.weight_dtype, aligned)
     has_mean, has_bias = norm.mean, norm.bias
-    weight = x.num_registers
-    bias = weight + 4
-    mean = bias + (4 if has_bias else 0)
-    rstd = mean + (1 if has_mean else 0)
-    limits = rstd + 1
+    weight_registers = x.num_registers
+    bias_registers = weight_registers + 4
+    mean_register = bias_registers + (4 if has_bias else 0)
+    rstd_register = mean_register + (1 if has_mean else 0)
+    limit_registers = rstd_register + 1
     n_limits = 1 if aligned else 4
-    num_registers = limits + n_limits
+    num_registers = limit_registers + n_limits
 
     @device
     def load_parameters(address, column, columns, offset, registers, start):
@@ -101,27 +101,27 @@ def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
         lane_offset = i64(row + lane) * 4
         in_bounds = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean] = bits(load_f32(args[4] + lane_offset)) if in_bounds else u32(0)
-        registers[rstd] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if in_bounds else u32(0)
-        load_parameters(args[2], column, columns, f32(args[5]), registers, weight)
+            registers[mean_register] = bits(load_f32(args[4] + lane_offset)) if in_bounds else u32(0)
+        registers[rstd_register] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if in_bounds else u32(0)
+        load_parameters(args[2], column, columns, f32(args[5]), registers, weight_registers)
         if has_bias:
-            load_parameters(args[3], column, columns, _ZERO, registers, bias)
+            load_parameters(args[3], column, columns, _ZERO, registers, bias_registers)
         # The limit of each column is the number of rows, from this one on, inside the tensor.
         below = rows - row if row < rows else 0
         for index in range(n_limits):
-            registers[limits + index] = u32(below) if column + index < columns else u32(0)
+            registers[limit_registers + index] = u32(below) if column + index < columns else u32(0)
 
     @device
     def element(registers, quad_index, index, x, mean_of_row, rstd_of_row):
-        shift = from_bits(registers[bias + index]) if has_bias else _ZERO
-        y = normalize(x, mean_of_row, rstd_of_row, from_bits(registers[weight + index]), shift)
-        return y if u32(quad_index) < registers[limits + (0 if aligned else index)] else _ZERO
+        shift = from_bits(registers[bias_registers + index]) if has_bias else _ZERO
+        y = normalize(x, mean_of_row, rstd_of_row, from_bits(registers[weight_registers + index]), shift)
+        return y if u32(quad_index) < registers[limit_registers + (0 if aligned else index)] else _ZERO
 
     @device
     def decode(registers, quad_index):
         a, b, c, d = decode_x(registers, quad_index)
-        m = from_bits(shuffle(registers[mean], quad_index)) if has_mean else _ZERO
-        r = from_bits(shuffle(registers[rstd], quad_index))
+        m = from_bits(shuffle(registers[mean_register], quad_index)) if has_mean else _ZERO
+        r = from_bits(shuffle(registers[rstd_register], quad_index))
         return (
             element(registers, quad_index, 0, a, m, r),
             element(registers, quad_index, 1, b, m, r),
@@ -140,10 +140,10 @@ def rstd_address(mean: bool) -> Any:
     """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
 
     @device
-    def address(statistics, rows):
+    def rstd_of_rows(statistics, rows):
         return statistics + i64(rows) * 4 if mean else statistics
 
-    return address
+    return rstd_of_rows
 
 
 @device
@@ -181,10 +181,10 @@ def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
 
 
 def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
-    """A device function ``(row, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd`` of a row in memory.
+    """A device function ``(row_address, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd``.
 
-    Rows may have any length and address. ``threads`` threads read a row, twice if there is a mean; nothing is read of a
-    row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
+    Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
+    read of a row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
@@ -193,40 +193,40 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     total = row_sum(threads)
     stride = 4 * threads
     all_registers = _AT_ONCE * num_registers
-    step = _AT_ONCE * stride
+    columns_at_once = _AT_ONCE * stride
 
     @device
-    def load_some(row, column, columns, in_bounds, registers):
+    def load_some(row_address, column, columns, in_bounds, registers):
         for index in range(_AT_ONCE):
             col = column + index * stride
-            loaded = load(row + i64(col) * itemsize, col, columns, in_bounds)
+            loaded = load(row_address + i64(col) * itemsize, col, columns, in_bounds)
             for register in range(num_registers):
                 registers[index * num_registers + register] = loaded[register]
 
     @device
-    def statistics(row, columns, in_bounds, lane, eps, shared, thread):
+    def statistics(row_address, columns, in_bounds, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
-        m, squares, first = _ZERO, _ZERO, i32(0)
-        while mean and first < columns:
-            load_some(row, first + 4 * lane, columns, in_bounds, registers)
+        m, squares, start = _ZERO, _ZERO, i32(0)
+        while mean and start < columns:
+            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
-            first += i32(step)
+            start += i32(columns_at_once)
         if mean:
             m = divide(total(m, shared, thread), f32(columns))
-        first = i32(0)
-        while first < columns:
-            load_some(row, first + 4 * lane, columns, in_bounds, registers)
+        start = i32(0)
+        while start < columns:
+            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
-                column = first + 4 * lane + index * stride
+                column = start + 4 * lane + index * stride
                 a, b, c, d = decode(registers, index * num_registers)
                 a, b, c, d = a - m, b - m, c - m, d - m
                 squares += a * a if column < columns else _ZERO
                 squares += b * b if column + 1 < columns else _ZERO
                 squares += c * c if column + 2 < columns else _ZERO
                 squares += d * d if column + 3 < columns else _ZERO
-            first += i32(step)
+            start += i32(columns_at_once)
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics

@@ -66,10 +66,11 @@ def attach(model: nn.Module) -> None:
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
             owner = Owner(place.name, type(module).__qualname__, place.fp8)
-            owners.own(module, owner, entered=place.config is None)
+            # one in high precision stays there when somebody switches the configuration back to torch's function
+            owners.own(module, owner, entered=place.config is None or not place.fp8)
             undo.append(_disowning(module, owner))
         configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
-        undo += [_switched(config) for config in configs.values()]
+        undo += [_switched(hf_config) for hf_config in configs.values()]
         # The newest reference to a dead model is told first: it has to be out of ``_attached`` when ours is told.
         weakref.finalize(model, _uninstall_if_unused).atexit = False
         _attached[model] = undo
@@ -84,11 +85,12 @@ def detach(model: nn.Module) -> None:
         _uninstall_if_unused()
 
 
-def attach_prepared() -> None:
-    """:func:`attach` every model that is prepared: a region begins that asks for FP8 attention."""
+def attach_prepared() -> bool:
+    """:func:`attach` every model that is prepared, for a region that asks for FP8 attention; whether there are any."""
     if len(_attached) < len(_prepared):
         for model in list(_prepared):
             attach(model)
+    return bool(_attached)
 
 
 autocast.before_attention.append(attach_prepared)
@@ -110,15 +112,15 @@ def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
     return disown
 
 
-def _switched(config: Any) -> Callable[[], None]:
-    """Have modules of ``config`` call ours; gives what switches back."""
+def _switched(hf_config: Any) -> Callable[[], None]:
+    """Have modules of ``hf_config`` call ours; gives what switches back."""
     from lightning_fp8.attention import hf
 
-    former = config._attn_implementation_internal
-    config._attn_implementation_internal = hf.NAME
+    former = hf_config._attn_implementation_internal
+    hf_config._attn_implementation_internal = hf.NAME
 
     def back() -> None:
-        if config._attn_implementation_internal == hf.NAME:
-            config._attn_implementation_internal = former
+        if hf_config._attn_implementation_internal == hf.NAME:
+            hf_config._attn_implementation_internal = former
 
     return back

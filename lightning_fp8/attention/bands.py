@@ -81,6 +81,9 @@ class _Limits:
             raise TypeError("no band")
         return _Limits(_smaller(self.left, other.left), _smaller(self.right, other.right))
 
+    def __bool__(self) -> bool:
+        raise TypeError("no band")  # what ``and`` or ``if`` makes of it would lose one side
+
     def to(self, device: Any) -> _Limits:
         return self
 

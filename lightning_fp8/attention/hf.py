@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
-from lightning_fp8.attention.owners import asked, in_high_precision, note, owner_of, unknown_owner
-from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_tensors
+from lightning_fp8.attention.owners import asked, current_owner, in_high_precision, note, owner_of
+from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_scale, why_not_tensors
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.ops.attention import Band
@@ -46,11 +46,11 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers: ``[B, H, L, D]`` to ``[B, L, H, D]``, and no weights."""
-    owner = owner_of(module) or unknown_owner()
+    owner = owner_of(module) or current_owner()
     if not torch.compiler.is_compiling():
         owner.training = module.training
     wanted = asked(owner)
-    reason = _why_not(query, key, value, attention_mask, dropout, kwargs) if wanted else ""
+    reason = _why_not(query, key, value, attention_mask, dropout, scaling, kwargs) if wanted else ""
     note(owner, wanted, reason, query.shape[:-1].numel())
     if not wanted or reason:
         if is_carried(attention_mask):
@@ -80,7 +80,15 @@ def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     return of_queries, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> str:
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> str:
     for name, reason in _WITHOUT.items():
         if kwargs.get(name) not in (None, False) if name == "output_attentions" else kwargs.get(name) is not None:
             return reason
@@ -93,7 +101,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
             "its mask is neither causal nor a window, with padding at the end: packed sequences, padding at the "
             "start, or a mask of its own"
         )
-    return why_not_tensors(q, k, v, enable_gqa=True)
+    return why_not_scale(scaling) or why_not_tensors(q, k, v, enable_gqa=True)
 
 
 def mask(
@@ -120,9 +128,9 @@ def mask(
     tracing = torch.compiler.is_compiling()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
-    start = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     fits = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length)
-    if start and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
+    if from_the_beginning and fits and not own and (q_length == kv_length or allow_is_bidirectional_skip):
         if skips:
             band = band_of(mask_function)
         elif tracing and attention_mask is None:
@@ -161,17 +169,17 @@ _PACKED = (
 )
 
 
-def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, rows: int, device: Any) -> None:
+def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, sequence_length: int, device: Any) -> None:
     """In compiled code: each query sees its predecessor and its window's last key, and nothing before it or after."""
     sequence = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
-    i = torch.arange(rows, device=device)[None]
+    i = torch.arange(sequence_length, device=device)[None]
     checks = [(1, False), (-1, band.left is None or band.left > 0)]
     checks += [] if band.left is None else [(-band.left, True), (-band.left - 1, False)]
-    for step, seen in checks:
-        if abs(step) < rows:
-            queries = i[:, max(0, -step) : rows - max(0, step)]
-            found = mask_function(sequence, head, queries, queries + step)
+    for offset, seen in checks:
+        if abs(offset) < sequence_length:
+            queries = i[:, max(0, -offset) : sequence_length - max(0, offset)]
+            found = mask_function(sequence, head, queries, queries + offset)
             torch._assert_async((found == seen).all(), _PACKED)  # type: ignore[call-overload]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -43,7 +44,7 @@ def scaled_dot_product_attention(
     """torch's function of this name, in FP8 where the current context and the module that calls it say so."""
     owner = current_owner()
     wanted = asked(owner)
-    reason = _why_not(query, key, value, attn_mask, dropout_p, enable_gqa) if wanted else ""
+    reason = _why_not(query, key, value, attn_mask, dropout_p, scale, enable_gqa) if wanted else ""
     note(owner, wanted, reason, query.shape[:-1].numel())
     if not wanted or reason:
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -65,7 +66,9 @@ def _with_batch(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool) -> str:
+def _why_not(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, enable_gqa: bool
+) -> str:
     if mask is not None:
         return (
             "scaled_dot_product_attention got an attn_mask, which may hide anything; where it is causal pass "
@@ -73,7 +76,16 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
         )
     if dropout > 0:
         return f"scaled_dot_product_attention got dropout_p={dropout:g}; set the model's attention dropout to 0"
-    return why_not_tensors(q, k, v, enable_gqa)
+    return why_not_scale(scale) or why_not_tensors(q, k, v, enable_gqa)
+
+
+def why_not_scale(scale: Any) -> str:
+    """Why attention with ``scale`` does not run in FP8, or an empty string where it does."""
+    if scale is None:
+        return ""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return f"its scale is a {type(scale).__name__}; make it a float"
+    return "" if 0 < scale < math.inf else f"its scale is {scale}, not a finite number above 0; negate the queries"
 
 
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:

@@ -95,27 +95,27 @@ def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]]) -> dict[str, Tensor]
     if not slots_of_gemms:
         return None
     length = max(1, *(len(slot.history.amax_history) for slots in slots_of_gemms for slot in slots.values()))
-    columns = empty_columns(num_gemms_of(tuple(slots_of_gemms[0]), len(slots_of_gemms)), length)
+    te_columns = empty_columns(num_gemms_of(tuple(slots_of_gemms[0]), len(slots_of_gemms)), length)
     for gemm, slots in enumerate(slots_of_gemms):
         for role, slot in slots.items():
             amax_history = slot.history.amax_history[:, slot.index].detach().cpu()
-            put_tensor_state(columns, role, slot.scale.item(), amax_history, gemm)
-    return columns
+            put_tensor_state(te_columns, role, slot.scale.item(), amax_history, gemm)
+    return te_columns
 
 
 def _value(
-    columns: dict[str, Tensor] | None, num_gemms: int, version: tuple[int, int], recipe: DelayedScaling | None
+    te_columns: dict[str, Tensor] | None, num_gemms: int, version: tuple[int, int], recipe: DelayedScaling | None
 ) -> io.BytesIO | Tensor:
-    if columns is None:
+    if te_columns is None:
         return torch.empty(0, dtype=torch.uint8, device="cpu") if version >= (2, 4) else _packed(None, version)
-    length = len(columns["amax_history_fwd"])
+    length = len(te_columns["amax_history_fwd"])
     recipe = recipe or DelayedScaling(amax_history_len=length)
-    state: dict[str, Any] = dict(columns)
+    state: dict[str, Any] = dict(te_columns)
     extra: dict[str, Any] = {"fp8_checkpoint": True, "num_gemms": num_gemms}
     if version >= (2, 0):
         state = {"recipe": _te_recipe(recipe, length), **state}
     else:
-        state |= {f"scale_inv_{way}": columns[f"scale_{way}"].reciprocal() for way in ("fwd", "bwd")}
+        state |= {f"scale_inv_{way}": te_columns[f"scale_{way}"].reciprocal() for way in ("fwd", "bwd")}
         extra["fp8_max_fwd"] = recipe.fp8_format.forward.max
         extra["fp8_max_bwd"] = recipe.fp8_format.backward.max
         if version < (1, 6):
@@ -160,8 +160,8 @@ class _StandinPickler(_Pickler):
 
     def save_standin(self, standin: Standin) -> None:
         """Write the opcodes that make an object of the class ``standin.name``."""
-        module, _, name = standin.name.rpartition(".")
-        self.save(module)
+        module_name, _, name = standin.name.rpartition(".")
+        self.save(module_name)
         self.save(name)
         self.write(pickle.STACK_GLOBAL)
         self.save(standin.args)

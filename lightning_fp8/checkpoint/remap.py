@@ -112,7 +112,9 @@ def states_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     states, _ = _read_states(te_values, {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
     named_states = {
-        name: each for owner, state in read.items() for name, each in state.named_tensor_states(owner).items()
+        name: tensor_state
+        for owner, state in read.items()
+        for name, tensor_state in state.named_tensor_states(owner).items()
     }
     return parameters, _history_state(named_states), len(read)
 
@@ -285,13 +287,15 @@ def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | 
     """The states as one amax history; shorter windows are padded at their old end."""
     if not named_states:
         return None
-    length = max(len(each.amax_history) for each in named_states.values())
+    length = max(len(tensor_state.amax_history) for tensor_state in named_states.values())
     amax_history = torch.zeros(length, len(named_states), dtype=torch.float32, device="cpu")
-    for index, each in enumerate(named_states.values()):
-        amax_history[length - len(each.amax_history) :, index] = each.amax_history
+    for index, tensor_state in enumerate(named_states.values()):
+        amax_history[length - len(tensor_state.amax_history) :, index] = tensor_state.amax_history
     return {
         "names": list(named_states),
-        "scale": torch.tensor([each.scale for each in named_states.values()], dtype=torch.float32, device="cpu"),
+        "scale": torch.tensor(
+            [tensor_state.scale for tensor_state in named_states.values()], dtype=torch.float32, device="cpu"
+        ),
         "amax_history": amax_history,
         "updates": 0,
     }

@@ -63,9 +63,9 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[LayerGemm]:
     ]
 
 
-def has_kernels(recipe: Recipe) -> bool:
-    """Whether kernels multiply what the recipe casts; else plain torch does."""
-    return (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) in SCALINGS
+def has_kernels(gemm: LayerGemm, recipe: Recipe) -> bool:
+    """Whether kernels multiply the operands as the recipe casts them; else plain torch does."""
+    return (recipe.cast(gemm.a).layout, recipe.cast(gemm.b).layout) in SCALINGS
 
 
 def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGemm:
@@ -104,7 +104,7 @@ def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[G
         except (RuntimeError, ValueError) as error:
             print(f"  {choice} does not run: {error}")
     rounds = [{choice: clock(call) for choice, call in running.items()} for _ in range(ROUNDS)]
-    medians = {choice: statistics.median(each[choice] for each in rounds) for choice in running}
+    medians = {choice: statistics.median(times[choice] for times in rounds) for choice in running}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
@@ -114,12 +114,12 @@ def card_clock(device: torch.device) -> Clock:
 
     def seconds(call: Callable[[], object]) -> float:
         cold.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        began, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
         call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return began.elapsed_time(end) / 1e3
 
     return seconds
 
@@ -128,10 +128,14 @@ def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, cloc
     """Time all, print the times, and keep the winners if asked.
 
     Raises:
-        ValueError: the recipe's layouts have no kernels.
+        ValueError: none of the products has kernels for the recipe's layouts.
     """
-    if not has_kernels(recipe):
+    exact = [gemm.name for gemm in gemms if not has_kernels(gemm, recipe)]
+    gemms = [gemm for gemm in gemms if has_kernels(gemm, recipe)]
+    if not gemms:
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
+    if exact:
+        print(f"not timed, since recipe={recipe.name!r} multiplies them exactly in BF16 here: {', '.join(exact)}")
     card = launch.name_of(device)
     measured = []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
@@ -163,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("lightning-fp8 bench times products on a CUDA card; torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
-    gemms = [each for inputs, outputs in args.linear for each in gemms_of(inputs, outputs, args.tokens)]
+    gemms = [gemm for inputs, outputs in args.linear for gemm in gemms_of(inputs, outputs, args.tokens)]
     bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
 
 

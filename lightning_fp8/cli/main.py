@@ -109,9 +109,9 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
         def _fp8_plugins(self) -> list[dict[str, Any]]:
             plugins = self._get(self.config, "trainer.plugins")
             return [
-                each.init_args.as_dict()
-                for each in (plugins if isinstance(plugins, list) else [plugins])
-                if getattr(each, "class_path", "").endswith(".FP8Precision")
+                plugin.init_args.as_dict()
+                for plugin in (plugins if isinstance(plugins, list) else [plugins])
+                if getattr(plugin, "class_path", "").endswith(".FP8Precision")
             ]
 
     # A console script does not see the working directory, where the user's classes live.

@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_fp8.attention import sdpa
 from lightning_fp8.attention.attach import AttentionPlace
+from lightning_fp8.convert.layers.towers import BlockPosition
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
-from lightning_fp8.convert.towers import BlockPosition
 from lightning_fp8.modules import DotProductAttention
 from lightning_fp8.names import clean_name
 
@@ -109,23 +109,25 @@ def plan_attention(
     planned = []
     for name, how in attention_modules(model).items():
         raw_name, module = modules[name]
-        config, why = _reached(modules, name, module, how)
+        hf_config, why = _reached(modules, name, module, how)
         kept = (
             "" if replace_layers or how == OUR else "replace_layers=False keeps attention of modules that are not ours"
         )
         decided = kept or reason_for_bf16(name) or why
         reason = decided or _why_not_in_training(module, how)
         decision = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
-        place = None if how == OUR else AttentionPlace(raw_name, not decided, config)
+        place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config)
         planned.append(PlannedAttention(decision, not decided, place))
     return planned
 
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
     """What to attach: the modules, and blocks in high precision of whose attention none was found."""
-    found = [each.decision.name for each in planned]
+    found = [layer.decision.name for layer in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
-    return [each.place for each in planned if each.place is not None] + [AttentionPlace(name, False) for name in blind]
+    return [layer.place for layer in planned if layer.place is not None] + [
+        AttentionPlace(name, False) for name in blind
+    ]
 
 
 def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:
@@ -150,11 +152,11 @@ def _reached(modules: dict[str, Any], name: str, module: nn.Module, how: str) ->
         return None, f"{type(module).__name__} imported {_SDPA} by name; call torch.nn.functional.{_SDPA}"
     if how != HF:
         return None, ""
-    config = getattr(module, "config", None)
-    implementation = getattr(config, "_attn_implementation", None) or "eager"
+    hf_config = getattr(module, "config", None)
+    implementation = getattr(hf_config, "_attn_implementation", None) or "eager"
     if not any(known in implementation for known in _SWITCHED_FROM):
         return None, f"attn_implementation={implementation!r} computes it; load the model with 'sdpa'"
-    return (config, "") if _is_switchable(modules, name) else (None, "")
+    return (hf_config, "") if _is_switchable(modules, name) else (None, "")
 
 
 def _is_switchable(modules: dict[str, Any], name: str) -> bool:

@@ -21,9 +21,11 @@ from lightning_fp8.convert.calls import reads_weight_only
 from lightning_fp8.convert.fusion.mlps import fuse_mlps, plan_mlps
 from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.layers.heads import find_heads
+from lightning_fp8.convert.layers.linears import is_linear, matrices_of
+from lightning_fp8.convert.layers.towers import BlockPosition, find_blocks, find_positions
 from lightning_fp8.convert.matrices import other_matrices
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
-from lightning_fp8.convert.towers import BlockPosition, find_blocks, find_heads, find_positions, is_linear, matrices_of
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -44,8 +46,8 @@ class Policy:
     fuse: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -132,7 +134,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
-            module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
+            module.fp8 = next(layer.follows for layer in planned if layer.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
     attach.prepare(model, reached_places(planned, kept))

@@ -167,7 +167,9 @@ class FirstStep:
         with_matrix = [layer for layer in layers if layer.kind != ATTENTION]
         known = all(layer.ran is not None or not self._called(self._owner(layer)) for layer in with_matrix if layer.fp8)
         if known and self._counting:
-            layers = tuple(replace(each, flops=self._flops(each)) if each in with_matrix else each for each in layers)
+            layers = tuple(
+                replace(layer, flops=self._flops(layer)) if layer in with_matrix else layer for layer in layers
+            )
         norms, mlps = (
             tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
             for fused in (self.summary.norms, self.summary.mlps)
@@ -179,8 +181,8 @@ class FirstStep:
         if self.settled or self.steps < 2:  # one step says nothing of the others
             return None
         self.settled = True
-        first = self._found or self.finish()
-        return replace(first, layers=tuple(self._seen_since(layer) for layer in first.layers))
+        judged = self._found or self.finish()
+        return replace(judged, layers=tuple(self._seen_since(layer) for layer in judged.layers))
 
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:

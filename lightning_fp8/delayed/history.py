@@ -22,19 +22,12 @@ from lightning_fp8.delayed.marks import compared_marks, new_mark
 from lightning_fp8.delayed.nonzero_scales import NonzeroScales
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.slot import Slot
-from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
+from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
-from lightning_fp8.scaling import FLOAT32_MAX
 
 PATIENCE = 1000
 """Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
-
-UNOBSERVED = 100
-"""Updates after which a warning says that the model trains in eval mode."""
-
-COMPARED_AFTER = 100
-"""Updates, at least, until unequal slots are compared again, for which the host waits for a GPU."""
 
 _not_for_inference = torch.inference_mode(False)
 """Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
@@ -62,6 +55,8 @@ class AmaxHistory:
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
         observed_in: the identifiers of the threads that observe amaxes; none where only compiled code does.
+        fp8_max: float32 ``[n]``, the largest value of each slot's format, behind what it was made for; so that a step
+            copies nothing to the GPU.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
         creation_index: orders the histories of a process alike on all ranks.
         has_unequal_readers: whether layers that read one tensor did not share its cast, since their slots were unequal.
@@ -72,7 +67,7 @@ class AmaxHistory:
     """
 
     creation_index: int
-    _largest: tuple[Any, Tensor] | None = None
+    fp8_max: tuple[Any, Tensor] | None = None
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
     stepped = trained_in_eval = False
@@ -202,23 +197,6 @@ class AmaxHistory:
                 stacklevel=2,
             )
 
-    def watch_mode(self) -> None:
-        """Warn once that updates find no amax because the model trains in eval mode."""
-        if self.unobserved < 0:
-            return
-        trained = self.trained_in_eval
-        self.trained_in_eval = False
-        # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
-        self.unobserved = self.unobserved + 1 if trained and self.stepped and self.recipe is None else 0
-        if self.unobserved >= UNOBSERVED:
-            self.unobserved = -1  # warned
-            warnings.warn(
-                f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
-                f"follow for {UNOBSERVED} updates. Call model.train(), or take a recipe without state, "
-                "recipe='tensorwise'",
-                stacklevel=2,
-            )
-
     @_not_for_inference
     def resize(self, length: int) -> None:
         """Give the history ``length`` steps: the oldest are dropped, or zeros are put before them."""
@@ -228,28 +206,6 @@ class AmaxHistory:
             if num_kept:
                 amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
-
-    def rescale_to(self, span: Span) -> None:
-        """Rescale the scales that an update keeps to the format and margin of ``span``."""
-        ratios = {role: span_ratio(self.span, span, role) for role in dict.fromkeys(self.roles)}
-        if any(ratio != 1 for ratio in ratios.values()):
-            self.scale *= self.scale.new_tensor([ratios[role] for role in self.roles])
-            self.scale.clamp_(max=FLOAT32_MAX)
-        self.span = span
-
-    def fp8_max(self, recipe: DelayedScaling) -> Tensor:
-        """The largest value of each slot's format, float32 ``[n]``; kept, so that a step copies nothing to the GPU."""
-        key = recipe.fp8_format, self.scale.device
-        if self._largest is None or self._largest[0] != key:
-            values = [recipe.cast(role).float8.max for role in self.roles]
-            self._largest = key, torch.tensor(values, dtype=torch.float32, device=self.scale.device)
-        return self._largest[1]
-
-    def note_new_scales(self) -> None:
-        """Let the host learn which scales an update has set, and, now and then, which slots are equal."""
-        self.nonzero_scales.poll(self.scale)
-        if self.has_unequal_readers and self.updates % max(len(self.amax_history), COMPARED_AFTER) == 0:
-            self.forget_marks()  # what told them apart may have left the window
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Give one slot its scale and its amaxes ``amax_history [len]``, oldest first; the others keep theirs."""

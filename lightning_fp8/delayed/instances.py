@@ -29,7 +29,7 @@ def register(history: AmaxHistory) -> None:
 
 def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
     """What is still in use of ``objects``: a copy, since another thread may add to them while they are iterated."""
-    return [each for reference in objects.valuerefs() if (each := reference()) is not None]
+    return [instance for reference in objects.valuerefs() if (instance := reference()) is not None]
 
 
 def any_history() -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -30,10 +31,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_fp8 import ops
+from lightning_fp8.delayed import regions
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
-from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.delayed.spans import Span, span_of, span_ratio
 from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaling import FLOAT32_MAX
+
+UPDATES_IN_EVAL = 100
+"""Updates after which a warning says that the model trains in eval mode."""
+
+COMPARED_AFTER = 100
+"""Updates, at least, until unequal slots are compared again, for which the host waits for a GPU."""
 
 _one_thread = threading.RLock()
 
@@ -67,8 +76,8 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     history.updates += 1
     history.steps = min(history.steps, 0)
     history.waited = 0
-    history.watch_mode()
-    history.rescale_to(span_of(recipe))
+    _watch_mode(history)
+    _rescale_to(history, span_of(recipe))
     history.recipe = None
     previous_scale: Tensor | None = None
     if recipe.interval > 1:
@@ -79,14 +88,52 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
         history.amax,
         history.amax_history,
         history.scale,
-        history.fp8_max(recipe),
+        _fp8_max(history, recipe),
         recipe.margin,
         recipe.amax_compute_algo,
     )
     if previous_scale is not None:
         due = history.num_observed % recipe.interval == 0
         history.scale.copy_(torch.where(due, history.scale, previous_scale))
-    history.note_new_scales()
+    history.nonzero_scales.poll(history.scale)
+    if history.has_unequal_readers and history.updates % max(len(history.amax_history), COMPARED_AFTER) == 0:
+        history.forget_marks()  # what told slots apart may have left the window
+
+
+def _watch_mode(history: AmaxHistory) -> None:
+    """Warn once that updates find no amax because the model trains in eval mode."""
+    if history.unobserved < 0:
+        return
+    trained = history.trained_in_eval
+    history.trained_in_eval = False
+    # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
+    history.unobserved = history.unobserved + 1 if trained and history.stepped and history.recipe is None else 0
+    if history.unobserved >= UPDATES_IN_EVAL:
+        history.unobserved = -1  # warned
+        warnings.warn(
+            f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
+            f"follow for {UPDATES_IN_EVAL} updates. Call model.train(), or take a recipe without state, "
+            "recipe='tensorwise'",
+            stacklevel=2,
+        )
+
+
+def _rescale_to(history: AmaxHistory, span: Span) -> None:
+    """Rescale the scales that an update keeps to the format and margin of ``span``."""
+    ratios = {role: span_ratio(history.span, span, role) for role in dict.fromkeys(history.roles)}
+    if any(ratio != 1 for ratio in ratios.values()):
+        history.scale *= history.scale.new_tensor([ratios[role] for role in history.roles])
+        history.scale.clamp_(max=FLOAT32_MAX)
+    history.span = span
+
+
+def _fp8_max(history: AmaxHistory, recipe: DelayedScaling) -> Tensor:
+    """The largest value of each slot's format, float32 ``[n]``."""
+    key = recipe.fp8_format, history.scale.device
+    if history.fp8_max is None or history.fp8_max[0] != key:
+        values = [recipe.cast(role).float8.max for role in history.roles]
+        history.fp8_max = key, torch.tensor(values, dtype=torch.float32, device=history.scale.device)
+    return history.fp8_max[1]
 
 
 def update_of_plugin(histories: Iterable[AmaxHistory], recipe: Recipe) -> None:
@@ -129,18 +176,22 @@ def update_without_plugin(
                 history.wait()
         for observed_under, histories in histories_by_recipe.items():
             reduce_and_update(histories, observed_under, group)
+        if not calibrated:
+            regions.enter()
 
 
 def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     """Whether a region that begins on this thread, or one that ``calibrated`` and ends, is to update the scales.
 
-    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one.
+    Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one. Which
+    thread trains it is known once a forward was observed; until then it may be any that is inside a region.
     """
     if history.steps > 0:
         return True
     threads = history.observed_in
-    elsewhere = len(threads) == 1 and threading.get_ident() not in threads
-    if elsewhere and any(thread.ident in threads for thread in threading.enumerate()):
+    if not threads and history.steps < 0:
+        return not regions.another_thread_inside()
+    if len(threads) == 1 and threading.get_ident() not in threads and regions.running(threads):
         return False
     return history.steps < 0 or calibrated
 

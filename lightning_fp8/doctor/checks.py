@@ -129,7 +129,9 @@ def compilers(
             yield Finding(name, f"not found: {where['problem']}", _severity(wanted), way_out)
     nvvm, nvjitlink = (compilers.get(name, {}) for name in ("libnvvm", "libnvJitLink"))
     newer = nvvm.get("version") and nvjitlink.get("version") and newer_nvvm(nvvm["version"], nvjitlink["version"])
-    if newer and not any("libnvvm" in each.problem for each in known_conflicts(versions)):  # else it is said already
+    if newer and not any(
+        "libnvvm" in conflict.problem for conflict in known_conflicts(versions)
+    ):  # else it is said already
         path = f"{nvjitlink['version']} at {nvjitlink['path']}"
         problem, way_out = nvvm_conflict(f"{nvvm['version']} at {nvvm['path']}", nvjitlink["version"], path)
         yield Finding("compilers", problem, _severity(wanted), way_out)

@@ -42,21 +42,21 @@ def looked_at(machine: Machine, compiling: bool) -> Iterator[Finding]:
 def started(machine: Machine, seconds: float, compiling: bool) -> Iterator[Finding]:
     """The findings about torch, a cast, a GEMM and, if ``compiling``, a kernel for Hopper, each in its process."""
 
-    def start(what: str, probe: str, **variables: str) -> Finding:
+    def probed(what: str, probe: str, **variables: str) -> Finding:
         return checks.probed(what, machine.probe(probe, variables), seconds)
 
-    yield (torch := checks.seen_by_torch(start("torch", "torch"), machine.driver()))
+    yield (torch := checks.seen_by_torch(probed("torch", "torch"), machine.driver()))
     if torch.verdict is Verdict.FAIL:
         return
-    yield start("cast", "cast")
+    yield probed("cast", "cast")
     if checks.runs_kernels(machine.driver()):
-        yield start("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
-        yield start("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")
+        yield probed("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
+        yield probed("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")
     else:
-        yield start("product", "product")
+        yield probed("product", "product")
     if compiling:
         with tempfile.TemporaryDirectory() as empty:
-            yield start("compile", "compile", LIGHTNING_FP8_CACHE=empty, LIGHTNING_FP8_KERNELS="")
+            yield probed("compile", "compile", LIGHTNING_FP8_CACHE=empty, LIGHTNING_FP8_KERNELS="")
 
 
 def report(machine: Machine, seconds: float, compiling: bool) -> list[Finding]:
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> None:
     findings = report(this_machine(args.seconds), args.seconds, args.compile)
     status = int(any(finding.verdict is Verdict.FAIL for finding in findings))
     if args.json is not None:
-        args.json.write_text(json.dumps({"status": status, "findings": [asdict(each) for each in findings]}, indent=1))
+        args.json.write_text(
+            json.dumps({"status": status, "findings": [asdict(finding) for finding in findings]}, indent=1)
+        )
     raise SystemExit(status)
 
 

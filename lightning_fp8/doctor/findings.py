@@ -45,6 +45,8 @@ def line_of(finding: Finding, width: int = 120) -> str:
 
 def advice_of(findings: Sequence[Finding]) -> str:
     """The advice of all findings, worst first."""
-    order = sorted((each for each in findings if each.way_out), key=lambda each: each.verdict is not Verdict.FAIL)
-    lines = dict.fromkeys(f"do    {each.way_out}" for each in order)
+    order = sorted(
+        (finding for finding in findings if finding.way_out), key=lambda finding: finding.verdict is not Verdict.FAIL
+    )
+    lines = dict.fromkeys(f"do    {finding.way_out}" for finding in order)
     return "\n".join(lines) if lines else "nothing to do"

@@ -136,7 +136,7 @@ def _requirements() -> Sequence[str]:
 
 def oldest(requirements: Sequence[str]) -> dict[str, str]:
     """The lower bounds among requirements that always hold: ``torch>=2.8`` gives torch 2.8."""
-    found = (re.fullmatch(r"([\w.-]+)\s*>=\s*([\w.]+)[^;]*", each.strip()) for each in requirements)
+    found = (re.fullmatch(r"([\w.-]+)\s*>=\s*([\w.]+)[^;]*", requirement.strip()) for requirement in requirements)
     return {match[1]: match[2] for match in found if match}
 
 

@@ -52,10 +52,10 @@ def cast() -> str:
 
 def cast_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
     """The cast that :func:`cast` starts: codes of ``x [R, K]`` in E4M3, and those of its transpose."""
-    row, column = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
-    assert row is not None
-    assert column is not None
-    return row.data, column.data
+    of_x, of_xt = ops.quantize(x, CAST, scale=_scale(x.device), columnwise=True)
+    assert of_x is not None
+    assert of_xt is not None
+    return of_x.data, of_xt.data
 
 
 def product() -> str:
@@ -109,7 +109,7 @@ def _loaded_compilers(maps: Path = Path("/proc/self/maps")) -> list[str]:
 def _device() -> torch.device:
     """The first card with tensor cores for FP8, or else the first one, or the processor."""
     cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    index = next((each for each in cards if torch.cuda.get_device_capability(each) >= FP8_CAPABILITY), 0)
+    index = next((card for card in cards if torch.cuda.get_device_capability(card) >= FP8_CAPABILITY), 0)
     return torch.device("cuda", index) if cards else torch.device("cpu")
 
 

@@ -47,11 +47,11 @@ class Answer:
         return f"{Path(found[1]).name}:{found[2]}, {found[3]}" if found else ""
 
 
-def ask(module: str, *arguments: str, limit: float, variables: Mapping[str, str] | None = None) -> Answer:
-    """Run ``module`` of this package as a program, for at most ``limit`` seconds, with more ``variables``."""
+def ask(module_name: str, *arguments: str, limit: float, variables: Mapping[str, str] | None = None) -> Answer:
+    """Run ``module_name`` of this package as a program, for at most ``limit`` seconds, with more ``variables``."""
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **(variables or {})}
-    return answer_of([sys.executable, "-m", f"{__package__}.{module}", *arguments], limit, environment)
+    return answer_of([sys.executable, "-m", f"{__package__}.{module_name}", *arguments], limit, environment)
 
 
 def answer_of(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Answer:

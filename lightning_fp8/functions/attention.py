@@ -106,9 +106,9 @@ def fp8_attention(
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
     tables = None
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
-        rows = 1 if qkv_format == "bshd" else 0
+        row_dim = 1 if qkv_format == "bshd" else 0
         tables = sequence_tables.shared_tables(
-            cu_seqlens_q, cu_seqlens_kv, options_text, q.shape[rows], k.shape[rows], q.device
+            cu_seqlens_q, cu_seqlens_kv, options_text, q.shape[row_dim], k.shape[row_dim], q.device
         )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, options_text, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
@@ -177,7 +177,7 @@ def _keeps(*tensors: Tensor) -> bool:
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
     if slots is not None:
-        for tensor in (each for each in tensors if each is not None):
+        for tensor in [x for x in tensors if x is not None]:
             ops.observe(tensor.detach(), slots[role].amax)
 
 
@@ -232,7 +232,7 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
     Raises:
         ValueError: one has.
     """
-    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not _is_known(cu_seqlens):
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
         return
     longest = int(cu_seqlens.diff().max())
     if longest > max_seqlen:
@@ -242,9 +242,9 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
         )
 
 
-def _is_known(cu_seqlens: Tensor) -> bool:
-    """Whether the host can look at it without waiting for a card."""
-    return not torch.compiler.is_compiling() and type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"
+def is_known(x: Tensor) -> bool:
+    """Whether the host can look at the values of ``x`` without waiting for a card."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
@@ -267,7 +267,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequ
         )
     if sequences is not None and len(cu_seqlens) != sequences + 1:
         raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
-    if not _is_known(cu_seqlens):
+    if not is_known(cu_seqlens):
         return
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]

@@ -42,13 +42,13 @@ def shared(
         if torch.cuda.is_current_stream_capturing():
             return make()
         stream = torch.cuda.current_stream(device).cuda_stream
-    of = *((id(each), each._version) for each in sources), key, device, stream
+    of = *((id(source), source._version) for source in sources), key, device, stream
     if of in _kept:
         from_sources, found = ([ref() for ref in refs] for refs in _kept[of])
-        alive = [each for each in found if each is not None]
+        alive = [table for table in found if table is not None]
         if len(alive) == len(found) and all(one is other for one, other in zip(from_sources, sources)):
             return tuple(alive)
-    for dead in [other for other, refs in _kept.items() if any(ref() is None for each in refs for ref in each)]:
+    for dead in [other for other, refs in _kept.items() if any(ref() is None for group in refs for ref in group)]:
         _kept.pop(dead, None)
     made = make()
     _kept[of] = tuple(map(TensorWeakRef, sources)), tuple(map(TensorWeakRef, made))

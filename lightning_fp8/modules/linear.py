@@ -11,18 +11,15 @@ from typing_extensions import Unpack
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
-    initialization_rng,
     one_dtype,
     plain,
     refuse_in_forward,
-    refuse_parallel,
     require_bools,
     require_init_method,
     require_positive,
     rows_by_name,
 )
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, initialization_rng, refuse_parallel
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 
@@ -42,7 +39,7 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
         return_bias: return ``(y without bias, bias)``.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.arguments import refuse_transforms, require_bool
+from lightning_fp8.arguments.parallel import refuse_sharded
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,

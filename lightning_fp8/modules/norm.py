@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, plain, refuse_parallel, require_bools, require_number
+from lightning_fp8.arguments import one_dtype, plain, require_bools, require_number
+from lightning_fp8.arguments.parallel import refuse_parallel
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.scaling import FLOAT32_MAX
 from lightning_fp8.te.keys import EXTRA_STATE

@@ -55,11 +55,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
             updates = max(updates, slot.history.updates)
             steps = max(steps, slot.history.steps)
     length = max((len(history) for history in histories), default=0)
-    columns = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
+    padded = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
     return {
         "names": names,
         "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        "amax_history": torch.stack(columns, 1) if columns else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
+        "amax_history": torch.stack(padded, 1) if padded else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
         "updates": updates,
         "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),

@@ -54,7 +54,7 @@ def _complaint(arguments: Mapping[str, Any]) -> str:
 def _read(name: str, value: Any) -> Any:
     """``value`` as the parser would have understood it."""
     if name == "recipe" and isinstance(value, Mapping):
-        fields = {field: _read(field, each) for field, each in value.get("init_args", value).items()}
+        fields = {field: _read(field, given) for field, given in value.get("init_args", value).items()}
         if "class_path" not in value:
             return fields
         return getattr(recipes, value["class_path"].rpartition(".")[2])(**fields)

@@ -66,14 +66,14 @@ def is_state(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
-def has_te_state(keys: Iterable[str]) -> bool:
+def has_te_state(names: Iterable[str]) -> bool:
     """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
-    return any(map(is_state, keys))
+    return any(map(is_state, names))
 
 
-def is_grouped(owner: str, keys: Container[str]) -> bool:
+def is_grouped(owner: str, names: Container[str]) -> bool:
     """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
-    return f"{prefix_of(owner)}weight0" in keys
+    return f"{prefix_of(owner)}weight0" in names
 
 
 def state_key(module: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
@@ -94,8 +94,8 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
 
     Where attention has two, of an older Transformer Engine and of a newer one, the newer is taken, with a warning.
     """
-    keys = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
-    states = [(key, state_dict.pop(key)) for key in keys if key in state_dict]
+    candidates = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
+    states = [(key, state_dict.pop(key)) for key in candidates if key in state_dict]
     if len(states) > 1:
         (newer, _), (older, _) = states
         warnings.warn(f"{older} of an older Transformer Engine is ignored: {newer} is newer", stacklevel=3)
@@ -155,39 +155,39 @@ class Projecting(Protocol):
     def projection_rows(self) -> Mapping[str, RowOrder]: ...
 
 
-def projection_parameters(attention: Projecting, projection: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def projection_parameters(attention: Projecting, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
 
     Args:
         projection: the name of its module in ``attention``.
-        values: by name, without prefix; what fits nothing stays as it is.
+        parameters: by name, without prefix; what fits nothing stays as it is.
     """
-    if (rows := attention.projection_rows.get(projection)) is None:
-        return dict(values)
+    if (order := attention.projection_rows.get(projection)) is None:
+        return dict(parameters)
     split = not attention.fuse_qkv_params and projection != "query_layer"
-    return _split_or_joined(values, rows.with_order(attention.qkv_weight_interleaved), split)
+    return _split_or_joined(parameters, order.with_order(attention.qkv_weight_interleaved), split)
 
 
-def _split_or_joined(values: Mapping[str, Any], rows: RowOrder, split: bool) -> dict[str, Any]:
+def _split_or_joined(parameters: Mapping[str, Any], order: RowOrder, split: bool) -> dict[str, Any]:
     """Parameters of a projection as one that is ``split``, or is not, names them.
 
     Args:
-        values: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
-        rows: the order of the projection's rows.
+        parameters: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
+        order: of the projection's rows.
         split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
     """
-    sizes = rows.sizes
-    renamed = dict(values)
+    sizes = order.sizes
+    renamed = dict(parameters)
     for leaf in ("weight", "bias"):
         parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
         fused = renamed.get(leaf)
         if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
             del renamed[leaf]
-            renamed |= {f"{name}_{leaf}": part for name, part in rows.split_parameter(fused).items()}
+            renamed |= {f"{name}_{leaf}": part for name, part in order.split_parameter(fused).items()}
         elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
             split_names = {f"{name}_{leaf}" for name in sizes}
             renamed = {name: value for name, value in renamed.items() if name not in split_names}
-            renamed[leaf] = rows.join_parameters(parts)  # type: ignore[arg-type]
+            renamed[leaf] = order.join_parameters(parts)  # type: ignore[arg-type]
     return renamed
 
 

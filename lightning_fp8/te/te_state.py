@@ -38,21 +38,23 @@ MAX_SLOTS = 1 << 16
 
 def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
     """A module's state as Transformer Engine starts it: scale 1, amax 0."""
-    columns = {}
+    te_columns = {}
     on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
-        columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
-    return columns
+        te_columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
+        te_columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
+    return te_columns
 
 
-def put_tensor_state(columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0) -> None:
-    """Write the state of one tensor of GEMM ``gemm`` into ``columns``; a scale of 0, never updated, is its default."""
+def put_tensor_state(
+    te_columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0
+) -> None:
+    """Write the state of one tensor of GEMM ``gemm`` into ``te_columns``; a scale of 0, never updated, keeps theirs."""
     direction, index = column_of(role, gemm)
     if scale:
-        columns[f"scale_{direction}"][index] = scale
+        te_columns[f"scale_{direction}"][index] = scale
     if len(amax_history):
-        columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
+        te_columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,11 @@ class TEState:
             CheckpointError: the state has no such column.
         """
         direction, index = column_of(role, gemm)
-        columns = self.forward if direction == "fwd" else self.backward
-        if columns is None or index >= len(columns.scale):
+        te_columns = self.forward if direction == "fwd" else self.backward
+        if te_columns is None or index >= len(te_columns.scale):
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
-        scale = columns.scale[index].item()
-        amax_history = columns.amax_history[:, index]
+        scale = te_columns.scale[index].item()
+        amax_history = te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
     def named_tensor_states(self, module: str) -> dict[str, TensorState]:

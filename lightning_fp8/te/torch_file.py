@@ -102,7 +102,7 @@ class TensorRecord:
         sensible = all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers)
         if not sensible or len(self.shape) != len(self.stride) or len(self.shape) > 64:
             raise CheckpointError("a tensor has no sensible shape, stride or offset")
-        reach = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
+        reach = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride)) + 1
         available, rest = divmod(self.storage.num_bytes, self.dtype.itemsize)
         if rest or self.numel > _INT64_MAX or (self.numel and reach > available):
             raise CheckpointError(f"a tensor of shape {self.shape} claims {reach} elements of {available}")

@@ -111,18 +111,18 @@ class _Machine:
                 self.stack.append(argument)
             elif name in _TUPLES:
                 self.stack.append(tuple(self._pop(_TUPLES[name])))
-            elif step := getattr(self, f"op_{name.lower()}", None):
-                step(argument)
+            elif operation := getattr(self, f"op_{name.lower()}", None):
+                operation(argument)
             else:
                 raise CheckpointError(f"the pickle holds the opcode {name}, which no checkpoint needs")
         raise CheckpointError("the pickle has no end")
 
     def _pop(self, count: int) -> list[Any]:
-        values = self.stack[len(self.stack) - count :]
-        if len(values) < count or any(value is _MARK for value in values):
+        popped = self.stack[len(self.stack) - count :]
+        if len(popped) < count or any(value is _MARK for value in popped):
             raise IndexError("stack underflow")
         del self.stack[len(self.stack) - count :]
-        return values
+        return popped
 
     def _pop_to_mark(self) -> list[Any]:
         index = len(self.stack) - 1
@@ -130,9 +130,9 @@ class _Machine:
             index -= 1
             if index < 0:
                 raise IndexError("no mark")
-        values = self.stack[index + 1 :]
+        popped = self.stack[index + 1 :]
         del self.stack[index:]
-        return values
+        return popped
 
     def _top(self, kind: type) -> Any:
         top = self.stack[-1]
@@ -178,8 +178,8 @@ class _Machine:
         self._top(list).append(value)
 
     def op_appends(self, _: None) -> None:
-        values = self._pop_to_mark()
-        self._top(list).extend(values)
+        popped = self._pop_to_mark()
+        self._top(list).extend(popped)
 
     def op_setitem(self, _: None) -> None:
         self._set_items(self._pop(2))
@@ -187,16 +187,16 @@ class _Machine:
     def op_setitems(self, _: None) -> None:
         self._set_items(self._pop_to_mark())
 
-    def _set_items(self, values: list[Any]) -> None:
-        if not all(isinstance(key, _KEYS) for key in values[::2]):
+    def _set_items(self, popped: list[Any]) -> None:
+        if not all(isinstance(key, _KEYS) for key in popped[::2]):
             raise TypeError("a dictionary's key is neither text nor number")
-        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+        self._top(dict).update(zip(popped[::2], popped[1::2], strict=True))
 
     def op_additems(self, _: None) -> None:
-        values = self._pop_to_mark()
-        if not all(isinstance(value, _KEYS) for value in values):
+        popped = self._pop_to_mark()
+        if not all(isinstance(value, _KEYS) for value in popped):
             raise TypeError("a set's element is neither text nor number")
-        self._top(set).update(values)
+        self._top(set).update(popped)
 
     def op_tuple(self, _: None) -> None:
         self.stack.append(tuple(self._pop_to_mark()))
@@ -205,9 +205,9 @@ class _Machine:
         self.stack.append(self._pop_to_mark())
 
     def op_dict(self, _: None) -> None:
-        values = self._pop_to_mark()
+        popped = self._pop_to_mark()
         self.stack.append({})
-        self._set_items(values)
+        self._set_items(popped)
 
     def op_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
+from lightning_fp8 import DotProductAttention, MultiheadAttention, TransformerLayer, fp8_autocast, make_recipe
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
@@ -23,8 +24,8 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"kv_channels": 1.5}, ValueError, "kv_channels=1.5 must be a positive integer"),
         ({"kv_channels": (1, 2, 3)}, ValueError, r"kv_channels=\(1, 2, 3\) must be one number, or a pair"),
         ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups=3 does not divide num_attention_heads=4"),
-        ({"tp_size": 3}, ValueError, "tp_size=3 does not divide num_attention_heads=4"),
-        ({"tp_size": 4, "num_gqa_groups": 2}, ValueError, "tp_size=4 does not divide num_gqa_groups=2"),
+        ({"tp_size": 2}, NotImplementedError, "tp_size=2 is not here: layers are not tensor-parallel; .*fully_shard"),
+        ({"tp_group": object()}, NotImplementedError, "tp_group=.* is not here: layers are not tensor-parallel"),
         ({"attention_dropout": 1.5}, ValueError, "attention_dropout=1.5 must be .* at most 1"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format='bhsd' is unknown; use one of 'sbhd', 'bshd', 'thd'"),
         ({"attn_mask_type": "causal_top"}, ValueError, "attn_mask_type='causal_top' is unknown; use one of 'no_mask'"),
@@ -37,6 +38,7 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan must be finite and above 0"),
         ({"window_size": (4,)}, ValueError, r"window_size=\(4,\) must be two integers"),
         ({"window_size": (4, -2)}, ValueError, r"window_size=\(4, -2\) must be two integers"),
+        ({"sequence_parallel": "no"}, TypeError, "sequence_parallel='no' must be True or False"),
         ({"cp_group": object()}, NotImplementedError, "cp_group=.* is not here: context parallelism"),
         ({"return_max_logit": True}, NotImplementedError, "return_max_logit=True is not here"),
         ({"num_splits": 2}, NotImplementedError, "num_splits=2 is not here: leave it at 1"),
@@ -45,6 +47,30 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
 def test_a_wrong_constructor_says_what_would_do(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DotProductAttention(**{"num_attention_heads": 4, "kv_channels": 16, **arguments})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        functools.partial(DotProductAttention, 4, 16),
+        functools.partial(MultiheadAttention, 64, 4),
+        functools.partial(TransformerLayer, 64, 128, 4),
+    ],
+)
+def test_tensor_parallelism_is_refused_everywhere_for_one_reason(made: Any) -> None:
+    """A group would say another number of heads than ``tp_size``; nothing here computes with one."""
+    group = object()
+    reasons = set()
+    for asked in (
+        lambda: made(tp_group=group),
+        lambda: made(tp_size=2),
+        lambda: made().set_tensor_parallel_group(group),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^tp_(group|size)=.* is not here: ") as refused:
+            asked()
+        reasons.add(str(refused.value).partition(" is not here: ")[2])
+    assert reasons == {"layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"}
+    made(tp_size=1, tp_group=None).set_tensor_parallel_group(None)
 
 
 def test_every_spelling_of_a_mask_type() -> None:
@@ -73,6 +99,29 @@ X = torch.randn(2, 3, 4, 16)
         ({"core_attention_bias_type": "pre_scale_bias"}, ValueError, "with no core_attention_bias"),
         ({"core_attention_bias": X}, ValueError, "with a core_attention_bias; pass 'post_scale_bias'"),
         ({"alibi_slopes": X}, ValueError, "alibi_slopes with core_attention_bias_type='no_bias'; pass 'alibi'"),
+        ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is list; it must be a tensor, or None"),
+        (
+            {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
+            ValueError,
+            r"alibi_slopes has shape \[3\]; it must be \[h\] or \[b, h\], here \[2, 4\]",
+        ),
+        (
+            {"core_attention_bias": torch.ones(3, 3).bool(), "core_attention_bias_type": "post_scale_bias"},
+            TypeError,
+            "core_attention_bias is torch.bool; .* must be of floating point.*attention_mask.*'arbitrary'",
+        ),
+        (
+            {"attention_mask": torch.ones(4, 3).bool(), "attn_mask_type": "arbitrary"},
+            ValueError,
+            r"attention_mask has shape \[4, 3\]; it must broadcast to \[b, h, sq, skv\], here \[2, 4, 3, 3\]",
+        ),
+        (
+            {"attention_mask": [True] * 3},
+            TypeError,
+            "attention_mask is list of bool, bool, bool; it must be a bool tensor",
+        ),
+        ({"attention_mask": (X, None)}, TypeError, "attention_mask is tuple of Tensor, NoneType; .* a pair of them"),
+        ({"cu_seqlens_q": [0, 3, 6]}, TypeError, "cu_seqlens_q is list; it must be a tensor, or None"),
         ({"inference_params": object()}, NotImplementedError, "inference_params=.*causal_bottom_right"),
         ({"score_mod": abs}, NotImplementedError, "flex_attention"),
         ({"fp8_output": True}, NotImplementedError, "fp8_output=True is not here"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -191,6 +192,37 @@ def test_ragged_sequences_with_alibi(qkv_format: str, bias: bool) -> None:
         truth = weighed(q, k, v, -slopes[:, None, None] * distance if bias else 0.0).transpose(0, 1)
         torch.testing.assert_close(found[: len(truth)].double(), truth, rtol=1e-4, atol=1e-5)
         assert not found[len(truth) :].any()
+
+
+@pytest.mark.parametrize("longest", [(None, None), (70, 90)])
+@pytest.mark.parametrize("what", ["bias", "mask"])
+def test_packed_sequences_with_a_bias_or_a_mask(what: str, longest: tuple[int | None, int | None]) -> None:
+    """It is that of each sequence from its first row on, of the longest sequences or of what ``max_seqlen`` say."""
+    lengths = [(5, 60), (33, 7), (0, 3)]
+    queries, keys = zip(*lengths)
+    x = drawn_batch(lengths, 4, 2, 16, torch.float32)
+    given: dict[str, Any] = {"cu_seqlens_q": cu_seqlens(queries), "cu_seqlens_kv": cu_seqlens(keys)}
+    given |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest))
+    shape = (4, longest[0] or 33, longest[1] or 60)
+    bias = torch.randn(shape) if what == "bias" else torch.zeros(shape).masked_fill(torch.rand(shape) < 0.3, -math.inf)
+    if what == "bias":
+        given |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    else:
+        given |= {"attn_mask_type": "arbitrary", "attention_mask": bias.isinf()}
+    module = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding")
+    o, *_ = run(module, x, "thd", **given)
+    for found, q, k, v in zip(o.split(list(queries)), *x[:3]):
+        q, k, v = (each.transpose(0, 1) for each in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+        truth = weighed(q, k, v, bias[:, : q.shape[1], : k.shape[1]]).nan_to_num(0).transpose(0, 1)
+        torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-5)
+    name, _ = given.popitem()
+    given[name] = (bias if what == "bias" else bias.isinf())[:, :32]
+    way_out = "" if longest == (None, None) else ", or max_seqlen_q and max_seqlen_kv in place of sq and skv"
+    message = re.escape(
+        f"{name} has shape [4, 32, {shape[2]}]; it must broadcast to [b, h, sq, skv], here [3, 4, 33, 60]"
+    )
+    with pytest.raises(ValueError, match=f"^{message}{way_out}$"):
+        run(module, x, "thd", **given)
 
 
 @pytest.mark.parametrize(

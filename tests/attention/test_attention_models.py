@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import lightning as L
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
 from lightning_fp8.attention.owners import owner_of
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
+from lightning_fp8.delayed import instances
 from tests.convert.test_zoo import in_model
 from tests.convert.zoo import DECODER, VOCABULARY, hf
 from tests.small import quiet_trainer
@@ -233,7 +235,18 @@ def test_what_does_not_run_in_fp8_is_named() -> None:
     def mask(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, torch.ones(LENGTH, LENGTH, dtype=torch.bool))
 
-    for attend, reason in ((dropout, "dropout_p=0.1"), (mask, "an attn_mask")):
+    def scale(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=-0.5)
+
+    def tensor(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.5))  # type: ignore[arg-type]
+
+    for attend, reason in (
+        (dropout, "dropout_p=0.1"),
+        (mask, "an attn_mask"),
+        (scale, "its scale is -0.5, not a finite number above 0"),
+        (tensor, "its scale is a Tensor; make it a float"),
+    ):
         cls = type("Mine", (Attention,), {"_attend": attend})
         model = Model()
         for block in model.blocks:
@@ -268,3 +281,21 @@ def test_a_recipe_says_the_same() -> None:
     assert plugin.recipe == FP8Precision("tensorwise", attention=True).recipe
     with pytest.raises(TypeError, match="attention='yes' must be True or False"):
         FP8Precision(attention="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("no_other_models")
+def test_attention_alone_is_not_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose linear layers all stay in BF16."""
+    monkeypatch.setattr(instances, "_instances", WeakValueDictionary())  # other tests' models may still be there
+    model, x = nn.MultiheadAttention(WIDTH, HEADS), torch.randn(LENGTH, WIDTH)
+    with pytest.warns(UserWarning, match="no layer of the model runs in FP8"):
+        convert_module(model, first_last_layers_bf16=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+            model(x, x, x, need_weights=False)
+    owner = owner_of(model)
+    assert owner is not None
+    assert owner.record.fp8 == 1
+    with pytest.warns(UserWarning, match="ran nothing in FP8"), fp8_autocast(fp8_recipe="tensorwise"):
+        model(x, x, x, need_weights=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
 from lightning_fp8.delayed.reduce_and_update import update_without_plugin
+from lightning_fp8.modules.attention.arguments import forget_what_was_told
 from lightning_fp8.ops.attention import Band
 from lightning_fp8.recipes import RECIPES
 from tests.attention.attention_cases import NAMES, error, exact
@@ -194,6 +195,41 @@ def test_a_mask_without_effect_is_told(name: str, mask: str) -> None:
         module(q, k, v, attn_mask_type=right, **given)
 
 
+@pytest.mark.parametrize("qkv_format", ["sbhd", "thd"])
+def test_a_padding_mask_that_contradicts_the_lengths_is_refused(qkv_format: str) -> None:
+    module = DotProductAttention(1, 32, qkv_format=qkv_format, attn_mask_type="padding_causal")
+    q, k, v = torch.randn(3, 6, 1, 32) if qkv_format == "thd" else torch.randn(3, 4, 2, 1, 32)
+    lengths = {"cu_seqlens_q": cu_seqlens([4, 2]), "cu_seqlens_kv": cu_seqlens([4, 2])}
+    right = (torch.arange(4) >= torch.tensor([[4], [2]]))[:, None, None]
+    o = module(q, k, v, **lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mask in (right, right[:, 0, 0], (right, right)):
+            assert torch.equal(module(q, k, v, mask, **lengths), o)
+    for other, message in (
+        (
+            torch.arange(4) >= torch.tensor([[4], [3]]),
+            "shows 3 rows of sequence 1, and cu_seqlens_q say .* first 2 count",
+        ),
+        ((torch.arange(4) >= torch.tensor([[4], [2]])).flip(1), "shows 2 rows of sequence 1, and cu_seqlens_q say"),
+        ((right, torch.zeros_like(right)), "shows 4 rows of sequence 1, and cu_seqlens_kv say that its first 2 count"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_mask {message}.*; pass one of the two"):
+            module(q, k, v, other, **lengths)
+    forget_what_was_told()
+    with pytest.warns(UserWarning, match=r"attention_mask without effect: cu_seqlens say .* torch.bool \[2, 1, 4, 4\]"):
+        assert torch.equal(module(q, k, v, right.expand(-1, -1, 4, -1), **lengths), o)
+
+
+def test_a_mask_on_a_card_is_not_waited_for() -> None:
+    """Meta tensors, whose values nobody can ask for, stand for a card's."""
+    module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="padding")
+    q, k, v = torch.randn(3, 2, 4, 1, 32)
+    lengths = {"cu_seqlens_q": cu_seqlens([4, 2]), "cu_seqlens_kv": cu_seqlens([4, 2])}
+    mask = torch.zeros(2, 1, 1, 4, dtype=torch.bool, device="meta")
+    assert torch.equal(module(q, k, v, mask, **lengths), module(q, k, v, **lengths))
+
+
 def test_a_padding_mask_that_hides_no_end_is_refused() -> None:
     module = DotProductAttention(1, 32, qkv_format="bshd", attn_mask_type="padding")
     q, k, v = torch.randn(3, 2, 4, 1, 32)
@@ -235,6 +271,19 @@ def test_packed_sequences_with_padding_between_them(enabled: bool) -> None:
         rows = other.split([n + 7 for n in n])
         assert torch.equal(torch.cat([each[:-7] for each in rows]), one)
         assert not any(each[-7:].any() for each in rows)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_keys_that_share_the_lengths_of_queries_share_their_gaps(enabled: bool) -> None:
+    module, (q, k, v) = DotProductAttention(1, 32, qkv_format="thd"), torch.randn(3, 9, 1, 32)
+    starts, spread = cu_seqlens([3, 4]), cu_seqlens([5, 4])
+    with fp8_autocast(enabled, fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        both = module(q, k, v, None, None, starts, starts, spread, spread)
+        assert torch.equal(module(q, k, v, cu_seqlens_q=starts, cu_seqlens_q_padded=spread), both)
+        assert torch.equal(module(q, k, v, cu_seqlens_kv=starts, cu_seqlens_kv_padded=spread), both)
+        rows = torch.tensor([0, 1, 2, 5, 6, 7, 8])
+        alone = module(q[rows], k[rows], v[rows], cu_seqlens_q=starts)
+    assert torch.equal(both[rows], alone)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Linear, fp8_autocast, fp8_state_dict
-from lightning_fp8.delayed.history import UNOBSERVED
+from lightning_fp8.delayed.reduce_and_update import UPDATES_IN_EVAL
 from lightning_fp8.scaled import Role
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 
@@ -167,8 +167,8 @@ def test_a_model_put_into_eval_mode_during_training_is_told() -> None:
         def on_train_batch_start(self, *args: Any) -> None:
             self.net.eval()
 
-    with pytest.warns(UserWarning, match=f"train in eval mode.*did not follow for {UNOBSERVED} updates") as caught:
-        fp8_trainer(max_epochs=UNOBSERVED // 2).fit(Frozen(), regression_data())
+    with pytest.warns(UserWarning, match=f"train in eval mode.*did not follow for {UPDATES_IN_EVAL} updates") as caught:
+        fp8_trainer(max_epochs=UPDATES_IN_EVAL // 2).fit(Frozen(), regression_data())
     assert sum("eval mode" in str(warning.message) for warning in caught) == 1
 
 

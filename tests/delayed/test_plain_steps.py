@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_fp8 import DelayedScaling, Format, Linear, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.delayed.history import UNOBSERVED, AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.reduce_and_update import UPDATES_IN_EVAL
 from tests.small import mlp, step_in_backward
 
 WINDOW = 64
@@ -285,7 +286,7 @@ def test_training_in_eval_mode_is_told_once(kind: str) -> None:
     model.requires_grad_(kind != "frozen")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2 * UNOBSERVED + 2):
+        for _ in range(2 * UPDATES_IN_EVAL + 2):
             model.eval()
             with fp8_autocast(fp8_recipe=recipe):
                 model(x.requires_grad_()).sum().backward()

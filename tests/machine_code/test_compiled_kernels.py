@@ -107,12 +107,14 @@ def check_instructions(kernel: Kernel, found: Counter[str]) -> None:
 def check_what_a_launch_assumes(kernel: Kernel, report: str, binary: bytes) -> None:
     """Parameters, threads, clusters, registers and stack, as the driver reads them from the cubin."""
     entry = entry_of(binary)
-    sizes = [struct.calcsize("@" + each) for each in kernel.formats]
+    sizes = [struct.calcsize("@" + each) for each in kernel.struct_codes]
     assert [size for _, size in entry.parameters] == sizes
     last, size = entry.parameters[-1]
     assert last + size == entry.parameter_bytes
     places = [offset - entry.parameters[0][0] for offset, _ in entry.parameters]
-    assert places == [struct.calcsize("@" + "".join(kernel.formats[: i + 1])) - size for i, size in enumerate(sizes)]
+    assert places == [
+        struct.calcsize("@" + "".join(kernel.struct_codes[: i + 1])) - size for i, size in enumerate(sizes)
+    ]
     assert (entry.threads, entry.cluster, entry.stack_bytes) == (
         kernel.threads,
         kernel.cluster,

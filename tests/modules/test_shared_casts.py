@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import lightning_fp8.delayed.history
+import lightning_fp8.delayed.reduce_and_update
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
 from lightning_fp8.delayed.reduce_and_update import reduce_and_update
 from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
@@ -232,7 +232,7 @@ def test_what_differs_is_not_shared(hostile: Callable[[Block], None]) -> None:
 
 
 def test_rows_that_became_equal_share_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_fp8.delayed.history, "COMPARED_AFTER", 4)
+    monkeypatch.setattr(lightning_fp8.delayed.reduce_and_update, "COMPARED_AFTER", 4)
     block, _ = twins()
     recipe = {"name": "delayed", "amax_history_len": 2}
     other_rows(block)

@@ -70,6 +70,33 @@ def test_threads_that_train_at_once_train_as_alone() -> None:
         assert all(torch.equal(*pair) for pair in zip(together[name], expected)), name
 
 
+def test_a_model_in_its_very_first_region_is_not_updated_by_another_thread() -> None:
+    """Nothing tells yet which thread trains it, and it may be amid a forward."""
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    entered, go_on = threading.Event(), threading.Event()
+    updates = []
+
+    def train() -> None:
+        for _ in range(2):
+            with fp8_autocast():
+                updates.append(fp8_state_dict(linear)["updates"])
+                entered.set()
+                go_on.wait()
+                y = linear(x)
+            y.sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait()
+    for _ in range(3):
+        with fp8_autocast():
+            pass
+    meanwhile = fp8_state_dict(linear)["updates"]
+    go_on.set()
+    thread.join()
+    assert [*updates, meanwhile] == [1, 2, 1]
+
+
 def test_a_step_that_no_optimizer_ends_is_its_threads() -> None:
     linear, x = Linear(16, 8), torch.randn(4, 16)
     scale = linear.slots[linear.roles[0]].scale

@@ -148,15 +148,13 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
 CONSTRUCTORS["RMSNorm"] = CONSTRUCTORS["LayerNorm"]
 CONSTRUCTORS["DotProductAttention"] = {
     **{name: ATTENTION[name] for name in ATTENTION if name != "kv_channels"},
-    **{name: PARALLEL[name] for name in ("get_rng_state_tracker", "name")},
+    **{name: PARALLEL[name] for name in ("get_rng_state_tracker", "name", "tp_size", "tp_group")},
     "attn_mask_type": [
         *("causal", "no_mask", "padding", "arbitrary"),
         Refused("both", "is unknown; use one of", ValueError),
     ],
     "bottom_right_diagonal": [None, True, Refused("no", "must be True or False", TypeError)],
     "sequence_parallel": [False, True],
-    "tp_size": [1, 2, Refused(3, "tp_size=3 does not divide", ValueError)],
-    "tp_group": [None],
     "cp_group": [None, Refused(GROUP, "context parallelism is not here")],
 }
 

@@ -82,12 +82,12 @@ class StageStatistics(NamedTuple):
 
     Attributes:
         load: ``(smem, tensor, barrier, stage_idx, query, head)``: starts to copy them, from packed row ``query`` on.
-        address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
+        statistic_address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
         scales: ``(smem, stage_idx, query)``: Q's and dO's ``scale_inv``.
     """
 
     load: Any
-    address: Any
+    statistic_address: Any
     scales: Any
 
 
@@ -104,7 +104,7 @@ def make_stage_statistics(offset: int) -> StageStatistics:
         tma_load(smem + place(stage_idx, CORRECTED, 0), tensor, barrier, query, head * STATISTICS + CORRECTED)
 
     @device
-    def address(smem, stage_idx, which, query):
+    def statistic_address(smem, stage_idx, which, query):
         return smem + place(stage_idx, which, query)
 
     @device
@@ -114,7 +114,7 @@ def make_stage_statistics(offset: int) -> StageStatistics:
             from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE, query))),
         )
 
-    return StageStatistics(load, address, scales)
+    return StageStatistics(load, statistic_address, scales)
 
 
 class DkvTiles(NamedTuple):
@@ -231,11 +231,11 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def produce(smem, maps, tile, kv_head, shape):
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
-        row, queries, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        row, queries, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
-            for i in range(first >> 1, (last + 1) >> 1):
+            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 barrier = smem + full + 8 * stage_idx
                 query = queries + i * ROWS
                 fill_stage(barrier, smem + empty + 8 * stage_idx, phase, stage_bytes)
@@ -249,7 +249,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
         scratch += (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
@@ -260,7 +260,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         stage_idx, phase = i32(0), i32(0)
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
-            for i in range(first >> 1, (last + 1) >> 1):
+            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 if accumulated == flush_stages:
                     leave(dv, p_limits, scratch)
                     leave(dk, ds_limits, scratch + dk_scratch)

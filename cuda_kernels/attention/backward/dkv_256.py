@@ -96,14 +96,14 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         map_t = map_qt if is_dk else map_dot
-        row, queries, first, last = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        row, queries, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_kv, own_bytes)
         load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + row)
         if is_dk:
             load_rows(smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
-            for i in range(first >> 1, (last + 1) >> 1):
+            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 query = queries + i * ROWS
                 barrier = smem + full + 8 * stage_idx
                 fill_stage(barrier, smem + empty + 8 * stage_idx, phase, WIDE_TILE + STATISTICS_BYTES)
@@ -123,7 +123,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = i32(smem + k_offset + wg_idx * HALF_TILE)
@@ -131,7 +131,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         steps, flushed = i32(0), i32(0)
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
-            for i in range(first >> 1, (last + 1) >> 1):
+            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 if steps - flushed == flush_steps:
                     leave(sums, limits, scratch_of(scratch))
                     sums, flushed = zero_sums(), steps

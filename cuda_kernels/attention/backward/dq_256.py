@@ -52,9 +52,9 @@ class _Part(NamedTuple):
     codes: Any
 
 
-def _part(spec: AttentionSpec, keys: int) -> _Part:
-    num_registers = keys // 2
-    zero_scores, scores_of = zeros(num_registers), make_product(keys, spec.k_steps, spec.panels)
+def _part(spec: AttentionSpec, num_keys: int) -> _Part:
+    num_registers = num_keys // 2
+    zero_scores, scores_of = zeros(num_registers), make_product(num_keys, spec.k_steps, spec.panels)
     scores_wait_1, scores_wait_0 = wgmma_wait(num_registers, 1), wgmma_wait(num_registers, 0)
     hide, exp2, gradients_of = (
         make_band_mask(num_registers),
@@ -123,9 +123,9 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
-        first_key_row, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        first_key_row, first_tile, last_tile = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         stage_idx, phase = i32(0), i32(0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             key_row = first_key_row + j * ROWS
             shared, barrier = open_stage(smem, stage_idx, phase)
             load_rows(shared, map_k, barrier, kv_head * rows_k + key_row)
@@ -140,7 +140,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale = row_terms[0], row_terms[1]
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
@@ -150,10 +150,10 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         dq_0, dq_1, dq_2, dq_3, rest, rest_below = zero_sums(), zero_sums(), zero_sums(), zero_sums(), _ZERO, _ZERO
         first_block = i32(key_block)
         mbarrier_wait(smem + full_q, 0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             of_block = i64(found_again(i32(first_block + j))) * 4
             key_scale, value_scale = load_f32(scale_k + of_block), load_f32(scale_v + of_block)
-            fill = i32((j - first) * 3)
+            fill = i32((j - first_tile) * 3)
             k_stage, v_stage, kt_stage = i32(fill & 3), i32((fill + 1) & 3), i32((fill + 2) & 3)
             k, v = smem + ring + k_stage * WIDE_TILE, smem + ring + v_stage * WIDE_TILE
             factor = float_max(query_factor * key_scale, SMALLEST)

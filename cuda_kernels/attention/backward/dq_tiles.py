@@ -75,9 +75,9 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def load_keys(smem, map_k, map_v, map_kt, tile, kv_head, rows_k):
-        first_key_row, first, last = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        first_key_row, first_tile, last_tile = tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
         stage_idx, phase = i32(0), i32(0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             barrier, key_row = smem + full + 8 * stage_idx, first_key_row + j * ROWS
             fill_stage(barrier, smem + empty + 8 * stage_idx, phase, 2 * TILE + transposed_bytes)
             tma_load(smem + k_offset + stage_idx * TILE, map_k, barrier, 0, kv_head * rows_k + key_row)
@@ -88,7 +88,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     @device
     def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
         scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
@@ -97,14 +97,17 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         desc_q, desc_do = smem_descriptor(smem + q_offset + own), smem_descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
         next_key_scale, next_value_scale = np.float32(1), np.float32(1)
-        if first < last:
-            next_key_scale, next_value_scale = load_f32(scale_k + i64(first) * 4), load_f32(scale_v + i64(first) * 4)
+        if first_tile < last_tile:
+            next_key_scale, next_value_scale = (
+                load_f32(scale_k + i64(first_tile) * 4),
+                load_f32(scale_v + i64(first_tile) * 4),
+            )
         stage_idx, phase = i32(0), i32(0)
         mbarrier_wait(smem + full_q, 0)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             key_scale, value_scale = next_key_scale, next_value_scale
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
-            ahead = i64(min(i32(j + 1), i32(last - 1))) * 4
+            ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
             next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
             mbarrier_wait(smem + full + 8 * stage_idx, phase)
             wgmma_fence()

@@ -154,9 +154,9 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         if not finite:
             of_finite = u32(0)
             for step in range(GROUP):
-                values, raw = decode(registers, step, mean, rows), decode_raw(registers, step, mean, rows)
+                quad_values, raw = decode(registers, step, mean, rows), decode_raw(registers, step, mean, rows)
                 for index in range(4):
-                    of_finite = unsigned_max(of_finite, _finite_magnitude(values[index], raw[index]))
+                    of_finite = unsigned_max(of_finite, _finite_magnitude(quad_values[index], raw[index]))
             amax = block_max(of_finite, smem + amax_smem + 64, thread)
         scale = amax_to_scale(from_bits(amax), fp8_max, False, _ZERO)
         if thread == 0:

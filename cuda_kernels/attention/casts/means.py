@@ -126,9 +126,9 @@ def mean_heads_kernel(head_dim: int) -> Kernel:
         group = quotient(thread, quads)
         quad = i32(thread - group * quads)
         a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
-        start = (i64(head) * (packed_rows >> 7) + first_block) * head_dim + 4 * quad
+        place = (i64(head) * (packed_rows >> 7) + first_block) * head_dim + 4 * quad
         for block in range(group, i32(i32(rows + ROWS - 1) >> 7), _GROUPS):
-            found = load_16_if(sums + (start + i64(block) * head_dim) * 4, True)
+            found = load_16_if(sums + (place + i64(block) * head_dim) * 4, True)
             a += from_bits(found[0])
             b += from_bits(found[1])
             c += from_bits(found[2])

@@ -95,20 +95,20 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
     def copy(smem, stage, statistics, head, rows_q, query):
         which, part = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
         if which < STATISTICS - CORRECTED:
-            start = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
-            cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + start * 4 + 16 * part, 16)
+            place_of_row = (i64(head) * STATISTICS + CORRECTED + which) * rows_q + query
+            cp_async_16(smem + place(stage, CORRECTED + which, 4 * part), statistics + place_of_row * 4 + 16 * part, 16)
 
     @device
-    def address(smem, stage, which, query):
+    def statistic_address(smem, stage, which, query):
         return smem + place(stage, which, query)
 
     @device
     def two_of_d(smem, stage):
         lane = cuda.threadIdx.x & 31
-        first = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
-        return first + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
+        first_tile = from_bits(shared_load_4(smem + place(stage, CORRECTED, lane)))
+        return first_tile + from_bits(shared_load_4(smem + place(stage, CORRECTED, lane + 32)))
 
-    return copy, address, two_of_d
+    return copy, statistic_address, two_of_d
 
 
 @cache
@@ -156,19 +156,19 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     def copy_tile(smem, stage, addresses, rows_q, head, query):
         """``query``: the tile's first one among the packed rows."""
         q, do, q_t, do_t, statistics = addresses
-        row, column = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
-        copy_queries(smem + q_offset + stage * _STAGE, q + row, i64(head_dim))
+        in_q, in_qt = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
+        copy_queries(smem + q_offset + stage * _STAGE, q + in_q, i64(head_dim))
         if with_dk:
-            copy_queries(smem + do_offset + stage * _STAGE, do + row, i64(head_dim))
-            copy_half(smem + qt_offset, stage, q_t + column, i64(rows_q))
+            copy_queries(smem + do_offset + stage * _STAGE, do + in_q, i64(head_dim))
+            copy_half(smem + qt_offset, stage, q_t + in_qt, i64(rows_q))
         if with_dv:
-            copy_half(smem + dot_offset, stage, do_t + column, i64(rows_q))
+            copy_half(smem + dot_offset, stage, do_t + in_qt, i64(rows_q))
         copy_statistics(smem, stage, statistics, head, rows_q, query)
 
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
         queries = tile[TILE_OTHERS]
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -176,17 +176,17 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         stage, end = i32(0), i32(first_head + group)
-        if first < last:
-            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first * QUERIES)
+        if first_tile < last_tile:
+            copy_tile(smem, stage, addresses, rows_q, first_head, queries + first_tile * QUERIES)
         cp_async_commit()
         for head in range(first_head, end):
-            for i in range(first, last):
+            for i in range(first_tile, last_tile):
                 cp_async_wait(0)
                 cuda.syncthreads()  # the tile is there, and all are done with the one before it
-                if i + 1 < last:
+                if i + 1 < last_tile:
                     copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * QUERIES)
                 elif head + 1 < end:
-                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first * QUERIES)
+                    copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
                 query_scale = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE, column)))
                 gradient_scale = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE, column)))
@@ -239,12 +239,12 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         smem = dynamic_shared()
         tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
         row = tile[TILE_ROW]
-        keys = (i64(head) * rows_k + row) * head_dim
+        in_k = (i64(head) * rows_k + row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
         if tile[TILE_FIRST] < tile[TILE_LAST]:
-            copy_keys(smem, k + keys, i64(head_dim))
+            copy_keys(smem, k + in_k, i64(head_dim))
             if with_dk:
-                copy_keys(smem + v_offset, v + keys, i64(head_dim))
+                copy_keys(smem + v_offset, v + in_k, i64(head_dim))
         of_channel = i64(first_channel) * rows_q
         dv, dk = attend(
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,

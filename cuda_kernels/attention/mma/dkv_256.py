@@ -74,26 +74,26 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
 
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + ring + place_in_b(lane))
         sums, limits = zero_sums(), (START, START)
         here, queries, end = i32(0), tile[TILE_OTHERS], i32(first_head + group)
-        if first < last:
-            copy_q(smem, smem + ring, addresses, rows_q, first_head, queries + first * QUERIES)
+        if first_tile < last_tile:
+            copy_q(smem, smem + ring, addresses, rows_q, first_head, queries + first_tile * QUERIES)
         cp_async_commit()
         for head in range(first_head, end):
-            for i in range(first, last):
+            for i in range(first_tile, last_tile):
                 there, query = i32(here ^ _STAGE), i32(queries + i * QUERIES)
                 transposed = here if is_dk else there
                 of_channels = i64(head) * head_dim * rows_q + query
                 cp_async_wait(0)
                 cuda.syncthreads()  # Q is there, and all are done with the tile before it
                 if is_dk:
-                    rows = addresses[1] + (i64(head) * rows_q + query) * head_dim
-                    copy_queries(smem + ring + there, rows, i64(head_dim))
+                    row_address = addresses[1] + (i64(head) * rows_q + query) * head_dim
+                    copy_queries(smem + ring + there, row_address, i64(head_dim))
                 else:
                     copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
                 cp_async_commit()
@@ -119,10 +119,10 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 cp_async_wait(0)
                 cuda.syncthreads()  # the transposed one is there, and all are done with the other stage
                 free = smem + ring + (transposed ^ _STAGE)
-                if i + 1 < last:
+                if i + 1 < last_tile:
                     copy_q(smem, free, addresses, rows_q, head, query + QUERIES)
                 elif head + 1 < end:
-                    copy_q(smem, free, addresses, rows_q, head + 1, queries + first * QUERIES)
+                    copy_q(smem, free, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
                 # Codes that are all 0, as behind the border of a mask, add nothing unless they meet NaN.
                 if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):

@@ -71,27 +71,27 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     @device
     def copy_keys(smem, k, v, j):
-        start = i64(j) * (ROWS * head_dim)
-        copy_rows(smem + k_offset, k + start, i64(head_dim))
-        copy_rows(smem + v_offset, v + start, i64(head_dim))
+        offset = i64(j) * (ROWS * head_dim)
+        copy_rows(smem + k_offset, k + offset, i64(head_dim))
+        copy_rows(smem + v_offset, v + offset, i64(head_dim))
 
     @device
     def attend(smem, tile, operands, row_terms, scales, left, right):
         q, do, k, v, k_t, rows_k = operands
         scale_k, scale_v = scales
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         in_q, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
-        if first < last:
+        if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
             copy_rows(smem + do_offset, do, i64(head_dim))
-            copy_keys(smem, k, v, first)
+            copy_keys(smem, k, v, first_tile)
             cp_async_commit()
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             cp_async_wait(0)
             cuda.syncthreads()  # K and V are there, and the product with the last transposed K is done
             copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
@@ -108,7 +108,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with K and V
-            if j + 1 < last:
+            if j + 1 < last_tile:
                 copy_keys(smem, k, v, j + 1)
             cp_async_commit()
             dq = add_product(dq, words, in_b + kt_offset, unit * key_scale, unit_below * key_scale)
@@ -145,13 +145,13 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
             load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
         )  # fmt: skip
-        queries = (i64(head) * rows_q + row) * head_dim
-        keys = (i64(kv_head) * rows_k + others) * head_dim
-        keys_of_channel = (i64(kv_head) * head_dim + first_channel) * rows_k + others
+        in_q = (i64(head) * rows_q + row) * head_dim
+        in_k = (i64(kv_head) * rows_k + others) * head_dim
+        in_kt = (i64(kv_head) * head_dim + first_channel) * rows_k + others
         block = (i64(kv_head) * (rows_k >> 7) + (others >> 7)) * 4
         dq, rest, rest_below = attend(
             smem, tile,
-            (q + queries, do + queries, k + keys, v + keys, k_t + keys_of_channel, i64(rows_k)),
+            (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
             row_terms, (scale_k + block, scale_v + block), left, right,
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
@@ -203,19 +203,19 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     others = _make_gradients(k_steps, start + KEYS)
 
     @device
-    def gradients(addresses, scales, rows, partial, visible, first_key):
-        return some(addresses, scales, rows, partial, visible, first_key) + others(
-            addresses, scales, rows, partial, visible, first_key
+    def gradients(addresses, scales, row_terms, partial, visible, first_key):
+        return some(addresses, scales, row_terms, partial, visible, first_key) + others(
+            addresses, scales, row_terms, partial, visible, first_key
         )
 
     return gradients
 
 
 def make_gradients_of(product: Any, start: int) -> Any:
-    """A device function ``(addresses, scales, rows, partial, visible, first_key) -> ds`` of a warp's rows.
+    """A device function ``(addresses, scales, row_terms, partial, visible, first_key) -> ds`` of a warp's rows.
 
     Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
-    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``rows``: of both rows the total and D.
+    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
     ``partial``: whether ``visible`` matters. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
@@ -226,10 +226,10 @@ def make_gradients_of(product: Any, start: int) -> Any:
     )
 
     @device
-    def some(addresses, scales, rows, partial, visible, first_key):
+    def some(addresses, scales, row_terms, partial, visible, first_key):
         in_q, in_do, in_k, in_v = addresses
         query_factor, key_scale, gradient_scale, value_scale = scales
-        total, total_below, delta, delta_below = rows
+        total, total_below, delta, delta_below = row_terms
         scores = product(in_q, in_k)
         if partial:
             scores = hide(scores, visible, i32(first_key + start))

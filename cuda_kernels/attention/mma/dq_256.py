@@ -49,9 +49,9 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     def copy_keys(stage, operands, tile_key, key):
         """Keys from number ``key`` of the tile on; ``tile_key``: its first."""
         _, _, k, v, _, _ = operands
-        start = (i64(tile_key) + key) * head_dim
-        copy_some(stage, k + start, i64(head_dim))
-        copy_some(stage + v_offset, v + start, i64(head_dim))
+        offset = (i64(tile_key) + key) * head_dim
+        copy_some(stage, k + offset, i64(head_dim))
+        copy_some(stage + v_offset, v + offset, i64(head_dim))
 
     def make_gradients(start: int) -> Any:
         """As ``make_gradients_of``, of all keys from ``start`` on; what comes next is copied meanwhile."""
@@ -59,7 +59,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         is_last = start + KEYS == ROWS
 
         @device
-        def some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
+        def some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
             smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
@@ -71,16 +71,16 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
             in_stage = in_b + here
             addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
-            return gradients_of(addresses, scales, rows, partial, visible, first_key)
+            return gradients_of(addresses, scales, row_terms, partial, visible, first_key)
 
         if is_last:
             return some
         others = make_gradients(start + KEYS)
 
         @device
-        def gradients(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key):
-            return some(ring_of, here, operands, in_a, scales, rows, partial, visible, first_key) + others(
-                ring_of, here ^ _STAGE, operands, in_a, scales, rows, partial, visible, first_key
+        def gradients(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
+            return some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scales, row_terms, partial, visible, first_key
             )
 
         return gradients
@@ -90,7 +90,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     @device
     def attend(smem, tile, operands, row_terms, scales, left, right):
         scale_k, scale_v = scales
-        first, last, whole_first, whole_last = visited_tiles(tile)
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -98,12 +98,12 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         ring_of = i32(smem + ring), i32(smem + ring + place_in_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
         stage = i32(0)
-        if first < last:
+        if first_tile < last_tile:
             copy_rows(smem, operands[0], i64(head_dim))
             copy_rows(smem + do_offset, operands[1], i64(head_dim))
-            copy_keys(smem + ring, operands, first * ROWS, 0)
+            copy_keys(smem + ring, operands, first_tile * ROWS, 0)
         cp_async_commit()
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             # Loaded here, they are there when the products are.
             key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
             partial = j < whole_first or j >= whole_last
@@ -115,7 +115,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             cp_async_wait(0)
             cuda.syncthreads()  # transposed K is there, and all are done with the last keys
             shared, in_b = ring_of
-            if j + 1 < last:
+            if j + 1 < last_tile:
                 copy_keys(shared + (stage ^ _STAGE), operands, j * ROWS, ROWS)
             cp_async_commit()
             dq = add_product(dq, words, in_b + stage, unit * key_scale, unit_below * key_scale)

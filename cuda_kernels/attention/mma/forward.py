@@ -62,8 +62,8 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
     zero_out = zeros(out_count)
 
     @device
-    def copy_keys(stage, keys, j):
-        copy_rows(stage, keys + i64(j) * (ROWS * head_dim), i64(head_dim))
+    def copy_keys(stage, k, j):
+        copy_rows(stage, k + i64(j) * (ROWS * head_dim), i64(head_dim))
 
     @device
     def next_stage(stage, first_stage):
@@ -71,28 +71,28 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         return i32(stage + stage_bytes) if stage < first_stage + prefetch * stage_bytes else first_stage
 
     @device
-    def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
-        out, state = zero_out(), START
-        if first < last:
-            copy_rows(smem, queries, i64(head_dim))
+        out, softmax_state = zero_out(), START
+        if first_tile < last_tile:
+            copy_rows(smem, q, i64(head_dim))
         for ahead in range(prefetch):
-            if first + ahead < last:
+            if first_tile + ahead < last_tile:
                 stage = first_stage + ahead * stage_bytes
-                copy_keys(stage, keys, first + ahead)
-                copy_values(stage + TILE, values + i64(first + ahead) * ROWS, rows_k)
+                copy_keys(stage, k, first_tile + ahead)
+                copy_values(stage + TILE, v_t + i64(first_tile + ahead) * ROWS, rows_k)
             cp_async_commit()
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             cp_async_wait(pending)
             cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
-            if j + prefetch < last:
-                copy_keys(free_stage, keys, j + prefetch)
-                copy_values(free_stage + TILE, values + i64(j + prefetch) * ROWS, rows_k)
+            if j + prefetch < last_tile:
+                copy_keys(free_stage, k, j + prefetch)
+                copy_values(free_stage + TILE, v_t + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
@@ -101,11 +101,11 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
             factor = float_max(query_factor * key_scale, SMALLEST)
-            words, state, alpha, alpha_below = softmax(scores, factor, state)
+            words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
             out = rescale(out, alpha, alpha_below)
             out = add_product(out, words, stage + TILE + in_b, value_scale, value_scale)
             stage, free_stage = next_stage(stage, first_stage), stage
-        return out, state
+        return out, softmax_state
 
     name = f"mma_attention_forward({spec}, {stages=})"
     return _forward_pass(spec, name, attend, TILE + stages * stage_bytes)
@@ -115,10 +115,10 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
     """The forward pass that goes over the keys as ``attend`` does.
 
     Args:
-        attend: a device function ``(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left,
-            right) -> out, state``: the sums of this thread's channels, in units of the softmax's state, and that state.
-            ``queries``, ``keys``, ``values``: addresses of the tile's first codes, and of the sequence's.
-            ``query_factor``: Q's scale times c. ``key_block``: of K's and V's scales, the sequence's first.
+        attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right) ->
+            out, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
+            ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
+            scale times c. ``key_block``: of K's and V's scales, the sequence's first.
     """
     head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
     finish = scale_seen_rows(channels // 2)
@@ -134,7 +134,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
         row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         query_block = (i64(head) * (rows_q >> 7) + (row >> 7)) * 4
         key_block = i32(kv_head * (rows_k >> 7) + (others >> 7))
-        acc, state = attend(
+        acc, softmax_state = attend(
             smem, tile,
             q + (i64(head) * rows_q + row) * head_dim,
             k + (i64(kv_head) * rows_k + others) * head_dim,
@@ -145,7 +145,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         lane = cuda.threadIdx.x & 31
         line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
-        inverse, inverse_below, seen, seen_below = store_statistics(state, m, l, tile, head, rows_q, line, lane)
+        inverse, inverse_below, seen, seen_below = store_statistics(softmax_state, m, l, tile, head, rows_q, line, lane)
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
         store(
             finish(acc, inverse, inverse_below, seen, seen_below),

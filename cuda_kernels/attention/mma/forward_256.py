@@ -37,22 +37,22 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)
 
     @device
-    def attend(smem, tile, queries, keys, values, rows_k, query_factor, scales, key_block, left, right):
-        first, last, whole_first, whole_last = visited_tiles(tile)
+    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
-        out, state = zero_out(), START
-        values += first_channel * rows_k
-        if first < last:
-            copy_rows(smem, queries, i64(head_dim))
-            copy_rows(smem + k_offset, keys + i64(first) * (ROWS * head_dim), i64(head_dim))
+        out, softmax_state = zero_out(), START
+        v_t += first_channel * rows_k
+        if first_tile < last_tile:
+            copy_rows(smem, q, i64(head_dim))
+            copy_rows(smem + k_offset, k + i64(first_tile) * (ROWS * head_dim), i64(head_dim))
         cp_async_commit()
-        for j in range(first, last):
+        for j in range(first_tile, last_tile):
             cp_async_wait(0)
             cuda.syncthreads()  # K is there, and the product with the last V is done
-            copy_values(smem + v_offset, values + i64(j) * ROWS, rows_k)
+            copy_values(smem + v_offset, v_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
@@ -60,13 +60,15 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, state, alpha, alpha_below = softmax(scores, float_max(query_factor * key_scale, SMALLEST), state)
+            words, softmax_state, alpha, alpha_below = softmax(
+                scores, float_max(query_factor * key_scale, SMALLEST), softmax_state
+            )
             cp_async_wait(0)
             cuda.syncthreads()  # V is there, and all are done with K
-            if j + 1 < last:
-                copy_rows(smem + k_offset, keys + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
+            if j + 1 < last_tile:
+                copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
             out = add_product(rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale, value_scale)
-        return out, state
+        return out, softmax_state
 
     return attend, v_offset + CHANNELS * LINE

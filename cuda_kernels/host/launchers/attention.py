@@ -63,10 +63,10 @@ class CastTables(NamedTuple):
     counts: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: PackedRows, mean_rows: int | None = None) -> CastTables:
+    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
         """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
-        blocks = cast_table(rows)
-        return cls(blocks, *mean_tables(rows, blocks, mean_rows))
+        blocks = cast_table(packed)
+        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
 
 
 class Visible(NamedTuple):
@@ -147,9 +147,9 @@ class AttentionProblem:
         ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
         """
         item = 4 if self.spec.out == "float32" else 2
-        for each in strides:
-            if any(stride * item % 16 for stride in each):
-                raise ValueError(f"strides={each} of {self.spec.out}: rows begin at multiples of 16 bytes")
+        for strides_of_tensor in strides:
+            if any(stride * item % 16 for stride in strides_of_tensor):
+                raise ValueError(f"strides={strides_of_tensor} of {self.spec.out}: rows begin at multiples of 16 bytes")
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
         """See :meth:`Visible.tiles_of_queries`."""
@@ -178,7 +178,7 @@ class CastLaunch:
         head_dim: int,
         dtype: str,
         heads: int,
-        rows: RowSpace,
+        space: RowSpace,
         strides: Strides,
         copies: tuple[bool, bool],
         mean_blocks: int,
@@ -187,35 +187,35 @@ class CastLaunch:
     ) -> None:
         vector = 4 if aligned and not any(stride % 4 for stride in strides) else 1
         spec = HeadsSpec(head_dim, dtype, vector)
-        self._heads, self._rows, self._head_dim, self._copies = heads, rows, head_dim, copies
-        self._address, self._device = address_on(device), device
+        self._heads, self._space, self._head_dim, self._copies = heads, space, head_dim, copies
+        self._pointer, self._device = address_on(device), device
         kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
-        of_batch, of_x = {"heads": heads, "packed_rows": rows.total}, stride_parameters(strides)
-        sequences = rows.sequences
-        self._cast = named_launch(kernel, rows.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
+        of_batch, of_x = {"heads": heads, "packed_rows": space.total}, stride_parameters(strides)
+        sequences = space.sequences
+        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
         self._sum = self._mean = None
         if mean_blocks:
             self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
             mean = mean_heads_kernel(head_dim)
             self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
 
-    def start(self, x: Tensor, tables: CastTables) -> PackedCodes:
+    def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; what no copy was asked for is None."""
-        shape = self._heads, self._rows.total, self._head_dim
+        shape = self._heads, self._space.total, self._head_dim
         data, data_t = (
             torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
             for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
         )
-        scale_inv = torch.empty(self._heads, self._rows.blocks, dtype=torch.float32, device=self._device)
+        scale_inv = torch.empty(self._heads, self._space.blocks, dtype=torch.float32, device=self._device)
         if not self._cast.blocks:
             return PackedCodes(data, data_t, scale_inv)
-        address = self._address
+        pointer = self._pointer
         means = self._means(x, tables)
         absent: Argument = 0
-        self._cast.start(
-            address(x), address(tables.blocks), absent if means is None else address(means),
-            absent if data is None else address(data), absent if data_t is None else address(data_t),
-            address(scale_inv),
+        self._cast.run(
+            pointer(x), pointer(tables.blocks), absent if means is None else pointer(means),
+            absent if data is None else pointer(data), absent if data_t is None else pointer(data_t),
+            pointer(scale_inv),
         )  # fmt: skip
         return PackedCodes(data, data_t, scale_inv)
 
@@ -224,13 +224,13 @@ class CastLaunch:
             return None
         assert tables.summed is not None
         assert tables.counts is not None
-        address = self._address
+        pointer = self._pointer
         sums, means = (
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
-            for parts in (self._rows.blocks, self._rows.sequences)
+            for parts in (self._space.blocks, self._space.sequences)
         )
-        self._sum.start(address(x), address(tables.summed), address(sums))
-        self._mean.start(address(sums), address(tables.counts), address(means))
+        self._sum.run(pointer(x), pointer(tables.summed), pointer(sums))
+        self._mean.run(pointer(sums), pointer(tables.counts), pointer(means))
         return means
 
 
@@ -241,17 +241,17 @@ class TransposeLaunch:
         KernelError: the kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, head_dim: int, heads: int, rows: RowSpace, device: torch.device) -> None:
-        self._address = address_on(device)
+    def __init__(self, head_dim: int, heads: int, space: RowSpace, device: torch.device) -> None:
+        self._pointer = address_on(device)
         kernel = transpose_heads_kernel(head_dim)
-        self._launch = named_launch(kernel, rows.blocks * heads, device, heads=heads, packed_rows=rows.total)
+        self._launch = named_launch(kernel, space.blocks * heads, device, heads=heads, packed_rows=space.total)
 
-    def start(self, codes: PackedCodes) -> PackedCodes:
+    def run(self, codes: PackedCodes) -> PackedCodes:
         """Both copies of ``codes``."""
         assert codes.data is not None
         data_t = torch.empty_like(codes.data.mT, memory_format=torch.contiguous_format)
         if self._launch.blocks:
-            self._launch.start(self._address(codes.data), self._address(data_t))
+            self._launch.run(self._pointer(codes.data), self._pointer(data_t))
         return codes._replace(data_t=data_t)
 
 
@@ -271,7 +271,7 @@ class ForwardLaunch:
         spec, self._problem = problem.spec, problem
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
-        self._address = address_on(device)
+        self._pointer = address_on(device)
         blocks = problem.queries.blocks * problem.heads[0]
         scalars = {**problem.sizes(problem.heads[0]), **problem.visible.limits(), "c": problem.scale_of_exponent}
         self._launches = [
@@ -279,7 +279,7 @@ class ForwardLaunch:
             for kernel in forward_kernels(spec, device)
         ]
 
-    def start(
+    def run(
         self,
         tiles: Tensor,
         q: PackedCodes,
@@ -302,7 +302,7 @@ class ForwardLaunch:
         arguments = (
             self._queries_box(q.data.flatten(0, 1)), self._keys_box(k.data.flatten(0, 1)),
             self._values_box(v.data_t.flatten(0, 1)),
-            *map(self._address, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
+            *map(self._pointer, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
         )  # fmt: skip
         for launch in self._launches:
-            launch.start(*arguments)
+            launch.run(*arguments)

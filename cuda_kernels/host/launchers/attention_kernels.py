@@ -31,7 +31,9 @@ def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
     """
     if not _multiplies_in_warps(device):
         return [attention_forward_kernel(spec)]
-    return [mma_attention_forward_kernel(spec, first) for first in range(0, spec.head_dim, mma.CHANNELS)]
+    return [
+        mma_attention_forward_kernel(spec, first_channel) for first_channel in range(0, spec.head_dim, mma.CHANNELS)
+    ]
 
 
 def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:

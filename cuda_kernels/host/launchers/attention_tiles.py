@@ -47,7 +47,7 @@ class PackedRows(NamedTuple):
         space: what shapes say of them.
         lengths: rows of each sequence ``[B]``.
         held: rows of the tensor that are kept for it ``[B]``: its own, and padding.
-        first: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
+        first_row: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
             where sequences lie one after the other.
         starts: its first packed row ``[B]``, a multiple of 128.
         sequence: of each block of 128 packed rows the sequence, ``[R / 128]``.
@@ -57,7 +57,7 @@ class PackedRows(NamedTuple):
     space: RowSpace
     lengths: Tensor
     held: Tensor
-    first: Tensor
+    first_row: Tensor
     starts: Tensor
     sequence: Tensor
     row: Tensor
@@ -80,93 +80,93 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
         assert cu_seqlens is not None
         ends = cu_seqlens[1:].long().clamp(0, space.rows)
         bounds = torch.cat([ends.new_zeros(1), ends]).cummax(0).values
-        lengths, first = bounds.diff(), bounds[:-1]
-        held = torch.where(index < space.sequences - 1, lengths, space.rows - first)
-        starts = first // ROWS + index
+        lengths, first_row = bounds.diff(), bounds[:-1]
+        held = torch.where(index < space.sequences - 1, lengths, space.rows - first_row)
+        starts = first_row // ROWS + index
     else:
         held = torch.full_like(index, space.rows)
         lengths = held if cu_seqlens is None else cu_seqlens.long().diff().clamp(0, space.rows)
-        first, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
+        first_row, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
     block = torch.arange(space.blocks, device=device)
     sequence = torch.searchsorted(starts, block, right=True) - 1
-    return PackedRows(space, lengths, held, first, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
+    return PackedRows(space, lengths, held, first_row, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
 
 
-def cast_table(rows: PackedRows) -> Tensor:
+def cast_table(packed: PackedRows) -> Tensor:
     """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
-    valid = (rows.lengths[rows.sequence] - rows.row).clamp(0, ROWS)
-    source_row = rows.first[rows.sequence] + rows.row
-    return _table(ROW_FIELDS, sequence=rows.sequence, source_row=source_row, valid=valid, row=_block_rows(rows))
+    valid = (packed.lengths[packed.sequence] - packed.row).clamp(0, ROWS)
+    source_row = packed.first_row[packed.sequence] + packed.row
+    return _table(ROW_FIELDS, sequence=packed.sequence, source_row=source_row, valid=valid, row=_block_rows(packed))
 
 
-def mean_tables(rows: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
+def mean_tables(packed: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
     """What is summed for the mean of each sequence's first ``mean_rows``, at most 128; None is of all its rows.
 
     Args:
-        blocks: :func:`cast_table` of the rows.
+        blocks: :func:`cast_table` of ``packed``.
 
     Returns:
         Blocks of rows, as ``blocks`` has them: int32 ``[R / 128, 4]`` or ``[B, 4]``; each sequence's first block of
         128 packed rows and the number of rows that are summed: int32 ``[B, 2]``.
     """
-    starts = rows.starts // ROWS
+    starts = packed.starts // ROWS
     if mean_rows is None:
-        return blocks, _table(SEQUENCE_FIELDS, block=starts, rows=rows.lengths)
+        return blocks, _table(SEQUENCE_FIELDS, block=starts, rows=packed.lengths)
     assert mean_rows <= ROWS
-    counts = rows.lengths.clamp(max=mean_rows)
-    sequence = torch.arange(rows.space.sequences, device=starts.device)
-    summed = _table(ROW_FIELDS, sequence=sequence, source_row=rows.first, valid=counts, row=rows.starts)
+    counts = packed.lengths.clamp(max=mean_rows)
+    sequence = torch.arange(packed.space.sequences, device=starts.device)
+    summed = _table(ROW_FIELDS, sequence=sequence, source_row=packed.first_row, valid=counts, row=packed.starts)
     return summed, _table(SEQUENCE_FIELDS, block=starts, rows=counts)
 
 
 def tile_table(
-    rows: PackedRows,
+    packed: PackedRows,
     others: PackedRows,
     left: int | None,
     right: int | None,
     bottom_right: bool,
-    tile: int = ROWS,
+    tile_size: int = ROWS,
 ) -> Tensor:
     """Tiles of 128 rows of queries with the tiles of keys that they see: int32 ``[R / 128, 12]``, of ``TILE_FIELDS``.
 
     Those with most to do come first. Query i sees the keys ``i + shift - left`` to ``i + shift + right``, all of them
     on a side without a limit; ``shift`` is 0, or with ``bottom_right`` what keys are more than queries. For keys and
-    the queries that see them exchange ``rows`` with ``others`` and ``left`` with ``right``.
+    the queries that see them exchange ``packed`` with ``others`` and ``left`` with ``right``.
 
     Args:
-        tile: rows of a tile of the others.
+        tile_size: rows of a tile of the others.
     """
-    sequence, start = rows.sequence, rows.row
-    count, length = others.lengths[sequence], rows.lengths[sequence]
+    sequence, start = packed.sequence, packed.row
+    count, length = others.lengths[sequence], packed.lengths[sequence]
     valid = (length - start).clamp(0, ROWS)
     low, high = limits(left, right)
     diagonal = start + count - length if bottom_right else start
     first_seen = (diagonal - low).clamp(min=0)
     last_seen = torch.minimum(diagonal + valid - 1 + high, count - 1)
     some = (valid > 0) & (first_seen <= last_seen)
-    first = torch.where(some, first_seen // tile, 0)
-    last = torch.where(some, last_seen // tile + 1, 0)
+    first_tile = torch.where(some, first_seen // tile_size, 0)
+    last_tile = torch.where(some, last_seen // tile_size + 1, 0)
     # What all of the tile's rows see lies between what its last one sees first and its first one sees last.
     from_all = (diagonal + valid - 1 - low).clamp(min=0)
     to_all = torch.minimum(diagonal + high, count - 1) + 1
-    whole_first = torch.minimum((from_all + tile - 1) // tile, last)
-    whole_last = torch.maximum(to_all.clamp(min=0) // tile, whole_first)
+    whole_first = torch.minimum((from_all + tile_size - 1) // tile_size, last_tile)
+    whole_last = torch.maximum(to_all.clamp(min=0) // tile_size, whole_first)
     table = _table(
         TILE_FIELDS,
-        row=_block_rows(rows),
+        row=_block_rows(packed),
         others=others.starts[sequence],
-        first=first,
-        last=last,
+        first=first_tile,
+        last=last_tile,
         whole_first=whole_first,
         whole_last=whole_last,
         count=count,
         diagonal=diagonal,
         valid=valid,
         sequence=sequence,
-        out_row=rows.first[sequence] + start,
-        out_rows=(rows.held[sequence] - start).clamp(0, ROWS),
+        out_row=packed.first_row[sequence] + start,
+        out_rows=(packed.held[sequence] - start).clamp(0, ROWS),
     )
-    return table[torch.argsort(last - first, descending=True, stable=True)]
+    return table[torch.argsort(last_tile - first_tile, descending=True, stable=True)]
 
 
 def most_seen(others: RowSpace, left: int | None, right: int | None, longest: int | None = None) -> int:
@@ -187,9 +187,9 @@ def limits(left: int | None, right: int | None) -> tuple[int, int]:
     return low, high
 
 
-def _block_rows(rows: PackedRows) -> Tensor:
+def _block_rows(packed: PackedRows) -> Tensor:
     """The first packed row of each block."""
-    return torch.arange(rows.space.blocks, device=rows.row.device) * ROWS
+    return torch.arange(packed.space.blocks, device=packed.row.device) * ROWS
 
 
 def _table(fields: tuple[str, ...], **columns: Tensor) -> Tensor:

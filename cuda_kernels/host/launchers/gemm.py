@@ -17,7 +17,8 @@ from cuda_kernels.host.launch import address_on, bind
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
-"""``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
+"""``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel, on the current
+stream."""
 
 
 class GemmStrides(NamedTuple):
@@ -25,15 +26,15 @@ class GemmStrides(NamedTuple):
 
     Attributes:
         a, b: from a row to the next; multiples of 16.
-        scale_a, scale_b: of 1x128 scales from one block along K to the next, of 128x128 scales from one row of blocks
-            to the next, else 0.
+        scale_inv_a, scale_inv_b: of 1x128 scales from one block along K to the next, of 128x128 scales from one row of
+            blocks to the next, else 0.
         out: from a row to the next.
     """
 
     a: int
     b: int
-    scale_a: int
-    scale_b: int
+    scale_inv_a: int
+    scale_inv_b: int
     out: int
 
 
@@ -55,44 +56,50 @@ def bind_gemm_kernel(
 
 def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConfig, strides: GemmStrides) -> GemmStart:
     spec = problem.spec
-    address = address_on(device)
+    pointer = address_on(device)
     map_of = partial(map_on, device)
     map_a = map_of(Box(config.a_rows_loaded, TILE_K))
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
-    map_scale_a = map_of(_scale_box(config.tile_m)) if spec.scaling.along_k else None
-    map_scale_b = map_of(_scale_box(config.tile_n)) if spec.scaling.b_along_k_by_row else None
+    map_scale_inv_a = map_of(_scale_inv_box(config.tile_m)) if spec.scaling.along_k else None
+    map_scale_inv_b = map_of(_scale_inv_box(config.tile_n)) if spec.scaling.b_along_k_by_row else None
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),
         device,
         (
-            "map_a", "map_b", "map_out", "map_scale_a", "map_scale_b",
-            "scale_a", "scale_b", "bias", "amax_out", "out", "out_stride", "scale_b_stride",
+            "map_a", "map_b", "map_out", "map_scale_inv_a", "map_scale_inv_b",
+            "scale_inv_a", "scale_inv_b", "bias", "amax_out", "out", "out_stride", "scale_inv_b_stride",
         ),
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    def run(
+        a: Tensor,
+        scale_inv_a: Tensor,
+        b: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        out: Tensor,
     ) -> None:
         absent = encoded_a = map_a(a)
         launch(
             encoded_a,
             map_b(b),
             absent if map_out is None else map_out(out),
-            absent if map_scale_a is None else map_scale_a(scale_a),
-            absent if map_scale_b is None else map_scale_b(scale_b),
-            address(scale_a),
-            address(scale_b),
-            0 if bias is None else address(bias),
-            0 if amax is None else address(amax),
-            address(out),
+            absent if map_scale_inv_a is None else map_scale_inv_a(scale_inv_a),
+            absent if map_scale_inv_b is None else map_scale_inv_b(scale_inv_b),
+            pointer(scale_inv_a),
+            pointer(scale_inv_b),
+            0 if bias is None else pointer(bias),
+            0 if amax is None else pointer(amax),
+            pointer(out),
             strides.out,
-            strides.scale_b,
+            strides.scale_inv_b,
         )
 
-    return start
+    return run
 
 
 def _sizes(problem: GemmProblem) -> dict[str, int]:
@@ -100,40 +107,46 @@ def _sizes(problem: GemmProblem) -> dict[str, int]:
     return {"m": problem.m, "n": problem.n, "k": problem.k}
 
 
-def _scale_box(rows: int) -> Box:
+def _scale_inv_box(rows: int) -> Box:
     """The scales of one block along K for ``rows`` rows of an operand, whose 1x128 scales have contiguous columns."""
     return Box(1, rows, swizzle=False, transposed=True)
 
 
 def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:
-    address = address_on(device)
+    pointer = address_on(device)
     launch = bind(
         mma_gemm_kernel(problem.spec, config),
         num_blocks(problem, config),
         device,
         (
-            "a", "a_stride", "b", "b_stride", "scale_a", "scale_a_stride", "scale_b", "scale_b_stride",
+            "a", "a_stride", "b", "b_stride", "scale_inv_a", "scale_inv_a_stride", "scale_inv_b", "scale_inv_b_stride",
             "bias", "amax_out", "out", "out_stride",
         ),
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    def run(
+        a: Tensor,
+        scale_inv_a: Tensor,
+        b: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        out: Tensor,
     ) -> None:
         launch(
-            address(a),
+            pointer(a),
             strides.a,
-            address(b),
+            pointer(b),
             strides.b,
-            address(scale_a),
-            strides.scale_a,
-            address(scale_b),
-            strides.scale_b,
-            0 if bias is None else address(bias),
-            0 if amax is None else address(amax),
-            address(out),
+            pointer(scale_inv_a),
+            strides.scale_inv_a,
+            pointer(scale_inv_b),
+            strides.scale_inv_b,
+            0 if bias is None else pointer(bias),
+            0 if amax is None else pointer(amax),
+            pointer(out),
             strides.out,
         )
 
-    return start
+    return run

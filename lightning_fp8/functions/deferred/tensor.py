@@ -117,14 +117,14 @@ class DeferredGradient(DeferredTensor):
         if function is _aten.view.default and isinstance(gradient, DeferredGradient):
             size = args[1]
             if size[-1] == gradient.shape[-1]:  # rows of a batch, as a linear layer takes them
-                return type(gradient)(*(_reshaped(each, size) for each in gradient.checked_source()))
+                return type(gradient)(*(_reshaped(x, size) for x in gradient.checked_source()))
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def _versions(source: tuple[Any, ...]) -> list[int]:
-    tensors = (each for each in source if isinstance(each, Tensor))
+    tensors = (x for x in source if isinstance(x, Tensor))
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _reshaped(each: Any, size: Any) -> Any:
-    return each.reshape(size) if isinstance(each, Tensor) else each
+def _reshaped(x: Any, size: Any) -> Any:
+    return x.reshape(size) if isinstance(x, Tensor) else x

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.arguments import NO_CONTEXT_PARALLELISM, require_number
+from lightning_fp8.arguments import require_number
+from lightning_fp8.arguments.parallel import NO_CONTEXT_PARALLELISM, NO_TENSOR_PARALLELISM
 from lightning_fp8.functions.attention import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
 
@@ -16,6 +17,7 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 INSTEAD = {
+    **dict.fromkeys(("tp_group", "tp_size"), NO_TENSOR_PARALLELISM),
     **dict.fromkeys(("cp_group", "cp_global_ranks", "cp_stream"), NO_CONTEXT_PARALLELISM),
     "return_max_logit": "scores never lie in memory; compute them from a query and all keys yourself",
     "inference_params": "MultiheadAttention keeps keys; pass all of them here, attn_mask_type='causal_bottom_right'",
@@ -27,7 +29,7 @@ INSTEAD = {
 
 
 class Sizes(NamedTuple):
-    """Of a rank's part of the layer.
+    """Of a layer.
 
     Attributes:
         heads: of queries.
@@ -42,7 +44,7 @@ class Sizes(NamedTuple):
     value_channels: int
 
 
-def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any, tp_size: Any) -> Sizes:
+def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any) -> Sizes:
     """Raises:
     ValueError: a number that is not positive, or that another does not divide.
     """
@@ -50,16 +52,13 @@ def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any, tp
     if len(channels) != 2:
         raise ValueError(f"kv_channels={kv_channels!r} must be one number, or a pair: keys' channels and values'")
     groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-    named = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups, "tp_size": tp_size}
-    for name, value in [*named.items(), *(("kv_channels", each) for each in channels)]:
+    named = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}
+    for name, value in [*named.items(), *(("kv_channels", size) for size in channels)]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
     if num_attention_heads % groups:
         raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={num_attention_heads}")
-    for name in ("num_attention_heads", "num_gqa_groups"):
-        if named[name] % tp_size:
-            raise ValueError(f"tp_size={tp_size} does not divide {name}={named[name]}")
-    return Sizes(num_attention_heads // tp_size, groups // tp_size, *channels)
+    return Sizes(num_attention_heads, groups, *channels)
 
 
 def checked_scale(softmax_scale: Any, channels: int) -> float:
@@ -130,6 +129,22 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(
             f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
             "run in torch.autocast"
+        )
+
+
+def check_tensors(attention_mask: Any, **given: Any) -> None:
+    """Raises:
+    TypeError: ``attention_mask`` is no tensor, pair of tensors or None, or one of ``given`` no tensor or None.
+    """
+    for name, value in given.items():
+        if not (value is None or isinstance(value, Tensor)):
+            raise TypeError(f"{name} is {type(value).__name__}; it must be a tensor, or None")
+    pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+    if attention_mask is not None and not (len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+        of = f" of {', '.join(type(each).__name__ for each in pair)}" if pair is attention_mask else ""
+        raise TypeError(
+            f"attention_mask is {type(attention_mask).__name__}{of}; it must be a bool tensor, a pair of them for "
+            "queries and keys, or None"
         )
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms
+from lightning_fp8.arguments import refuse_transforms
+from lightning_fp8.arguments.parallel import refuse_sharded
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.attention import arguments
-from lightning_fp8.modules.attention.high_precision import Extras, attention
+from lightning_fp8.modules.attention.high_precision import Extras, attention, fitted
 from lightning_fp8.modules.attention.sequences import Sequences
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -126,6 +127,8 @@ class CoreAttention(FP8Module):
     def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker
         heads, lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
+        scores = (*heads[0].shape[:3], heads[1].shape[2])
+        extras = fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
-            o = attention(*heads, self.softmax_scale, call.band, lengths, call.extras)
+            o = attention(*heads, self.softmax_scale, call.band, lengths, extras)
         return sequences.with_gaps(sequences.from_heads(o))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import SetsNoGroups, one_of, refuse_what_is_not_here, require_bool, require_bools_or_none
+from lightning_fp8.arguments import one_of, refuse_what_is_not_here, require_bool, require_bools_or_none
+from lightning_fp8.arguments.parallel import SetsNoGroups
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.attention import why_not_fp8, why_not_heads
 from lightning_fp8.modules.attention import arguments, masks
@@ -40,7 +41,7 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             ``_bottom_right``, or ``"arbitrary"``.
         window_size: keys before and after the diagonal that a query sees; -1 is all.
         bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
-        tp_size: heads are divided by it; ``tp_group`` changes nothing.
+        tp_size, tp_group: refused if they ask for it; ``num_attention_heads`` are those of this rank.
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
@@ -88,6 +89,8 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         super().__init__()
         refuse_what_is_not_here(
             {
+                "tp_size": tp_size,
+                "tp_group": tp_group,
                 "cp_group": cp_group,
                 "cp_global_ranks": cp_global_ranks,
                 "cp_stream": cp_stream,
@@ -96,7 +99,7 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             },
             arguments.INSTEAD,
         )
-        self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups, tp_size)
+        self.sizes = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups)
         self.softmax_scale = arguments.checked_scale(softmax_scale, self.sizes.channels)
         self.softmax_type = one_of("softmax_type", softmax_type, arguments.SOFTMAX_TYPES)
         self.attention_dropout = arguments.checked_dropout(attention_dropout)
@@ -109,6 +112,7 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         arguments.check_layer_number(layer_number)
         self.layer_number, self.name = layer_number, name
         require_bool("center_keys", center_keys)
+        require_bool("sequence_parallel", sequence_parallel)
         self.center_keys = center_keys
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
@@ -149,17 +153,21 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         Args:
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
-                for queries and keys; of ``"arbitrary"`` broadcastable to ``[b, h, sq, skv]``; else a warning
-                says that it has no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine.
+                for queries and keys; of ``"arbitrary"`` as ``core_attention_bias``; else a warning says that it has
+                no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine: a padding mask that says
+                other lengths is an error where both are on the host. On a card, where asking would wait, and in
+                compiled code nobody compares them.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
                 and a padding type, their lengths added up; else a warning says that they have no effect. Where one
                 is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
-                them; ``cu_seqlens_*`` are their lengths added up.
+                them; ``cu_seqlens_*`` are their lengths added up. Of queries and keys that share ``cu_seqlens`` the
+                one that is None is the other, too.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
             checkpoint_core_attention: keep only the inputs for the backward pass, and compute all again there.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
-            core_attention_bias: broadcastable to ``[b, h, sq, skv]``.
+            core_attention_bias: broadcastable to ``[b, h, sq, skv]``; of ``thd`` sq and skv are the longest sequences',
+                or ``max_seqlen_q`` and ``max_seqlen_kv``, and the same bias is each sequence's, from its first row on.
             alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
             max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
                 backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
@@ -187,6 +195,15 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             arguments.INSTEAD,
         )
         require_bool("checkpoint_core_attention", checkpoint_core_attention)
+        arguments.check_tensors(
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+        )
         require_bools_or_none(
             bottom_right_diagonal=bottom_right_diagonal,
             fast_zero_fill=fast_zero_fill,
@@ -228,7 +245,6 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             alibi_slopes,
             self._sink(q),
             q,
-            None if qkv_format == "thd" else self._scores(qkv_format, q, k),
             self.softmax_scale,
             dropout,
         )
@@ -238,10 +254,6 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         if checkpoint_core_attention and torch.is_grad_enabled():
             return checkpointed(core, q, k, v, self._rng_state_tracker if dropout else None).flatten(-2)
         return core(q, k, v).flatten(-2)
-
-    def _scores(self, qkv_format: str, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-        batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
-        return q.shape[batch], self.sizes.heads, q.shape[length], k.shape[length]
 
     def why_not_in_training(self) -> str:
         """Why a training step without arguments of its own does not run in FP8; empty where it does."""

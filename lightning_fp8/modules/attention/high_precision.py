@@ -46,17 +46,14 @@ def extras_of(
     slopes: Tensor | None,
     sink: Tensor | None,
     q: Tensor,
-    scores: Sequence[int] | None,
     softmax_scale: float,
     dropout: float,
 ) -> Extras:
     """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
 
-    Args:
-        scores: ``[b, h, sq, skv]``, which a bias has to broadcast to; None of packed sequences, whose lengths differ.
-
     Raises:
-        ValueError: an argument without the one that goes with it, or a bias of another shape.
+        ValueError: an argument without the one that goes with it.
+        TypeError: a bias of no floating point.
     """
     one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
     mask = attention_mask if mask_type == "arbitrary" else None
@@ -67,23 +64,57 @@ def extras_of(
             f"core_attention_bias_type={bias_type!r} with "
             + ("a core_attention_bias; pass 'post_scale_bias'" if bias is not None else "no core_attention_bias")
         )
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(
+            f"core_attention_bias is {bias.dtype}; it is added to the scores and must be of floating point. What hides "
+            "keys is attention_mask with attn_mask_type='arbitrary'"
+        )
     if slopes is not None and bias_type != "alibi":
         raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}; pass 'alibi'")
     if slopes is None and bias_type == "alibi":
         slopes = alibi_slopes(q.shape[-2], q.device)
-    if bias is not None and scores is not None and not _broadcasts(bias, scores):
-        raise ValueError(
-            f"core_attention_bias has shape {list(bias.shape)}; it must broadcast to [b, h, sq, skv], here "
-            f"{list(scores)}"
-        )
     if bias is not None and bias_type == "pre_scale_bias":
         bias = bias * softmax_scale
     return Extras(mask, bias, slopes, sink, dropout)
 
 
-def _broadcasts(bias: Tensor, shape: Sequence[int]) -> bool:
-    aligned = zip(reversed(bias.shape), reversed(shape))
-    return bias.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in aligned)
+def fitted(extras: Extras, scores: Sequence[int], most: tuple[int | None, int | None] = (None, None)) -> Extras:
+    """``extras`` for ``scores [b, h, sq, skv]``, of sequences that are as long as the longest.
+
+    Args:
+        most: what a mask or a bias may have in place of sq and skv; their first rows and keys count.
+
+    Raises:
+        ValueError: a mask, a bias or slopes of another shape.
+    """
+    mask = _fitted("attention_mask", extras.mask, scores, most)
+    bias = _fitted("core_attention_bias", extras.bias, scores, most)
+    slopes = extras.slopes
+    if slopes is not None and not (slopes.dim() and _broadcasts(slopes.shape, scores[:2])):
+        raise ValueError(
+            f"alibi_slopes has shape {list(slopes.shape)}; it must be [h] or [b, h], here {list(scores[:2])}"
+        )
+    return Extras(mask, bias, slopes, extras.sink, extras.dropout)
+
+
+def _fitted(name: str, x: Tensor | None, scores: Sequence[int], most: tuple[int | None, int | None]) -> Tensor | None:
+    if x is None:
+        return None
+    given = x.shape
+    for dim, longest in ((-2, most[0]), (-1, most[1])):
+        if longest is not None and -dim <= x.dim() and longest == x.shape[dim] > scores[dim]:
+            x = x.narrow(dim, 0, scores[dim])
+    if not _broadcasts(x.shape, scores):
+        or_most = "" if most == (None, None) else ", or max_seqlen_q and max_seqlen_kv in place of sq and skv"
+        raise ValueError(
+            f"{name} has shape {list(given)}; it must broadcast to [b, h, sq, skv], here {list(scores)}{or_most}"
+        )
+    return x
+
+
+def _broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    aligned = zip(reversed(shape), reversed(wanted))
+    return len(shape) <= len(wanted) and all(size in (1, of) for size, of in aligned)
 
 
 def attention(
@@ -91,9 +122,9 @@ def attention(
 ) -> Tensor:
     """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; a query that sees no key gives 0."""
     share = q.shape[1] != k.shape[1]
-    queries, keys = q.shape[2], k.shape[2]
+    num_queries, num_keys = q.shape[2], k.shape[2]
     causal = band.left is None and band.right == 0
-    if queries != keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
+    if num_queries != num_keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
         causal = causal and not band.bottom_right
     added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
     if lengths is None and not added and (causal or not band.limited):
@@ -102,11 +133,11 @@ def attention(
         )
     padding = None
     if lengths is not None:  # 0 times what padding holds is 0 of finite numbers alone
-        padding = _padding(lengths.queries, queries)
+        padding = _padding(lengths.queries, num_queries)
         q = q.masked_fill(padding, 0)
-        k, v = (x.masked_fill(_padding(lengths.keys, keys), 0) for x in (k, v))
-    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (queries, keys)))
-    unseen = hidden(band, slice(0, queries), slice(0, keys), of, padded=lengths is not None)
+        k, v = (x.masked_fill(_padding(lengths.keys, num_keys), 0) for x in (k, v))
+    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (num_queries, num_keys)))
+    unseen = hidden(band, slice(0, num_queries), slice(0, num_keys), of, padded=lengths is not None)
     unseen = None if unseen is None else unseen[:, None]
     if extras.mask is not None:
         unseen = extras.mask if unseen is None else unseen | extras.mask
@@ -116,15 +147,15 @@ def attention(
         assert blind is not None
         mask = ~unseen | blind
     else:
-        mask = torch.zeros(1, 1, queries, keys, dtype=q.dtype, device=q.device)
+        mask = torch.zeros(1, 1, num_queries, num_keys, dtype=q.dtype, device=q.device)
         if extras.bias is not None:
             mask = mask + extras.bias.to(q.dtype)
         if extras.slopes is not None:
-            mask = mask + _alibi(extras.slopes, queries, keys, band, of).to(q.dtype)
+            mask = mask + _alibi(extras.slopes, num_queries, num_keys, band, of).to(q.dtype)
         if unseen is not None:
             mask = mask.masked_fill(unseen if blind is None else unseen & ~blind, -math.inf)
     if extras.sink is not None:
-        sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], queries, 1)
+        sink = extras.sink.to(q.dtype).expand(*mask.shape[:1], q.shape[1], num_queries, 1)
         mask = torch.cat([mask.expand(-1, q.shape[1], -1, -1), sink], 3)
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
     o = scaled_dot_product_attention(q, k, v, mask, extras.dropout, scale=softmax_scale, enable_gqa=share)
@@ -137,11 +168,11 @@ def _padding(lengths: Tensor, rows: int) -> Tensor:
     return (torch.arange(rows, device=lengths.device) >= lengths[:, None])[:, None, :, None]
 
 
-def _alibi(slopes: Tensor, queries: int, keys: int, band: Band, lengths: Lengths) -> Tensor:
+def _alibi(slopes: Tensor, num_queries: int, num_keys: int, band: Band, lengths: Lengths) -> Tensor:
     """``-slope |j - i - shift|``, float32 ``[B or 1, H, Lq, Lk]`` (Press et al., arXiv:2108.12409)."""
-    i = torch.arange(queries, device=slopes.device)[:, None]
-    j = torch.arange(keys, device=slopes.device)
-    distance = (j - i).expand(1, queries, keys)
+    i = torch.arange(num_queries, device=slopes.device)[:, None]
+    j = torch.arange(num_keys, device=slopes.device)
+    distance = (j - i).expand(1, num_queries, num_keys)
     if band.bottom_right:
         distance = distance - (lengths.keys - lengths.queries).to(slopes.device)[:, None, None]
     return -slopes.float()[..., None, None] * distance.abs()[:, None]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_fp8.functions.attention import is_known
 from lightning_fp8.modules.attention.arguments import tell
 from lightning_fp8.ops.attention import Band
 
@@ -115,10 +116,7 @@ def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
     Raises:
         ValueError: another shape or dtype; a row that is masked out before one that is not (on a card an assertion).
     """
-    if attention_mask.dtype != torch.bool or attention_mask.shape not in (
-        (sequences, 1, 1, rows),
-        (sequences, rows),
-    ):
+    if not _is_padding_mask(attention_mask, sequences, rows):
         raise ValueError(
             f"a padding mask of {sequences} sequences of {rows} rows must be bool [{sequences}, 1, 1, {rows}] or "
             f"[{sequences}, {rows}], True where masked out; this is {attention_mask.dtype} {list(attention_mask.shape)}"
@@ -135,3 +133,43 @@ def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
     elif not from_the_left.all():
         raise ValueError(wrong)
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _is_padding_mask(attention_mask: Tensor, sequences: int, rows: int) -> bool:
+    shapes = (sequences, 1, 1, rows), (sequences, rows)
+    return attention_mask.dtype == torch.bool and attention_mask.shape in shapes
+
+
+def check_mask_beside(of: str, attention_mask: Tensor, cu_seqlens: Tensor, rows: int | None) -> None:
+    """Check that a padding mask says what ``cu_seqlens`` say, which count.
+
+    Values are looked at on the host alone: asking a card would wait for it.
+
+    Args:
+        of: ``"q"`` or ``"kv"``.
+        attention_mask: bool ``[B, 1, 1, L]`` (or ``[B, L]``); True is masked out. A warning says that a tensor
+            of another form has no effect.
+        cu_seqlens: integers ``[B + 1]``.
+        rows: L; None is any.
+
+    Raises:
+        ValueError: the mask hides other rows.
+    """
+    sequences, held = len(cu_seqlens) - 1, attention_mask.shape[-1] if rows is None and attention_mask.dim() else rows
+    if held is None or not _is_padding_mask(attention_mask, sequences, held):
+        tell(
+            f"attention_mask without effect: cu_seqlens say how long sequences are, and it is no padding mask of "
+            f"them but {attention_mask.dtype} {list(attention_mask.shape)}; leave one of the two out"
+        )
+        return
+    if not (is_known(attention_mask) and is_known(cu_seqlens)):
+        return
+    hides, lengths = attention_mask.reshape(sequences, held), cu_seqlens.diff()
+    wrong = (hides != (torch.arange(held) >= lengths[:, None])).any(1) | (lengths > held)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        shown = int((~hides[first]).sum())
+        raise ValueError(
+            f"attention_mask shows {shown} rows of sequence {first}, and cu_seqlens_{of} say that its first "
+            f"{int(lengths[first])} count; pass one of the two"
+        )

@@ -52,11 +52,11 @@ class SavedStates:
 
 def _copies(states: dict[str, Any]) -> dict[str, Any]:
     """Generators advance in place."""
-    return {name: _copy(state) for name, state in states.items()}
+    return {name: _copy(rng_state) for name, rng_state in states.items()}
 
 
-def _copy(state: Any) -> Any:
-    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+def _copy(rng_state: Any) -> Any:
+    return rng_state.clone_state() if isinstance(rng_state, torch.Generator) else rng_state.clone()
 
 
 def checkpointed(

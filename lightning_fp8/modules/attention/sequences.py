@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fp8.functions.attention import check_cu_seqlens, check_longest
 from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.modules.attention import packed
-from lightning_fp8.modules.attention.masks import cu_seqlens_of
+from lightning_fp8.modules.attention.masks import check_mask_beside, cu_seqlens_of
 from lightning_fp8.ops.attention import Lengths
 from lightning_fp8.ops.attention.layouts import from_heads, to_heads
 
@@ -52,7 +52,7 @@ class Sequences(NamedTuple):
         """What Transformer Engine's arguments say of q and k.
 
         Args:
-            padding: a mask of which True is masked out, or a pair; looked at where there are no ``cu_seqlens``.
+            padding: a mask of which True is masked out, or a pair; beside ``cu_seqlens`` it may say nothing else.
 
         Raises:
             ValueError: they do not fit the tensors.
@@ -67,6 +67,8 @@ class Sequences(NamedTuple):
                 )
             of_q = of_kv if of_q is None else of_q
             of_kv = of_q
+            with_gaps = [each for each in cu_seqlens_padded if each is not None]
+            cu_seqlens_padded = (with_gaps[0], with_gaps[-1]) if with_gaps else (None, None)
         if qkv_format == "thd":
             for name, cu, x, padded in zip(("cu_seqlens_q", "cu_seqlens_kv"), (of_q, of_kv), (q, k), cu_seqlens_padded):
                 check_cu_seqlens(name, cu, qkv_format, None, x.shape[0])
@@ -76,6 +78,7 @@ class Sequences(NamedTuple):
                 check_longest(of, longest, cu)
             assert of_q is not None
             assert of_kv is not None
+            _check_masks(padding, (of_q, of_kv), (None, None))
             rows_of_sequences_q, rows_of_sequences_kv = (
                 _between(cu, padded, x.shape[0]) for cu, padded, x in zip((of_q, of_kv), cu_seqlens_padded, (q, k))
             )
@@ -88,11 +91,14 @@ class Sequences(NamedTuple):
                 "cu_seqlens_q and cu_seqlens_kv"
             )
         batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
+        given = of_q, of_kv
         if of_q is None and padding is not None:
-            pair = padding if isinstance(padding, (tuple, list)) else (padding, padding)
-            of_q, of_kv = (_of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(pair, (q, k)))
+            of_q, of_kv = (
+                _of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(_pair(padding), (q, k))
+            )  # fmt: skip
         for name, cu, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_kv", of_kv, k)):
             check_cu_seqlens(name, cu, qkv_format, q.shape[batch], x.shape[length])
+        _check_masks(padding, given, (q.shape[length], k.shape[length]))
         return cls(qkv_format, of_q, of_kv)
 
     def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,8 +120,12 @@ class Sequences(NamedTuple):
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
         """Each as ``[B, H, L, D]``, and the sequences' lengths."""
         of_q, of_kv = (self.cu_seqlens_q, self.max_seqlen_q), (self.cu_seqlens_kv, self.max_seqlen_kv)
-        (q, queries), (k, keys), (v, _) = (self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv)))
-        lengths = None if queries is None or keys is None else Lengths(queries.to(q.device), keys.to(q.device))
+        (q, q_lengths), (k, k_lengths), (v, _) = (
+            self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv))
+        )
+        lengths = (
+            None if q_lengths is None or k_lengths is None else Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
+        )
         return (q, k, v), lengths
 
     def _to_heads(self, x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor | None]:
@@ -130,6 +140,22 @@ class Sequences(NamedTuple):
         return from_heads(
             o, self.qkv_format, self.cu_seqlens_q, self.rows if self.rows_of_sequences_q is None else None
         )
+
+
+def _pair(padding: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of queries, and of keys."""
+    of_q, of_kv = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+    return of_q, of_kv
+
+
+def _check_masks(
+    padding: Tensor | tuple[Tensor, Tensor] | None, cu_seqlens: Pair, rows: tuple[int | None, ...]
+) -> None:
+    """:func:`check_mask_beside` of both, where both are given."""
+    if padding is not None:
+        for of, mask, cu, held in zip(("q", "kv"), _pair(padding), cu_seqlens, rows):
+            if cu is not None:
+                check_mask_beside(of, mask, cu, held)
 
 
 def _of_mask(mask: Tensor, sequences: int, rows: int) -> Tensor:

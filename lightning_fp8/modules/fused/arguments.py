@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import ParallelArguments, initialization_rng, one_of, require_bool, require_number
+from lightning_fp8.arguments import one_of, require_bool, require_number
+from lightning_fp8.arguments.parallel import ParallelArguments, initialization_rng
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.scaling import FLOAT32_MAX
 

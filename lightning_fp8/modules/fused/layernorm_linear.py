@@ -10,14 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import (
-    ParallelArguments,
-    one_dtype,
-    refuse_in_forward,
-    refuse_transforms,
-    require_bools,
-    rows_by_name,
-)
+from lightning_fp8.arguments import one_dtype, refuse_in_forward, refuse_transforms, require_bools, rows_by_name
+from lightning_fp8.arguments.parallel import ParallelArguments
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.modules.fused.arguments import (
@@ -51,7 +45,7 @@ class LayerNormLinear(NormedLayer):
         return_bias: give the bias beside y, not added.
         return_layernorm_output: give the norm's output ``[..., in_features]``, in x's dtype, beside y.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.

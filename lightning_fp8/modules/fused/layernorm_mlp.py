@@ -11,14 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import (
-    ParallelArguments,
-    one_dtype,
-    refuse_transforms,
-    require_bool,
-    require_bools,
-    require_positive_or_none,
-)
+from lightning_fp8.arguments import one_dtype, refuse_transforms, require_bool, require_bools, require_positive_or_none
+from lightning_fp8.arguments.parallel import ParallelArguments
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.modules.fused.activations import activate, activation_named
@@ -61,7 +55,7 @@ class LayerNormMLP(NormedLayer):
         checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
             compute them again there.
         seq_length, micro_batch_size: taken, and not needed.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
-    plain,
-    refuse_parallel,
-    require_bools,
-    require_init_method,
-    require_positive,
-)
+from lightning_fp8.arguments import plain, require_bools, require_init_method, require_positive
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.functions.norm import Norm, normalize

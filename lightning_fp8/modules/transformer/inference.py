@@ -139,7 +139,7 @@ class InferenceParams:
         if not isinstance(step_dict, Mapping):
             raise TypeError(f"pre_step takes a mapping of sequences to their new rows, {{0: 5}}, not {step_dict!r}")
         step_dict = {name: _count(f"rows of sequence {name!r}", new) for name, new in step_dict.items()}
-        lengths = {name: sum(rows) for name, rows in (self._batch or {}).items()}
+        lengths = {name: sum(counts) for name, counts in (self._batch or {}).items()}
         batch = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
         self._check([*batch], [*batch.values()])
         old = {name: place for place, name in enumerate(lengths)}
@@ -216,10 +216,10 @@ class InferenceParams:
             return CachedKeys(all_k, all_v, None, None)
         return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
 
-    def _check(self, names: Sequence[Any], rows: Sequence[tuple[int, int]]) -> None:
+    def _check(self, names: Sequence[Any], before_and_new: Sequence[tuple[int, int]]) -> None:
         if len(names) > self.max_batch_size:
             raise ValueError(f"{len(names)} sequences are more than max_batch_size={self.max_batch_size}")
-        for name, (before, new) in zip(names, rows):
+        for name, (before, new) in zip(names, before_and_new):
             if before + new > self.max_sequence_length:
                 raise ValueError(
                     f"{new} rows for sequence {name!r}, which has {before}, do not fit "
@@ -246,9 +246,9 @@ def _write(cache: Tensor, x: Tensor, batch: Batch, qkv_format: str) -> None:
         sequences = x.split(batch.new)
     else:
         batch_first = x.transpose(0, 1) if qkv_format == "sbhd" else x
-        sequences = tuple(row[:new] for row, new in zip(batch_first, batch.new))
-    for place, (before, new, rows) in enumerate(zip(batch.before, batch.new, sequences)):
-        cache[place, before : before + new] = rows
+        sequences = tuple(sequence[:new] for sequence, new in zip(batch_first, batch.new))
+    for place, (before, new, new_rows) in enumerate(zip(batch.before, batch.new, sequences)):
+        cache[place, before : before + new] = new_rows
 
 
 def _added_up(lengths: Sequence[int], device: torch.device) -> Tensor:

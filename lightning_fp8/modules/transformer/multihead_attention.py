@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
-    one_of,
-    refuse_parallel,
-    require_bools,
-    require_number,
-    require_positive_or_none,
-)
+from lightning_fp8.arguments import one_of, require_bools, require_number, require_positive_or_none
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import Sizes, check_layer_number
 from lightning_fp8.modules.fused import LayerNormLinear
@@ -85,7 +78,7 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``.
         get_rng_state_tracker: its state is forked around dropout of attention, and while weights are initialized.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -163,11 +156,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
         }
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projection = {"init_method": init_method or default_init_method, **shared}
             if not fuse_qkv_params and name != "query_layer":
-                projection["parameters_split"] = rows.sizes
-            out_features = sum(rows.sizes.values())
+                projection["parameters_split"] = order.sizes
+            out_features = sum(order.sizes.values())
             if name.startswith("layernorm"):
                 projection |= {"eps": layernorm_epsilon, "zero_centered_gamma": zero_centered_gamma}
                 projection |= {"normalization": normalization, "return_layernorm_output": return_layernorm_output}
@@ -253,11 +246,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         """The heads of queries, keys and values, and the normalized input where it is returned."""
         heads: list[Tensor] = []
         normalized = None
-        for name, rows in self.projection_rows.items():
+        for name, order in self.projection_rows.items():
             projected = getattr(self, name)(encoder_output if name == "key_value" else x, is_first_microbatch)
             if self.return_layernorm_output and name.startswith("layernorm"):
                 projected, normalized = projected
-            heads += rows.split_heads(projected)
+            heads += order.split_heads(projected)
         q, k, v = heads
         return q, k, v, normalized
 
@@ -284,13 +277,17 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take projections that were saved with the other ``fuse_qkv_params``, too."""
         for projection in self.projection_rows:
-            start = f"{prefix}{projection}."
-            values = {key.removeprefix(start): state_dict[key] for key in [*state_dict] if key.startswith(start)}
-            renamed = projection_parameters(self, projection, values)
-            if renamed.keys() != values.keys():
-                for name in values:
-                    del state_dict[start + name]
-                state_dict.update({start + name: value for name, value in renamed.items()})
+            projection_prefix = f"{prefix}{projection}."
+            parameters = {
+                key.removeprefix(projection_prefix): state_dict[key]
+                for key in [*state_dict]
+                if key.startswith(projection_prefix)
+            }
+            renamed = projection_parameters(self, projection, parameters)
+            if renamed.keys() != parameters.keys():
+                for name in parameters:
+                    del state_dict[projection_prefix + name]
+                state_dict.update({projection_prefix + name: value for name, value in renamed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property

@@ -43,6 +43,6 @@ def _kept(x: Tensor, drop_path: float, qkv_format: str, cu_seqlens: Tensor | Non
     if cu_seqlens is None:
         return kept[:, None]
     starts = cu_seqlens.to(x.device)
-    rows = torch.arange(len(x), dtype=starts.dtype, device=x.device)
-    sequence = torch.searchsorted(starts, rows, right=True) - 1
+    row = torch.arange(len(x), dtype=starts.dtype, device=x.device)
+    sequence = torch.searchsorted(starts, row, right=True) - 1
     return kept[sequence.clamp(0, samples - 1)][:, None]

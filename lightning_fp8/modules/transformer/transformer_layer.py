@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import (
-    ParallelArguments,
-    SetsNoGroups,
     one_of,
-    refuse_parallel,
     require_bools,
     require_bools_or_none,
     require_number,
     require_positive_or_none,
 )
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention.arguments import check_layer_number, tell
 from lightning_fp8.modules.attention.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
@@ -66,7 +64,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
         ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
-        parallel: :class:`lightning_fp8.arguments.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -263,7 +261,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
                 f"{' and '.join(unused)} without effect: layer_type='encoder' has no cross attention; pass what is of "
                 "self attention, or make the layer with layer_type='decoder'"
             )
-        first = call.get("is_first_microbatch")
+        is_first_microbatch = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
         own: AttentionArguments = {
@@ -277,7 +275,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         )
         drop_path = self.drop_path_rate
         if self.parallel_attention_mlp:
-            both = attended + self.layernorm_mlp(hidden_states, first)
+            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
             return self._add(hidden_states, both, drop_path, starts)
         x = self._add(hidden_states, attended, drop_path, starts)
         if self.layer_type == "decoder":
@@ -291,7 +289,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
                 **call,
             )
             x = self._add(x, crossed, 0.0, starts)
-        x = self._add(x, self.layernorm_mlp(x, first), drop_path, starts)
+        x = self._add(x, self.layernorm_mlp(x, is_first_microbatch), drop_path, starts)
         return x if self.layernorm is None else self.layernorm(x)
 
     def _add(

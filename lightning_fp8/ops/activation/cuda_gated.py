@@ -31,8 +31,8 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, keys: tuple[KeyAndDevice, ...], options_text: str, *given: Any) -> Op:
-        tensors = [TensorKey(*key) for key in keys]
+    def plan(device: torch.device, tensor_keys: tuple[KeyAndDevice, ...], options_text: str, *given: Any) -> Op:
+        tensors = [TensorKey(*key) for key in tensor_keys]
         x = tensors[names.index("x")]
         variant = cast_variant(device, options_text, *given)
         require("x", x, HIGH_PRECISION, x.shape, device)
@@ -47,11 +47,11 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
         pointer = launch.address_on(device)
         strides = [tensor.stride for tensor in tensors]
 
-        def start(*args: Any) -> Outputs:
+        def launch_cast(*args: Any) -> Outputs:
             pairs = zip(args, strides)
-            return launches([each for x, stride in pairs for each in (pointer(x), stride)], args[-1])
+            return launches([number for x, stride in pairs for number in (pointer(x), stride)], args[-1])
 
-        return start
+        return launch_cast
 
     def run(*args: Any) -> Outputs:
         *tensors, options_text, (scale, amax, overflow_counts) = args

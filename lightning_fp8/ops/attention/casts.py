@@ -80,8 +80,8 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None, mean_
     if not finite.all():
         values.masked_fill_(~finite, torch.nan)
     if centered:
-        first = values[:, :, :mean_rows].nan_to_num(0)
-        mean = first.sum(2, keepdim=True) / _rows(first, lengths)
+        leading = values[:, :, :mean_rows].nan_to_num(0)
+        mean = leading.sum(2, keepdim=True) / _rows(leading, lengths)
         values -= torch.where(torch.isfinite(mean), mean, 0.0)
         if lengths is not None:
             values.masked_fill_(padding[:, None, :, None], 0)

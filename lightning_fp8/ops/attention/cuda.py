@@ -56,7 +56,7 @@ def _forward_plan(
 ) -> Forward:
     qkv_format, sequences = _sequences(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
-    q, k, v = (Heads.of(each, qkv_format, sequences) for each in (q_key, k_key, v_key))
+    q, k, v = (Heads.of(tensor_key, qkv_format, sequences) for tensor_key in (q_key, k_key, v_key))
     require_operands(q, k, v)
     plan = chosen("forward", device, q.head_dim)
     problem = LaunchedProblem.of(q, k, AttentionCall(*call_key[:2]), call_key[2] is not None)

@@ -83,12 +83,12 @@ class Packing:
         rows: of the batch.
     """
 
-    def __init__(self, rows: PackedRows) -> None:
-        self._space = rows.space
-        self._longest = max(rows.lengths.tolist(), default=0) if rows.space.ragged else rows.space.rows
-        self._rows = _Places(rows.starts, rows.lengths, self._longest)
-        blocks = -(-rows.lengths // BLOCK)
-        self._blocks = _Places(rows.starts // BLOCK, blocks, -(-self._longest // BLOCK))
+    def __init__(self, packed: PackedRows) -> None:
+        self._space = packed.space
+        self._longest = max(packed.lengths.tolist(), default=0) if packed.space.ragged else packed.space.rows
+        self._rows = _Places(packed.starts, packed.lengths, self._longest)
+        blocks = -(-packed.lengths // BLOCK)
+        self._blocks = _Places(packed.starts // BLOCK, blocks, -(-self._longest // BLOCK))
 
     @classmethod
     def of(cls, x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Packing:

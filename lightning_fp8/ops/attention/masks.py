@@ -55,37 +55,37 @@ class Lengths(NamedTuple):
         return Lengths(self.keys, self.queries)
 
 
-def seeing(band: Band, keys: slice, lengths: Lengths, tile: int) -> slice:
-    """The rows of queries, in whole tiles from a multiple of ``tile`` on, in which some sequence sees one of ``keys``.
+def seeing(band: Band, key_slice: slice, lengths: Lengths, tile_size: int) -> slice:
+    """The queries, in whole tiles from a multiple of ``tile_size`` on, of which some see a key of ``key_slice``.
 
     Where lengths differ, a tile is looked at if any sequence needs it. The last tile ends with the longest sequence.
     """
-    first, last = [], []
-    for queries, count in zip(lengths.queries.tolist(), lengths.keys.tolist()):
-        stop, shift = min(keys.stop, count), count - queries if band.bottom_right else 0
-        low = 0 if band.right is None else max(0, keys.start - shift - band.right)
-        high = queries if band.left is None else min(queries, stop - shift + band.left)
-        if keys.start < stop and low < high:
-            first.append(low // tile * tile)
-            last.append(min(-(-high // tile) * tile, int(lengths.queries.max())))
-    return slice(min(first, default=0), max(last, default=0))
+    starts, stops = [], []
+    for num_queries, num_keys in zip(lengths.queries.tolist(), lengths.keys.tolist()):
+        stop, shift = min(key_slice.stop, num_keys), num_keys - num_queries if band.bottom_right else 0
+        low = 0 if band.right is None else max(0, key_slice.start - shift - band.right)
+        high = num_queries if band.left is None else min(num_queries, stop - shift + band.left)
+        if key_slice.start < stop and low < high:
+            starts.append(low // tile_size * tile_size)
+            stops.append(min(-(-high // tile_size) * tile_size, int(lengths.queries.max())))
+    return slice(min(starts, default=0), max(stops, default=0))
 
 
-def seen(band: Band, rows: slice, lengths: Lengths, tile: int) -> slice:
-    """The keys, in whole tiles, of which some are seen by one of ``rows`` of the queries."""
-    return seeing(band.transposed(), rows, lengths.transposed(), tile)
+def seen(band: Band, query_slice: slice, lengths: Lengths, tile_size: int) -> slice:
+    """The keys, in whole tiles, of which some are seen by a query of ``query_slice``."""
+    return seeing(band.transposed(), query_slice, lengths.transposed(), tile_size)
 
 
-def hidden(band: Band, rows: slice, keys: slice, lengths: Lengths, padded: bool) -> Tensor | None:
-    """True where a query does not see a key: ``[B, rows, keys]``, B of ``lengths``; None where nothing is hidden.
+def hidden(band: Band, query_slice: slice, key_slice: slice, lengths: Lengths, padded: bool) -> Tensor | None:
+    """True where a query does not see a key: ``[B, queries, keys]``, B of ``lengths``; None where nothing is hidden.
 
     ``padded`` says that some sequence is shorter than the tensor that holds it.
     """
     if not band.limited and not padded:
         return None
     queries_of, keys_of = lengths.queries[:, None, None], lengths.keys[:, None, None]
-    i = torch.arange(rows.start, rows.stop, device=queries_of.device)[:, None]
-    j = torch.arange(keys.start, keys.stop, device=keys_of.device)
+    i = torch.arange(query_slice.start, query_slice.stop, device=queries_of.device)[:, None]
+    j = torch.arange(key_slice.start, key_slice.stop, device=keys_of.device)
     out = (i >= queries_of) | (j >= keys_of)
     offset = j - i - (keys_of - queries_of if band.bottom_right else 0)
     if band.left is not None:

@@ -81,21 +81,22 @@ def forward(
     total = queries.new_zeros(queries.shape[:3])
     largest = torch.full_like(total, -torch.inf)
     units = largest.clone()  # what 1 stands for in ``out`` and ``total``: of the last tile that was added
-    for tile, rows, at in call.tiles_of_keys():
-        scores = _product(queries[:, :, rows], keys[:, at].mT)
-        scores *= (score_of_row[:, :, rows] * score_of_key[:, tile, None, None])[..., None]
-        call.hide(scores, rows, at)
+    for block, query_slice, key_slice in call.tiles_of_keys():
+        scores = _product(queries[:, :, query_slice], keys[:, key_slice].mT)
+        scores *= (score_of_row[:, :, query_slice] * score_of_key[:, block, None, None])[..., None]
+        call.hide(scores, query_slice, key_slice)
         tile_largest = scores.amax(3)
-        largest[:, :, rows] = torch.maximum(largest[:, :, rows], tile_largest)
-        unit = torch.maximum(tile_largest, largest[:, :, rows] - REACH)
+        largest[:, :, query_slice] = torch.maximum(largest[:, :, query_slice], tile_largest)
+        unit = torch.maximum(tile_largest, largest[:, :, query_slice] - REACH)
         zero = torch.where(unit == -torch.inf, 0.0, unit)  # a row that has seen nothing yet: 2**-inf below, not NaN
         probability = scores.sub_((zero - TOP)[..., None]).exp2_()
-        alpha = torch.exp2(units[:, :, rows] - zero)
-        units[:, :, rows] = unit
-        total[:, :, rows] = total[:, :, rows] * alpha + probability.sum(3)  # of what the cast below has yet to round
+        alpha = torch.exp2(units[:, :, query_slice] - zero)
+        units[:, :, query_slice] = unit
+        # The sum is that of the probabilities before the cast below rounds them.
+        total[:, :, query_slice] = total[:, :, query_slice] * alpha + probability.sum(3)
         codes = decode(saturating_cast(probability, one, E4M3)).float()
-        part = _product(codes, values[:, at]) * value_scale[:, tile, None, None, None]
-        out[:, :, rows] = out[:, :, rows] * alpha[..., None] + part
+        part = _product(codes, values[:, key_slice]) * value_scale[:, block, None, None, None]
+        out[:, :, query_slice] = out[:, :, query_slice] * alpha[..., None] + part
     blind = total == 0
     out = torch.where(blind[..., None], 0.0, out / total[..., None])  # both are 2**TOP as large as they should be
     total = torch.where(blind, 0.0, total * torch.exp2(units - largest - TOP))
@@ -137,17 +138,17 @@ def _dq(
     key_scale, value_scale = _flat(k.scale_inv), _flat(v.scale_inv)
 
     dq, rest = torch.zeros_like(queries), torch.zeros_like(total)
-    for tile, rows, at in call.tiles_of_keys():
-        scores = _product(queries[:, :, rows], keys[:, at].mT)
-        scores *= (score_of_row[:, :, rows] * key_scale[:, tile, None, None])[..., None]
-        call.hide(scores, rows, at)
-        ds = _product(gradients[:, :, rows], values[:, at].mT)
-        ds *= (gradient_scale[:, :, rows] * value_scale[:, tile, None, None])[..., None]
-        ds -= delta[:, :, rows, None]
-        ds *= scores.sub_(total[:, :, rows, None]).exp2_()
-        rest[:, :, rows] += ds.sum(3)
+    for block, query_slice, key_slice in call.tiles_of_keys():
+        scores = _product(queries[:, :, query_slice], keys[:, key_slice].mT)
+        scores *= (score_of_row[:, :, query_slice] * key_scale[:, block, None, None])[..., None]
+        call.hide(scores, query_slice, key_slice)
+        ds = _product(gradients[:, :, query_slice], values[:, key_slice].mT)
+        ds *= (gradient_scale[:, :, query_slice] * value_scale[:, block, None, None])[..., None]
+        ds -= delta[:, :, query_slice, None]
+        ds *= scores.sub_(total[:, :, query_slice, None]).exp2_()
+        rest[:, :, query_slice] += ds.sum(3)
         codes, inverse = round_rows(ds)
-        dq[:, :, rows] += _product(codes, keys[:, at]) * (inverse * key_scale[:, tile, None, None, None])
+        dq[:, :, query_slice] += _product(codes, keys[:, key_slice]) * (inverse * key_scale[:, block, None, None, None])
     return dq.mul_(call.softmax_scale), rest
 
 
@@ -163,20 +164,20 @@ def _dk_dv(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     fitted_p, fitted_ds = keys.new_zeros(*keys.shape[:2], 1), keys.new_zeros(*keys.shape[:2], 1)
     for head in range(call.group):
-        for tile, rows, at in call.tiles_of_queries():
-            q_tile, do_tile = queries[:, head, rows], gradients[:, head, rows]
-            q_scale, do_scale = (x[:, head, tile, None, None] for x in (query_scale, gradient_scale))
-            p = torch.bmm(keys[:, at], q_tile.mT) * (score_of_key[:, at, None] * q_scale)
-            call.hide(p[:, None].mT, rows, at)
-            p.sub_(total[:, head, None, rows]).exp2_()
-            ds = torch.bmm(values[:, at], do_tile.mT) * (value_scale[:, at, None] * do_scale)
-            ds -= delta[:, head, None, rows]
+        for block, query_slice, key_slice in call.tiles_of_queries():
+            q_tile, do_tile = queries[:, head, query_slice], gradients[:, head, query_slice]
+            q_scale, do_scale = (x[:, head, block, None, None] for x in (query_scale, gradient_scale))
+            p = torch.bmm(keys[:, key_slice], q_tile.mT) * (score_of_key[:, key_slice, None] * q_scale)
+            call.hide(p[:, None].mT, query_slice, key_slice)
+            p.sub_(total[:, head, None, query_slice]).exp2_()
+            ds = torch.bmm(values[:, key_slice], do_tile.mT) * (value_scale[:, key_slice, None] * do_scale)
+            ds -= delta[:, head, None, query_slice]
             ds *= p
             # the right operand's scale goes into the left one: all tiles' products are then in the row's one unit
-            codes, inverse = round_rows_running(p.mul_(do_scale), fitted_p[:, at])
-            dv[:, at] += torch.bmm(codes, do_tile) * inverse
-            codes, inverse = round_rows_running(ds.mul_(q_scale), fitted_ds[:, at])
-            dk[:, at] += torch.bmm(codes, q_tile) * inverse
+            codes, inverse = round_rows_running(p.mul_(do_scale), fitted_p[:, key_slice])
+            dv[:, key_slice] += torch.bmm(codes, do_tile) * inverse
+            codes, inverse = round_rows_running(ds.mul_(q_scale), fitted_ds[:, key_slice])
+            dk[:, key_slice] += torch.bmm(codes, q_tile) * inverse
     return dk.mul_(call.softmax_scale), dv
 
 

@@ -59,28 +59,28 @@ class TiledCall:
         return x.reshape(self.batch, self.heads, *x.shape[2:])
 
     def tiles_of_keys(self) -> Iterator[tuple[int, slice, slice]]:
-        """``block, rows, keys``: each tile of keys that a query sees, its block of scales, and the rows that look."""
-        for keys in _tiles(self.keys_in_all, KEYS):
-            rows = seeing(self.band, keys, self.lengths, ROWS)
-            if rows.start < rows.stop:
-                yield keys.start // BLOCK, rows, keys
+        """``block, query_slice, key_slice`` of each tile of keys that is seen: its block of scales, and who looks."""
+        for key_slice in _tiles(self.keys_in_all, KEYS):
+            query_slice = seeing(self.band, key_slice, self.lengths, ROWS)
+            if query_slice.start < query_slice.stop:
+                yield key_slice.start // BLOCK, query_slice, key_slice
 
     def tiles_of_queries(self) -> Iterator[tuple[int, slice, slice]]:
-        """``block, rows, keys``: each tile of queries, its block of scales, and the keys that it looks at."""
-        for rows in _tiles(self.queries_in_all, QUERIES):
-            keys = seen(self.band, rows, self.lengths, ROWS)
-            if keys.start < keys.stop:
-                yield rows.start // BLOCK, rows, keys
+        """``block, query_slice, key_slice`` of each tile of queries: its block of scales, and the keys that it sees."""
+        for query_slice in _tiles(self.queries_in_all, QUERIES):
+            key_slice = seen(self.band, query_slice, self.lengths, ROWS)
+            if key_slice.start < key_slice.stop:
+                yield query_slice.start // BLOCK, query_slice, key_slice
 
-    def hide(self, scores: Tensor, rows: slice, keys: slice) -> None:
-        """Write -inf into ``scores [N, G, rows, keys]`` where a query does not see a key."""
-        mask = hidden(self.band, rows, keys, self.lengths, self.padded)
+    def hide(self, scores: Tensor, query_slice: slice, key_slice: slice) -> None:
+        """Write -inf into ``scores [N, G, queries, keys]`` where a query does not see a key."""
+        mask = hidden(self.band, query_slice, key_slice, self.lengths, self.padded)
         if mask is not None:
             apart = scores.unflatten(0, (self.batch, self.shared_heads)) if len(mask) > 1 else scores[:, None]
             apart.masked_fill_(mask[:, None, None].to(scores.device), -torch.inf)
 
 
-def _tiles(rows: int, size: int) -> Iterator[slice]:
-    """``rows`` in tiles of ``size``; the last may be shorter."""
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
+def _tiles(num_rows: int, size: int) -> Iterator[slice]:
+    """``num_rows`` in tiles of ``size``; the last may be shorter."""
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))

@@ -96,7 +96,7 @@ def past_dispatcher(overload: torch._ops.OpOverload, by_device: Mapping[str, Cal
     known: set[tuple[type, ...]] = set()  # types of arguments that were found to be as expected
 
     def are_plain(types: tuple[type, ...]) -> bool:
-        if len(types) == len(expected) and all(each in allowed for each, allowed in zip(types, expected)):
+        if len(types) == len(expected) and all(given in allowed for given, allowed in zip(types, expected)):
             known.add(types)
             return True
         return False

@@ -42,12 +42,12 @@ class NormBackwardLaunches:
         spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
-        if all(each.is_vectorizable(8, 16) for each in inputs):
+        if all(key.is_vectorizable(8, 16) for key in inputs):
             row_layout = backward_row_layout((spec.dtype, dy_dtype), x.columns)
         if row_layout:
             kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
         else:
-            kernel = long_norm_backward_kernel(spec, dy_dtype, all(each.is_vectorizable(4) for each in inputs))
+            kernel = long_norm_backward_kernel(spec, dy_dtype, all(key.is_vectorizable(4) for key in inputs))
         blocks = min(x.rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         self._pointer = launch.address_on(device)
         self._allocate = allocator(device)
@@ -59,7 +59,7 @@ class NormBackwardLaunches:
         self._strides = x.stride, dy.stride
         self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
         scalars = x.rows, x.columns, float(options.zero_centered)
-        self._start = launch.Launch(kernel, blocks, scalars, device).start
+        self._run = launch.Launch(kernel, blocks, scalars, device).run
         self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
@@ -80,7 +80,7 @@ class NormBackwardLaunches:
             dbias = allocate(*self._dweight)
         partials = sums.partials()
         partials_ptr, stride = pointer(partials), sums.stride
-        self._start(
+        self._run(
             pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), partials_ptr, stride
         )  # fmt: skip
         sums.reduce(partials_ptr, pointer(dweight), pointer(dbias), stride)

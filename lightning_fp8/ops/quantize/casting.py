@@ -80,12 +80,12 @@ def run_cast(
 def operands_of(results: Sequence[Tensor], layout: Layout, rowwise: bool, columnwise: bool, view: bool) -> Quantized:
     """The operands of what a cast gives; ``view``: that of xᵀ is a view of the other."""
     data, scale_inv, data_t, scale_inv_t = results
-    row = ScaledTensor(data, scale_inv, layout) if rowwise or view else None
+    rowwise_operand = ScaledTensor(data, scale_inv, layout) if rowwise or view else None
     if not columnwise:
-        return Quantized(row, None)
-    if row is not None and view:
-        return Quantized(row if rowwise else None, row.t())
-    return Quantized(row, ScaledTensor(data_t, scale_inv if layout.has_one_scale else scale_inv_t, layout))
+        return Quantized(rowwise_operand, None)
+    if rowwise_operand is not None and view:
+        return Quantized(rowwise_operand if rowwise else None, rowwise_operand.t())
+    return Quantized(rowwise_operand, ScaledTensor(data_t, scale_inv if layout.has_one_scale else scale_inv_t, layout))
 
 
 def gives_a_view(x: Tensor | None, cast: Cast, columnwise: bool) -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
 from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
-from cuda_kernels.device import tile
-from cuda_kernels.device.tile import TileLoader
+from cuda_kernels.device.tile import TileLoader, num_tiles
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
@@ -80,7 +79,7 @@ def cast_variant(
 
 def num_blocks(device: torch.device, rows: int, columns: int) -> int:
     """Blocks that run side by side, each taking every n-th tile of ``[rows, columns]``."""
-    return min(tile.tiles(rows, columns), 4 * launch.multiprocessors(device))
+    return min(num_tiles(rows, columns), 4 * launch.multiprocessors(device))
 
 
 class CastLaunches:
@@ -112,7 +111,7 @@ class CastLaunches:
         self.outputs = CastOutputs(device, variant.options, rows, columns)
         self._allocate = allocator(device)
         kernel, *scalars = self._plan(loader, store_loader or loader, variant)
-        self._store = launch.Launch(kernel, tile.tiles(rows, columns), scalars, device).start
+        self._store = launch.Launch(kernel, num_tiles(rows, columns), scalars, device).run
 
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
         """Plan the launches before the one that stores codes; return that one's kernel and scalars."""
@@ -120,7 +119,7 @@ class CastLaunches:
 
     def _launch(self, kernel: Kernel, blocks: int) -> Callable[..., None]:
         """A launch that takes the shape as its scalars."""
-        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).start
+        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).run
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
@@ -173,7 +172,7 @@ class RowCast(CastLaunches):
         options = variant.options
         usage = options.rowwise, options.columnwise
         num_amaxes = self.rows + self.columns
-        self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), tile.tiles(self.rows, self.columns))
+        self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), num_tiles(self.rows, self.columns))
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
         self._zero = launch.zeroing(self.device, num_amaxes)
         kernel = quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts)

@@ -44,17 +44,19 @@ def _allocations(
     describe_operand: Callable[[int, int, bool], Sequence[Allocation]],
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(options.float8.dtype), Allocation.absent(options.layout.scale_dtype)
-    row = describe_operand(rows, columns, False) if options.rowwise else absent
-    column = describe_operand(columns, rows, True) if options.columnwise else absent
+    rowwise_copy = describe_operand(rows, columns, False) if options.rowwise else absent
+    columnwise_copy = describe_operand(columns, rows, True) if options.columnwise else absent
     if options.layout.has_one_scale:  # which serves both, and is there where neither is asked for
-        return row[0], Allocation((), (), options.layout.scale_dtype), column[0], absent[1]
-    return *row, *column
+        return rowwise_copy[0], Allocation((), (), options.layout.scale_dtype), columnwise_copy[0], absent[1]
+    return *rowwise_copy, *columnwise_copy
 
 
 def fake_outputs(x: Tensor, options: QuantizeOptions, rows: int, columns: int) -> Outputs:
     """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
     allocations = output_allocations if x.device.type == "cuda" else reference_allocations
-    data, scale_inv, data_t, scale_inv_t = (each.empty(x.device) for each in allocations(options, rows, columns))
+    data, scale_inv, data_t, scale_inv_t = (
+        allocation.empty(x.device) for allocation in allocations(options, rows, columns)
+    )
     return data, scale_inv, data_t, scale_inv_t
 
 
@@ -89,7 +91,7 @@ def with_kernel_strides(reference_op: Op) -> Op:
         results = reference_op(*args)
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if options.rowwise else data_t.t().shape if options.columnwise else (0, 0)
-        copies = [each.empty(data.device) for each in output_allocations(options, rows, columns)]
+        copies = [allocation.empty(data.device) for allocation in output_allocations(options, rows, columns)]
         for result, copy in zip(results, copies):
             copy_bits(result, copy)
         return (*copies, *results[4:])

@@ -68,15 +68,15 @@ def cast(x: Tensor, options_text: str, io: CastIO) -> Outputs:
     if options.layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), options.float8.max, options.power_2, options.epsilon)
         return _quantize_tensor(x, scale, options, overflow_counts)
-    row = column = _absent(x, options)
+    rowwise_copy = columnwise_copy = _absent(x, options)
     if options.rowwise:
-        row = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, overflow_counts)
+        rowwise_copy = _quantize_blocks(x, options.layout.block_shape(*x.shape), options, overflow_counts)
     if options.columnwise:
         block_rows, block_columns = options.layout.block_shape(x.shape[1], x.shape[0])
         uncounted = None if options.rowwise else overflow_counts
         data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), options, uncounted)
-        column = data.t(), scale_inv.t().contiguous()
-    return (*row, *column)
+        columnwise_copy = data.t(), scale_inv.t().contiguous()
+    return (*rowwise_copy, *columnwise_copy)
 
 
 quantize = cast_op(cast, num_inputs=1)
