@@ -32,7 +32,7 @@ class Started(NamedTuple):
         return self.launch.kernel.function.__name__.removeprefix("mma_")
 
     def __call__(self) -> None:
-        self.launch.start(*self.addresses)
+        self.launch.run(*self.addresses)
 
 
 class Launches:
@@ -84,11 +84,11 @@ def in_turn(started: Iterable[Started]) -> Callable[[], None]:
 @contextmanager
 def _noted(started: list[Started], kept: list[Any]) -> Iterator[None]:
     """``started`` gets the kernels that start meanwhile, ``kept`` what torch's functions give."""
-    start = Launch.start
+    run = Launch.run
 
     def noted(launch: Launch, *addresses: Any) -> None:
         started.append(Started(launch, addresses))
-        start(launch, *addresses)
+        run(launch, *addresses)
 
     class Keep(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,5 +97,5 @@ def _noted(started: list[Started], kept: list[Any]) -> Iterator[None]:
                 kept.append(result)
             return result
 
-    with torch.no_grad(), patch.object(Launch, "start", noted), Keep():
+    with torch.no_grad(), patch.object(Launch, "run", noted), Keep():
         yield

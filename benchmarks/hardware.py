@@ -150,7 +150,7 @@ def _product(n: int, from_registers: bool, plan: Plan) -> Candidate:
         launch = Launch(product_rate_kernel(n, from_registers), blocks, (often,), plan.device)
         out = torch.zeros(blocks, THREADS, device=plan.device)
         address = address_on(plan.device)
-        return Contender(lambda: launch.start(address(out)))
+        return Contender(lambda: launch.run(address(out)))
 
     return _started(result, contender)
 
@@ -165,6 +165,6 @@ def _copy(add: bool, plan: Plan) -> Candidate:
     def contender() -> Contender:
         launch = Launch(copy_rate_kernel(add), blocks, (often,), plan.device)
         place = map_on(plan.device, Box(COPY_ROWS, COPY_COLUMNS, swizzle=False))
-        return Contender(lambda: launch.start(place(out)))
+        return Contender(lambda: launch.run(place(out)))
 
     return _started(result, contender)

@@ -140,13 +140,13 @@ def _noted_launches(launches: list[Step]) -> Iterator[None]:
     """``launches`` gets what starts kernels that are planned meanwhile."""
     from cuda_kernels.host.launch import Launch
 
-    start = Launch.start
+    run = Launch.run
 
     def noted(launch: Launch, *addresses: Any) -> None:
-        launches.append(partial(start, launch, *addresses))
-        start(launch, *addresses)
+        launches.append(partial(run, launch, *addresses))
+        run(launch, *addresses)
 
-    with patch.object(Launch, "start", noted):
+    with patch.object(Launch, "run", noted):
         yield
 
 

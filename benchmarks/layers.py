@@ -13,7 +13,7 @@ from benchmarks.plan import Plan
 from benchmarks.record import OURS, Candidate, Result, said
 from benchmarks.timing import Contender
 from lightning_fp8 import FP8FabricPrecision, make_recipe
-from lightning_fp8.cli.bench import has_kernels
+from lightning_fp8.cli.bench import gemms_of, has_kernels
 from lightning_fp8.recipes import RECIPES
 
 BF16 = "BF16"
@@ -41,7 +41,8 @@ def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
     """In BF16 and with every recipe that has kernels."""
     shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
     flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
-    for recipe in (None, *(name for name in RECIPES if has_kernels(make_recipe(name)))):
+    gemms = gemms_of(*layer.sizes[0], layer.tokens)
+    for recipe in (None, *(name for name in RECIPES if any(has_kernels(gemm, make_recipe(name)) for gemm in gemms))):
         by = BF16 if recipe is None else OURS if recipe == "delayed" else f"{OURS}, {recipe}"
         result = Result(layer.name, by, shape, "bfloat16", flops=flops, target=layer.target if by == OURS else {})
         try:

@@ -229,14 +229,14 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
 
 def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
     """Every legal tile of ours."""
-    from cuda_kernels.host.gemm_configs import Library, choose_by_estimate, legal_choices
+    from cuda_kernels.host.gemm_configs import Library, fastest_by_estimate, legal_choices
     from cuda_kernels.host.gemm_measurements import Measurement, to_json
     from cuda_kernels.host.launch import EXECUTORS
 
     bound, shape = _bound_gemm(work, plan), (work.m, work.n, work.k)
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
-    best = choose_by_estimate(bound.problem)
+    best = fastest_by_estimate(bound.problem)
     a, b = (left.data, left.scale_inv), (right.data, right.scale_inv)
     operands = a, b, bound.options_text, None, None, exam.out
     for each in sorted(legal_choices(bound.problem), key=lambda each: each != best):

@@ -1,4 +1,10 @@
-"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two."""
+"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two.
+
+Two factors, two names, Transformer Engine's, in casts, GEMMs and their kernels: ``scale`` multiplies a value before it
+is rounded to a code; ``scale_inv``, its reciprocal, multiplies a code and gives the value back. A GEMM knows only
+``scale_inv``: those of A and B are ``scale_inv_a`` and ``scale_inv_b``. Only as arguments of the op ``scaled_mm`` they
+are ``scale_a`` and ``scale_b``, as ``torch._scaled_mm`` calls them.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def quantize_tensor_kernel(
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
-        x, scale, block_amax, amax_out, counts, out, out_scale, out_t,
+        x, scale, block_amax, amax_out, counts, out, out_scale_inv, out_t,
         rows, columns, num_block_amax, power_2, epsilon, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -68,7 +68,7 @@ def quantize_tensor_kernel(
             amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
             factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
 
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
         overflows = u32(0)
@@ -93,7 +93,7 @@ def quantize_tensor_kernel(
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
     parameters = {
         "x": loader.args_type,
-        **typed(i64, "scale block_amax amax_out counts out out_scale out_t"),
+        **typed(i64, "scale block_amax amax_out counts out out_scale_inv out_t"),
         **typed(i32, "rows columns num_block_amax power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_t_stride"),
@@ -114,8 +114,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     quads_of_row = loader.vector // 4
 
     def quantize_rows(
-        x, amaxes, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
+        x, amaxes, counts, out, out_scale_inv, out_t, out_t_scale_inv,
+        rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -129,7 +129,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
             if lane < WARP_ROWS and row_of_lane < rows:
                 scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
                 if first_column == 0:
-                    store_f32(out_scale + i64(row_of_lane) * 4, divide(_ONE, scale))
+                    store_f32(out_scale_inv + i64(row_of_lane) * 4, divide(_ONE, scale))
             for quad_index in range(WARP_ROWS):
                 quad = decode(registers, quad_index)
                 if quad_index & (quads_of_row - 1) == 0:
@@ -145,7 +145,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                     amax = load_f32(amaxes + (i64(rows) + column + index) * 4)
                     scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
                     if first_row == 0 and warp == 0:
-                        store_f32(out_t_scale + i64(column + index) * 4, divide(_ONE, scales[index]))
+                        store_f32(out_t_scale_inv + i64(column + index) * 4, divide(_ONE, scales[index]))
             for quad_index in range(WARP_ROWS):
                 quad = decode(registers, quad_index)
                 packed[quad_index], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
@@ -157,10 +157,10 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "x": loader.args_type,
-        **typed(i64, "amaxes counts out out_scale out_t out_t_scale"),
+        **typed(i64, "amaxes counts out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
-        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+        **typed(i64, "out_stride out_scale_inv_stride out_t_stride out_t_scale_inv_stride"),
     }
     blocks = min_blocks_per_sm(loader, count, rowwise + columnwise)
     return Kernel(name, quantize_rows, parameters, THREADS, shared_bytes=TRANSPOSED_BYTES, min_blocks_per_sm=blocks)

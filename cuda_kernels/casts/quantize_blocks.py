@@ -120,9 +120,9 @@ def quantize_blocks_kernel(
 ) -> Kernel:
     """One scale for each ``block``, one of :data:`BLOCKS`, from the block itself; E8M0 if ``e8m0``, else float32.
 
-    The scales of ``out`` are ``[blocks of a row, out_scale_stride]``, rows contiguous, as a GEMM reads them and so that
+    ``out_scale_inv`` is ``[blocks of a row, out_scale_inv_stride]``, rows contiguous, as a GEMM reads them and so that
     neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of whole tiles
-    are ``[block rows, block columns]``, in ``out_t_scale`` transposed.
+    are ``[block rows, block columns]``, in ``out_t_scale_inv`` transposed.
 
     Raises:
         KernelError: another block, or one that has no such scales or no such loader.
@@ -160,8 +160,8 @@ def quantize_blocks_kernel(
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
-        x, counts, out, out_scale, out_t, out_t_scale,
-        rows, columns, power_2, epsilon, out_stride, out_scale_stride, out_t_stride, out_t_scale_stride,
+        x, counts, out, out_scale_inv, out_t, out_t_scale_inv,
+        rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
@@ -198,9 +198,13 @@ def quantize_blocks_kernel(
             factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
             if thread == 0:
                 if rowwise:
-                    store_f32(out_scale + (block_row * out_scale_stride + block_column) * 4, divide(_ONE, factor))
+                    store_f32(
+                        out_scale_inv + (block_row * out_scale_inv_stride + block_column) * 4, divide(_ONE, factor)
+                    )
                 if columnwise:
-                    store_f32(out_t_scale + (block_column * out_t_scale_stride + block_row) * 4, divide(_ONE, factor))
+                    store_f32(
+                        out_t_scale_inv + (block_column * out_t_scale_inv_stride + block_row) * 4, divide(_ONE, factor)
+                    )
             for quad_index in range(WARP_ROWS):
                 packed[quad_index], num_overflows = cast(decode(registers, quad_index), factor, factor, factor, factor)
                 overflows += num_overflows
@@ -212,14 +216,14 @@ def quantize_blocks_kernel(
                 if row_scales_from_warp:
                     scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
                     if lane < WARP_ROWS and row + lane < rows:
-                        scale_offset = block_column * out_scale_stride + i64(row + lane)
-                        store_f32(out_scale + scale_offset * 4, divide(_ONE, scale))
+                        scale_offset = block_column * out_scale_inv_stride + i64(row + lane)
+                        store_f32(out_scale_inv + scale_offset * 4, divide(_ONE, scale))
                 if in_parts:
                     # The lanes that share a block compute the scales of their rows, one or two each.
                     reduce_scatter(vector_amax, lane)
                     scale_row = i32(scales_of_lane * quads_of_row * (lane & (lanes_of_block - 1)))
-                    scale_offset = i64(column >> log2_block_columns) * out_scale_stride + i64(row + scale_row)
-                    scale_address = out_scale + scale_offset * scale_bytes
+                    scale_offset = i64(column >> log2_block_columns) * out_scale_inv_stride + i64(row + scale_row)
+                    scale_address = out_scale_inv + scale_offset * scale_bytes
                     for index in range(scales_of_lane):
                         code, factor = block_scale(vector_amax[index], power_2, epsilon)
                         vector_amax[index] = magnitude(factor)
@@ -253,10 +257,10 @@ def quantize_blocks_kernel(
                         code, scale = block_scale(amax_bits, power_2, epsilon)
                         shared_store_4(smem + scale_smem + index * 4, magnitude(scale))
                         if first_column + col_in_tile < columns and first_row + block_columns * part < rows:
-                            scale_offset = (block_row * parts + i64(part)) * out_t_scale_stride + i64(
+                            scale_offset = (block_row * parts + i64(part)) * out_t_scale_inv_stride + i64(
                                 first_column + col_in_tile
                             )
-                            store_scale(out_t_scale + scale_offset * scale_bytes, code, scale)
+                            store_scale(out_t_scale_inv + scale_offset * scale_bytes, code, scale)
                 elif thread < TILE:
                     amax_bits = u32(0)
                     for other_warp in range(WARPS):
@@ -266,8 +270,8 @@ def quantize_blocks_kernel(
                     scale = amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
                     shared_store_4(smem + scale_smem + thread * 4, magnitude(scale))
                     if first_column + thread < columns:
-                        scale_offset = block_row * out_t_scale_stride + i64(first_column + thread)
-                        store_f32(out_t_scale + scale_offset * 4, divide(_ONE, scale))
+                        scale_offset = block_row * out_t_scale_inv_stride + i64(first_column + thread)
+                        store_f32(out_t_scale_inv + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 part = warp >> log2_warps_of_part if in_parts else 0
                 words = shared_load_16(smem + scale_smem + (part * TILE + 4 * lane) * 4)
@@ -283,10 +287,10 @@ def quantize_blocks_kernel(
     name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "x": loader.args_type,
-        **typed(i64, "counts out out_scale out_t out_t_scale"),
+        **typed(i64, "counts out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
-        **typed(i64, "out_stride out_scale_stride out_t_stride out_t_scale_stride"),
+        **typed(i64, "out_stride out_scale_inv_stride out_t_stride out_t_scale_inv_stride"),
     }
     shared_bytes = TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4
     blocks = min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise)

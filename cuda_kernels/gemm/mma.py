@@ -60,8 +60,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     prefetch = stages - 1
     pending = stages - 2
     b_offset = tile_m * TILE_K
-    scale_a_offset = b_offset + tile_n * TILE_K
-    scale_b_offset = scale_a_offset + 4 * tile_m
+    scale_inv_a_offset = b_offset + tile_n * TILE_K
+    scale_inv_b_offset = scale_inv_a_offset + 4 * tile_m
     parts = WARP_COLUMNS // 8
     num_acc_regs = strips * WARP_COLUMNS // 2
     zero_acc = zeros(num_acc_regs)
@@ -70,7 +70,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     load_a, load_b = ldmatrix_x4(strips, 16 * TILE_K), ldmatrix_x4(parts // 2, 16 * TILE_K)
     promote_add_scaled = _make_promote_add(spec, strips)
     epilogue_store = _make_epilogue_store(spec, strips, config.even)
-    load_block_scales, block_scales_at = block_scale_readers(WARP_COLUMNS)
+    load_block_scale_invs, block_scale_invs_at = block_scale_readers(WARP_COLUMNS)
     scale_window = block_scale_window(scaling)
     rows_at_once = threads // 8  # a multiple of 8, so that a thread copies the same chunk of each row
 
@@ -91,7 +91,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             cp_async_16(shared + row_offset * TILE_K, address + row_offset * stride, size)
 
     @device
-    def copy_scales(shared, address, num_rows, row, limit):
+    def copy_scale_invs(shared, address, num_rows, row, limit):
         for row_offset in range(0, num_rows, threads):
             row_in_tile = cuda.threadIdx.x + row_offset
             if row_in_tile < num_rows:
@@ -103,18 +103,22 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
 
     @device
     def copy(stage_addr, k_iter, a_args, b_args, row, column, m, n, k):
-        a, a_stride, scale_a, scale_a_stride = a_args
-        b, b_stride, scale_b, scale_b_stride = b_args
+        a, a_stride, scale_inv_a, scale_inv_a_stride = a_args
+        b, b_stride, scale_inv_b, scale_inv_b_stride = b_args
         start = k_iter * TILE_K
         copy_operand(stage_addr, a + start, a_stride, tile_m, row, m, k - start)
         copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, column, n, k - start)
         if along_k:
-            copy_scales(stage_addr + scale_a_offset, scale_a + 4 * i64(k_iter) * scale_a_stride, tile_m, row, m)
+            copy_scale_invs(
+                stage_addr + scale_inv_a_offset, scale_inv_a + 4 * i64(k_iter) * scale_inv_a_stride, tile_m, row, m
+            )
         if b_by_1x128:
-            copy_scales(stage_addr + scale_b_offset, scale_b + 4 * i64(k_iter) * scale_b_stride, tile_n, column, n)
+            copy_scale_invs(
+                stage_addr + scale_inv_b_offset, scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride, tile_n, column, n
+            )
 
     def mma_gemm(
-        a, a_stride, b, b_stride, scale_a, scale_a_stride, scale_b, scale_b_stride,
+        a, a_stride, b, b_stride, scale_inv_a, scale_inv_a_stride, scale_inv_b, scale_inv_b_stride,
         bias, amax_out, out, out_stride, m, n, k,
     ):  # fmt: skip
         smem = dynamic_shared()
@@ -124,8 +128,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             cuda.blockIdx.x, quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
         )
         row, column = tile_row * tile_m, tile_column * tile_n
-        a_args = (a, a_stride, scale_a, scale_a_stride)
-        b_args = (b, b_stride, scale_b, scale_b_stride)
+        a_args = (a, a_stride, scale_inv_a, scale_inv_a_stride)
+        b_args = (b, b_stride, scale_inv_b, scale_inv_b_stride)
         k_iters = (k + (TILE_K - 1)) >> LOG2_TILE_K
         for k_iter in range(prefetch):
             if k_iter < k_iters:
@@ -141,15 +145,17 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         frag_col = warp_col + 2 * (lane & 3)
         acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
         for window_start in range(i32(0), k_iters, i32(scale_window)):
-            block_scales = (u32(0), u32(0))
+            block_scale_invs = (u32(0), u32(0))
             if b_by_128x128:
-                block_scales = load_block_scales(scale_b, scale_b_stride, column + warp_col, n, window_start, k_iters)
+                block_scale_invs = load_block_scale_invs(
+                    scale_inv_b, scale_inv_b_stride, column + warp_col, n, window_start, k_iters
+                )
             for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                 cp_async_wait(pending)
                 cuda.syncthreads()
                 a_addr = stage_addr + a_fragment_offset
                 b_addr = stage_addr + b_fragment_offset
-                scale = np.float32(1)
+                block_scale_inv = np.float32(1)
                 partial = mma_k32(zero_acc() if promote else acc, load_a(a_addr), load_b(b_addr))
                 # The copy is issued here, while the tensor cores are busy.
                 if k_iter + prefetch < k_iters:
@@ -159,31 +165,38 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 partial = mma_k32(partial, load_a(a_addr ^ 64), load_b(b_addr ^ 64))
                 partial = mma_k32(partial, load_a(a_addr ^ 96), load_b(b_addr ^ 96))
                 if b_by_128x128:
-                    scale = block_scales_at(block_scales, k_iter)[0]
+                    block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)[0]
                 if along_k:
                     acc = promote_add_scaled(
                         acc,
                         partial,
-                        stage_addr + scale_a_offset + 4 * frag_row,
-                        stage_addr + scale_b_offset + 4 * frag_col,
-                        scale,
+                        stage_addr + scale_inv_a_offset + 4 * frag_row,
+                        stage_addr + scale_inv_b_offset + 4 * frag_col,
+                        block_scale_inv,
                     )
                 else:
                     acc = promote_add(acc, partial) if promote else partial
                 stage_addr, free_stage_addr = next_stage(stage_addr, smem), stage_addr
 
-        scale_ab = np.float32(1)
+        scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
-            scale_ab = load_f32(scale_a) * load_f32(scale_b)
+            scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
         epilogue_store(
-            acc, out, out_stride, (scale_ab, scale_a, scale_b, bias, amax_out), row + frag_row, m, column + frag_col, n
+            acc,
+            out,
+            out_stride,
+            (scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out),
+            row + frag_row,
+            m,
+            column + frag_col,
+            n,
         )
 
     return Kernel(
         f"mma_gemm({spec}, {config})",
         mma_gemm,
         {
-            **typed(i64, "a a_stride b b_stride scale_a scale_a_stride scale_b scale_b_stride"),
+            **typed(i64, "a a_stride b b_stride scale_inv_a scale_inv_a_stride scale_inv_b scale_inv_b_stride"),
             **typed(i64, "bias amax_out out out_stride"),
             **typed(i32, "m n k"),
         },
@@ -194,10 +207,10 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
 
 
 def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
-    """A device function ``(acc, partial, row_scale_smem, col_scale_smem, scale) -> acc + partial * scales``.
+    """A device function ``(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv) -> acc``.
 
-    It takes the 16-row strips from ``strip`` on. ``row_scale_smem``, ``col_scale_smem``: shared-memory addresses of the
-    scales of this thread's first row and column. ``scale``: the one scale of all columns with blocks of 128x128.
+    It takes the 16-row strips from ``strip`` on. ``row_scale_inv_smem``, ``col_scale_inv_smem``: where those of
+    this thread's first row and column lie. ``block_scale_inv``: the one of all columns with blocks of 128x128.
     """
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
@@ -206,21 +219,21 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     plus_both = add_rows_and_columns(num_registers)
 
     @device
-    def promote_add(acc, partial, row_scale_smem, col_scale_smem, scale):
-        address = row_scale_smem + 64 * strip
+    def promote_add(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv):
+        address = row_scale_inv_smem + 64 * strip
         s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 32))
         if b_by_128x128:
-            return plus_rows(slice_strip(acc), slice_strip(partial), s * scale, t * scale)
-        return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_smem)
+            return plus_rows(slice_strip(acc), slice_strip(partial), s * block_scale_inv, t * block_scale_inv)
+        return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_inv_smem)
 
     if strip == strips - 1:
         return promote_add
     next_strips = _make_promote_add(spec, strips, strip + 1)
 
     @device
-    def add_strips(acc, partial, row_scale_smem, col_scale_smem, scale):
-        return promote_add(acc, partial, row_scale_smem, col_scale_smem, scale) + next_strips(
-            acc, partial, row_scale_smem, col_scale_smem, scale
+    def add_strips(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv):
+        return promote_add(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv) + next_strips(
+            acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv
         )
 
     return add_strips

@@ -18,81 +18,81 @@ from cuda_kernels.gemm.spec import ACCUMULATORS, LOG2_SCALE_N, SCALE_N, GemmConf
 
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
-    col_scale_registers = config.tile_n // 4 if spec.scaling.b_along_k_by_row else 0
+    col_scale_inv_registers = config.tile_n // 4 if spec.scaling.b_along_k_by_row else 0
     most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
-    return config.tile_n // 2 * (config.waves + 1) + col_scale_registers <= most
+    return config.tile_n // 2 * (config.waves + 1) + col_scale_inv_registers <= most
 
 
 @cache
 def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(smem, stage_idx, row_in_tile) -> scales``, of a stage, for :func:`make_promote_add`.
+    """A device function ``(smem, stage_idx, row_in_tile) -> scale_invs``, of a stage, for :func:`make_promote_add`.
 
     ``row_in_tile``: the row of this thread's first register.
     """
     offsets = smem_offsets(config, spec.scaling)
     tile_m = config.tile_m
     tile_n = config.tile_n
-    scale_a_offset, scale_b_offset = offsets["scale_a"], offsets["scale_b"]
+    scale_inv_a_offset, scale_inv_b_offset = offsets["scale_inv_a"], offsets["scale_inv_b"]
     if not spec.scaling.along_k:
         return device(lambda smem, stage_idx, row_in_tile: i32(0))
 
     @device
-    def row_scales(smem, stage_idx, row_in_tile):
-        scales = smem + scale_a_offset + (stage_idx * tile_m + row_in_tile) * 4
-        return from_bits(shared_load_4(scales)), from_bits(shared_load_4(scales + 32))
+    def row_scale_invs(smem, stage_idx, row_in_tile):
+        scale_invs = smem + scale_inv_a_offset + (stage_idx * tile_m + row_in_tile) * 4
+        return from_bits(shared_load_4(scale_invs)), from_bits(shared_load_4(scale_invs + 32))
 
     @device
-    def col_scale_smem(smem, stage_idx):
-        return i32(smem + scale_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
+    def col_scale_inv_smem(smem, stage_idx):
+        return i32(smem + scale_inv_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
 
     if spec.scaling.b_along_k_by_block:
-        return row_scales
+        return row_scale_invs
     if not reads_scales_early(spec, config):
         return device(
             lambda smem, stage_idx, row_in_tile: (
-                row_scales(smem, stage_idx, row_in_tile),
-                col_scale_smem(smem, stage_idx),
+                row_scale_invs(smem, stage_idx, row_in_tile),
+                col_scale_inv_smem(smem, stage_idx),
             )
         )
-    load_col_scales = column_pairs(config.tile_n // 2)
+    load_col_scale_invs = column_pairs(config.tile_n // 2)
     return device(
         lambda smem, stage_idx, row_in_tile: (
-            row_scales(smem, stage_idx, row_in_tile),
-            load_col_scales(col_scale_smem(smem, stage_idx)),
+            row_scale_invs(smem, stage_idx, row_in_tile),
+            load_col_scale_invs(col_scale_inv_smem(smem, stage_idx)),
         )
     )
 
 
 @cache
 def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(acc, partial, scales, block_scales, column) -> acc + partial * scales``.
+    """A device function ``(acc, partial, scale_invs, block_scale_invs, column)``, ``acc + partial * scale_invs``.
 
-    ``block_scales``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
+    ``block_scale_invs``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
     """
     num_registers = config.tile_n // 2
     add_partial = add(num_registers)
     add_row_scaled = add_rows(num_registers)
     add_row_scaled_by_two = add_rows_of_two(num_registers)
     if not spec.scaling.along_k:
-        return device(lambda acc, partial, scales, block_scales, column: add_partial(acc, partial))
+        return device(lambda acc, partial, scale_invs, block_scale_invs, column: add_partial(acc, partial))
     if spec.scaling.b_along_k_by_row:
         add_row_col_scaled = add_rows_and_columns(num_registers, reads_scales_early(spec, config))
         return device(
-            lambda acc, partial, scales, block_scales, column: add_row_col_scaled(
-                acc, partial, scales[0][0], scales[0][1], scales[1]
+            lambda acc, partial, scale_invs, block_scale_invs, column: add_row_col_scaled(
+                acc, partial, scale_invs[0][0], scale_invs[0][1], scale_invs[1]
             )
         )
     if SCALE_N % config.tile_n == 0:
         return device(
-            lambda acc, partial, scales, block_scales, column: add_row_scaled(
-                acc, partial, scales[0] * block_scales[0], scales[1] * block_scales[0]
+            lambda acc, partial, scale_invs, block_scale_invs, column: add_row_scaled(
+                acc, partial, scale_invs[0] * block_scale_invs[0], scale_invs[1] * block_scale_invs[0]
             )
         )
 
     @device
-    def promote_add(acc, partial, scales, block_scales, column):
-        s, t = scales
-        first, second = block_scales
+    def promote_add(acc, partial, scale_invs, block_scale_invs, column):
+        s, t = scale_invs
+        first, second = block_scale_invs
         cols_in_first = i32(SCALE_N - (column & (SCALE_N - 1)))
         return add_row_scaled_by_two(acc, partial, s * first, t * first, s * second, t * second, cols_in_first)
 
@@ -111,16 +111,17 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
     A tile lies in one block of B, or straddles two: 128 is a multiple of its columns, or of those beyond 128.
 
     Returns:
-        ``(scale_b, stride, column, n, first_k_iter, k_iters) -> block_scales``, which loads those of 32 iterations, one
-        by each lane, for the tile that begins at ``column``; and ``(block_scales, k_iter) -> (first, second)``.
+        ``(scale_inv_b, stride, column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads those of 32
+        iterations, one by each lane, for the tile that begins at ``column``; and
+        ``(block_scale_invs, k_iter) -> (first, second)``.
     """
     straddles = SCALE_N % tile_n > 0
 
     @device
-    def load_block_scales(scale_b, stride, column, n, first_k_iter, k_iters):
+    def load_block_scale_invs(scale_inv_b, stride, column, n, first_k_iter, k_iters):
         block = column >> LOG2_SCALE_N
         k_iter = i32(first_k_iter + (cuda.threadIdx.x & 31))
-        address = scale_b + (i64(block) * stride + k_iter) * 4
+        address = scale_inv_b + (i64(block) * stride + k_iter) * 4
         first = load_4_if(address, k_iter < k_iters and column < n)
         second = first
         if straddles:
@@ -128,11 +129,11 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
         return first, second
 
     @device
-    def block_scales_at(block_scales, k_iter):
-        first = from_bits(shuffle(block_scales[0], k_iter & 31))
+    def block_scale_invs_at(block_scale_invs, k_iter):
+        first = from_bits(shuffle(block_scale_invs[0], k_iter & 31))
         second = first
         if straddles:
-            second = from_bits(shuffle(block_scales[1], k_iter & 31))
+            second = from_bits(shuffle(block_scale_invs[1], k_iter & 31))
         return first, second
 
-    return load_block_scales, block_scales_at
+    return load_block_scale_invs, block_scale_invs_at

@@ -84,8 +84,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
     tx_bytes = a_bytes + b_bytes
     tx_bytes += 4 * (tile_m * scaling.a_scales_per_stage + tile_n * scaling.b_scales_per_stage)
-    b_offset, scale_a_offset, scale_b_offset, full_offset, empty_offset, order_offset = (
-        offsets[name] for name in ("b", "scale_a", "scale_b", "full", "empty", "order")
+    b_offset, scale_inv_a_offset, scale_inv_b_offset, full_offset, empty_offset, order_offset = (
+        offsets[name] for name in ("b", "scale_inv_a", "scale_inv_b", "full", "empty", "order")
     )
     multicast_a, multicast_b = config.multicast_a and cluster > 1, not config.multicast_a and cluster > 1
     a_slice_rows, b_slice_rows = config.a_rows_loaded, config.b_rows_loaded
@@ -101,10 +101,10 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     by_row = scaling is Scaling.ROW
     b_by_128x128 = scaling.b_along_k_by_block
     b_by_1x128 = scaling.b_along_k_by_row
-    read_scales = stage_scale_reader(spec, config)
+    read_scale_invs = stage_scale_reader(spec, config)
     promote_add = make_promote_add(spec, config)
     releases_early = reads_scales_early(spec, config)
-    load_block_scales, block_scales_at = block_scale_readers(tile_n)
+    load_block_scale_invs, block_scale_invs_at = block_scale_readers(tile_n)
     scale_window = block_scale_window(scaling)
     next_stage, stage_after = stage_counters(stages)
     consumer_release = make_consumer_release(empty_offset, cluster, along_k)
@@ -136,36 +136,36 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def promoted_k_iter(
-        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx, row_in_tile, block_scales, k_iter, column, thread
+        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx, row_in_tile, block_scale_invs, k_iter, column, thread
     ):
         """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
 
         The tensor cores accumulate them in ``partial``.
         """
-        scales = read_scales(smem, stage_idx, row_in_tile)
-        scale = (np.float32(1), np.float32(1))
+        scale_invs = read_scale_invs(smem, stage_idx, row_in_tile)
+        block_scale_inv = (np.float32(1), np.float32(1))
         wgmma_fence()
         partial = wgmma_wait_0(issue_k_iter(partial, desc_a, desc_b, 0))
         if b_by_128x128:
-            scale = block_scales_at(block_scales, k_iter)
+            block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)
         if two_waves:
-            scales_below = read_scales(smem, stage_idx, row_in_tile + 64)
-            acc = promote_add(acc, partial, scales, scale, column)
+            scale_invs_below = read_scale_invs(smem, stage_idx, row_in_tile + 64)
+            acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
             wgmma_fence()
             partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * TILE_K >> 4), desc_b, 0))
         if releases_early:
             consumer_release(smem, stage_idx, thread)
         if two_waves:
-            acc_below = promote_add(acc_below, partial, scales_below, scale, column)
+            acc_below = promote_add(acc_below, partial, scale_invs_below, block_scale_inv, column)
         else:
-            acc = promote_add(acc, partial, scales, scale, column)
+            acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
         if not releases_early:
             consumer_release(smem, stage_idx, thread)
         return acc, acc_below, partial
 
     @device
     def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank):
-        map_a, map_b, _, map_scale_a, map_scale_b = maps
+        map_a, map_b, _, map_scale_inv_a, map_scale_inv_b = maps
         stage_idx, phase = i32(0), i32(0)
         while work_tile < work_tiles:
             row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
@@ -186,15 +186,17 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 else:
                     tma_load(b, map_b, full, k_iter * TILE_K, column)
                 if along_k:
-                    tma_load(smem + scale_a_offset + stage_idx * (4 * tile_m), map_scale_a, full, row, k_iter)
+                    tma_load(smem + scale_inv_a_offset + stage_idx * (4 * tile_m), map_scale_inv_a, full, row, k_iter)
                 if b_by_1x128:
-                    tma_load(smem + scale_b_offset + stage_idx * (4 * tile_n), map_scale_b, full, column, k_iter)
+                    tma_load(
+                        smem + scale_inv_b_offset + stage_idx * (4 * tile_n), map_scale_inv_b, full, column, k_iter
+                    )
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
 
     @device
     def consume(
-        smem, maps, scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n,
+        smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
         work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
     ):  # fmt: skip
         thread = cuda.threadIdx.x & 127
@@ -210,16 +212,16 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         elif wg_idx == 1 and work_tile < work_tiles:
             wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
         row_in_tile = wg_row + warp * 16 + (lane >> 2)
-        scale_ab = np.float32(1)
+        scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
-            scale_ab = load_f32(scale_a) * load_f32(scale_b)
-        epi_args = scale_ab, scale_a, scale_b, bias, amax_out
-        block_scales = (u32(0), u32(0))
+            scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
+        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out
+        block_scale_invs = (u32(0), u32(0))
         next_column = 0
-        next_block_scales = block_scales
+        next_block_scale_invs = block_scale_invs
         if b_by_128x128:
-            next_block_scales = load_block_scales(
-                scale_b, scale_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
+            next_block_scale_invs = load_block_scale_invs(
+                scale_inv_b, scale_inv_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
             )
         while work_tile < work_tiles:
             row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
@@ -234,10 +236,10 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             previous_stage = stage_idx
             for window_start in range(i32(0), k_iters, i32(scale_window)):
                 if b_by_128x128:
-                    block_scales = next_block_scales
+                    block_scale_invs = next_block_scale_invs
                     last = window_start + scale_window >= k_iters
-                    next_block_scales = load_block_scales(
-                        scale_b, scale_b_stride, next_column if last else column, n,
+                    next_block_scale_invs = load_block_scale_invs(
+                        scale_inv_b, scale_inv_b_stride, next_column if last else column, n,
                         0 if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
@@ -247,7 +249,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
-                            row_in_tile, block_scales, k_iter, column, thread,
+                            row_in_tile, block_scale_invs, k_iter, column, thread,
                         )  # fmt: skip
                     else:
                         wgmma_fence()
@@ -272,14 +274,14 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             tma_store_wait(0)
 
     def gemm(
-        map_a, map_b, map_out, map_scale_a, map_scale_b,
-        scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n, k,
+        map_a, map_b, map_out, map_scale_inv_a, map_scale_inv_b,
+        scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n, k,
     ):  # fmt: skip
         grid_constant_params()
         if cluster > 1:
             in_clusters()
-        scale_maps = address_of(map_scale_a), address_of(map_scale_b)
-        maps = address_of(map_a), address_of(map_b), address_of(map_out), scale_maps[0], scale_maps[1]
+        scale_inv_maps = address_of(map_scale_inv_a), address_of(map_scale_inv_b)
+        maps = address_of(map_a), address_of(map_b), address_of(map_out), scale_inv_maps[0], scale_inv_maps[1]
         smem = dynamic_shared()
         wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
         rank = cluster_rank() if cluster > 1 else 0
@@ -317,7 +319,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         else:
             warpgroup_reg_alloc(_REGISTERS)
             consume(
-                smem, maps, scale_a, scale_b, bias, amax_out, out, out_stride, scale_b_stride, m, n,
+                smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
                 work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
             )  # fmt: skip
         if cluster > 1:
@@ -327,8 +329,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         f"gemm({spec}, {config}{' trap' * traps})",
         gemm,
         {
-            **typed(tensor_map, "map_a map_b map_out map_scale_a map_scale_b"),
-            **typed(i64, "scale_a scale_b bias amax_out out out_stride scale_b_stride"),
+            **typed(tensor_map, "map_a map_b map_out map_scale_inv_a map_scale_inv_b"),
+            **typed(i64, "scale_inv_a scale_inv_b bias amax_out out out_stride scale_inv_b_stride"),
             **typed(i32, "m n k"),
         },
         config.threads,

@@ -166,7 +166,7 @@ def _mma_configs(problem: GemmProblem) -> Iterator[MmaConfig]:
 
 
 @lru_cache(4096)
-def choose_by_estimate(problem: GemmProblem) -> GemmChoice:
+def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
     """The config of least estimated time; cuBLASLt or the reference only where no kernel of ours is legal.
 
     Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one, and moves 128 bytes to or from
@@ -180,7 +180,7 @@ def choose_by_estimate(problem: GemmProblem) -> GemmChoice:
 
 
 def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
-    """The clocks that a GEMM takes; see :func:`choose_by_estimate`."""
+    """The clocks that a GEMM takes; see :func:`fastest_by_estimate`."""
     rows, columns = config.tile_m, config.tile_n
     loaded_rows = float(rows + columns)
     if isinstance(config, GemmConfig):
@@ -226,6 +226,6 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     """Clocks of a warpgroup for its part of a step: its products, and additions, during which it does not multiply."""
     if not spec.promote:
         return 0.0
-    each = 2 if spec.scaling.b_along_k_by_row else 1
-    added = spec.scaling.sums_per_k_iter * config.waves * (config.tile_n / 2 * each + 100)
+    operations = 2 if spec.scaling.b_along_k_by_row else 1
+    added = spec.scaling.sums_per_k_iter * config.waves * (config.tile_n / 2 * operations + 100)
     return 64 * config.waves * config.tile_n * TILE_K / 4096 + added

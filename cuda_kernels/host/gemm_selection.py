@@ -15,8 +15,8 @@ from cuda_kernels.host.gemm_configs import (
     GemmChoice,
     GemmProblem,
     Library,
-    choose_by_estimate,
     cublaslt_takes,
+    fastest_by_estimate,
     legal_choices,
     legal_configs,
 )
@@ -62,7 +62,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     # Without a measurement, what runs everywhere comes before what never ran on this GPU.
     if backend is None and cublaslt_takes(problem):
         return Library.CUBLASLT
-    return choose_by_estimate(problem)
+    return fastest_by_estimate(problem)
 
 
 def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:

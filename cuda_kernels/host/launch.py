@@ -33,7 +33,7 @@ class NoKernels(KernelError):
 
 
 class Launch:
-    """A kernel bound to a grid and its scalars; :meth:`start` takes only tensor maps and pointers.
+    """A kernel bound to a grid and its scalars; :meth:`run` takes only tensor maps and pointers.
 
     Attributes:
         kernel: the kernel to start.
@@ -59,7 +59,7 @@ class Launch:
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
 
-    def start(self, *addresses: Argument) -> None:
+    def run(self, *addresses: Argument) -> None:
         """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
 
         Raises:
@@ -68,11 +68,11 @@ class Launch:
         if self._index is None:
             return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
         try:
-            write, start, stream, parameters = self._local.binding
+            write, launch_kernel, stream, parameters = self._local.binding
         except AttributeError:
-            write, start, stream, parameters = self._local.binding = self._bind(len(addresses))
+            write, launch_kernel, stream, parameters = self._local.binding = self._bind(len(addresses))
         write(*addresses)
-        (result,) = start(stream(self._index), parameters, 0)
+        (result,) = launch_kernel(stream(self._index), parameters, 0)
         if result:
             raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
         return None
@@ -90,10 +90,10 @@ class Launch:
         nothing = [b"" if code == "128s" else 0 for code in struct_codes]
         kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
-        start = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
+        launch_kernel = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, block.buffer, 0)
         self._local.block = block  # which owns the memory
-        return write, start, torch._C._cuda_getCurrentRawStream, block.pointers
+        return write, launch_kernel, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
 def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: int | float) -> Launch:
@@ -111,7 +111,7 @@ def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: i
 def bind(
     kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
 ) -> Callable[..., None]:
-    """:meth:`Launch.start` of ``kernel`` on ``blocks`` blocks, whose parameters are named once, here.
+    """:meth:`Launch.run` of ``kernel`` on ``blocks`` blocks, whose parameters are named once, here.
 
     Args:
         addresses: the parameters of each launch, in the order in which it passes them.
@@ -124,7 +124,7 @@ def bind(
     named = *addresses, *scalars
     if named != kernel.parameter_names:
         raise _misnamed(kernel, named)
-    return Launch(kernel, blocks, tuple(scalars.values()), device).start
+    return Launch(kernel, blocks, tuple(scalars.values()), device).run
 
 
 def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:

@@ -22,10 +22,12 @@ from numba.cuda.typing import signature as numba_signature
 
 from cuda_kernels.device.language import Cuda, Device, Instruction, Lowered, Type, UniTuple, const
 from cuda_kernels.kernel import Kernel, compute_capability
+from cuda_kernels.lowering import inlining
 from cuda_kernels.references import references
 
 if not hasattr(np, "row_stack"):  # gone with NumPy 2.5; numba-cuda 0.30.4 asks for it before it compiles anything
     np.row_stack = np.vstack
+inlining.use()
 
 # --- Words in Numba's terms -------------------------------------------------------------------------------------------
 

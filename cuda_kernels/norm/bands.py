@@ -39,7 +39,7 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
     itemsize = ITEM_BYTES[norm.dtype]
 
     def normalize_bands(
-        x, scale, amax_out, out, out_scale, out_t,
+        x, scale, amax_out, out, out_scale_inv, out_t,
         rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -61,7 +61,7 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         running_max = cuda.local.array(n_maxima, u32)
         clear(running_max)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
         while start < columns:
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
@@ -91,7 +91,7 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
         normalize_bands,
         {
             "x": loader.args_type,
-            **typed(i64, "scale amax_out out out_scale out_t"),
+            **typed(i64, "scale amax_out out out_scale_inv out_t"),
             **typed(i32, "rows columns"),
             "eps": f32,
             **typed(i64, "out_stride out_t_stride"),

@@ -126,7 +126,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     code_address = quad_address(1, row_layout)
 
     def normalize(
-        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale_inv,
         rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
@@ -165,13 +165,13 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
                 if observe:
                     update_amax(amax_out, block_max_bits)
         if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
 
     return Kernel(
         f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
         normalize,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale"),
+            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale_inv"),
             **typed(i32, "rows columns"),
             **typed(f32, "offset eps"),
             "out_stride": i64,
@@ -200,7 +200,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
-        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale,
+        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale_inv,
         rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
         if scale != 0 and load_f32(scale) != _ZERO:
@@ -210,7 +210,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         amax = from_bits(reduce_block_amax(block_amax, num_block_amax, dynamic_shared(), thread))
         factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, factor))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
             registers = cuda.local.array(num_registers, u32)
@@ -225,7 +225,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         f"cast_normalized({norm}, {fp8}, {row_layout})",
         cast_normalized,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale"),
+            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale_inv"),
             **typed(i32, "rows columns"),
             "offset": f32,
             **typed(i32, "num_block_amax power_2"),

@@ -187,11 +187,11 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-def refuse_transforms(layer: str, *tensors: Tensor | None) -> None:
+def refuse_transforms(layer_name: str, *tensors: Tensor | None) -> None:
     """Refuse torch.func's transforms and forward-mode derivatives, which FP8 layers do not have, before anything runs.
 
     Args:
-        layer: the layer's name in the message.
+        layer_name: the layer's in the message.
         tensors: what it computes from.
 
     Raises:
@@ -201,11 +201,11 @@ def refuse_transforms(layer: str, *tensors: Tensor | None) -> None:
         return
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{layer} does not run in FP8 under torch.func's transforms (vmap, grad, vjp, jvp, ...); "
+            f"{layer_name} does not run in FP8 under torch.func's transforms (vmap, grad, vjp, jvp, ...); "
             f"{TRANSFORM_WAYS_OUT}"
         )
     if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
-        raise RuntimeError(f"{layer} has no forward-mode derivative in FP8; {TRANSFORM_WAYS_OUT}")
+        raise RuntimeError(f"{layer_name} has no forward-mode derivative in FP8; {TRANSFORM_WAYS_OUT}")
 
 
 def _what(value: Any) -> str:

@@ -69,17 +69,17 @@ _REMOVED = {
 _OF_NO_EFFECT = ("get_rng_state_tracker", "rng_tracker_name", "ub_name", "name")
 
 
-def refuse_parallel(layer: str, arguments: ParallelArguments) -> None:
-    """Check that the parallel arguments of the layer called ``layer`` ask for nothing that is not here.
+def refuse_parallel(layer_name: str, arguments: ParallelArguments) -> None:
+    """Check that the parallel arguments of the layer called ``layer_name`` ask for nothing that is not here.
 
     Raises:
         TypeError: an argument that Transformer Engine does not have, or has removed.
         NotImplementedError: tensor or sequence parallelism, or what comes with it, is asked for.
     """
     for name in [name for name in arguments if name in _REMOVED]:
-        raise TypeError(f"{layer}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
+        raise TypeError(f"{layer_name}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
     if unknown := [name for name in arguments if name not in ParallelArguments.__annotations__]:
-        raise TypeError(f"{layer} got an unexpected keyword argument {unknown[0]!r}")
+        raise TypeError(f"{layer_name} got an unexpected keyword argument {unknown[0]!r}")
     asked = {name: value for name, value in arguments.items() if name not in _OF_NO_EFFECT}
     refuse_what_is_not_here(asked, _INSTEAD_OF_PARALLEL)
 
@@ -115,7 +115,7 @@ def initialization_rng(arguments: ParallelArguments) -> AbstractContextManager[A
     return fork
 
 
-def refuse_sharded(layer: str, **tensors: Tensor | None) -> None:
+def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
     """Check that a layer computes with local tensors, as it does under FSDP2, which gathers its weights first.
 
     Raises:
@@ -127,7 +127,7 @@ def refuse_sharded(layer: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, sharded):
             raise TypeError(
-                f"{layer}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}): tensor parallelism of FP8 "
-                "layers is not supported. Leave this layer in high precision, FP8Precision(skip=[...]) or "
+                f"{layer_name}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}): tensor parallelism of "
+                "FP8 layers is not supported. Leave this layer in high precision, FP8Precision(skip=[...]) or "
                 "convert_module(skip=[...]), or shard the model with fully_shard (FSDP2)"
             )

@@ -66,7 +66,8 @@ def attach(model: nn.Module) -> None:
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
             owner = Owner(place.name, type(module).__qualname__, place.fp8)
-            owners.own(module, owner, entered=place.config is None)
+            # one in high precision stays there when somebody switches the configuration back to torch's function
+            owners.own(module, owner, entered=place.config is None or not place.fp8)
             undo.append(_disowning(module, owner))
         configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
         undo += [_switched(hf_config) for hf_config in configs.values()]

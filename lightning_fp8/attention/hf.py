@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
-from lightning_fp8.attention.owners import asked, in_high_precision, note, owner_of, unknown_owner
+from lightning_fp8.attention.owners import asked, current_owner, in_high_precision, note, owner_of
 from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_scale, why_not_tensors
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.sequence_tables import shared
@@ -46,7 +46,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers: ``[B, H, L, D]`` to ``[B, L, H, D]``, and no weights."""
-    owner = owner_of(module) or unknown_owner()
+    owner = owner_of(module) or current_owner()
     if not torch.compiler.is_compiling():
         owner.training = module.training
     wanted = asked(owner)

@@ -33,7 +33,7 @@ class Owner:
         cls: its class's name, by which compiled code is remembered.
         fp8: False keeps its attention in high precision.
         record: what its attention did.
-        calls: forwards of the module; they may come to no attention at all. Of transformers' modules 0.
+        calls: forwards of the module; they may come to no attention at all. Of transformers' modules in FP8 0.
         why: why the last call that should have run in FP8 did not.
         watched: somebody will say so; until then a warning does at once.
     """
@@ -81,11 +81,6 @@ def owner_of(module: nn.Module | None) -> Owner | None:
 def current_owner() -> Owner:
     """The innermost of this thread, or one that stands for none."""
     return _thread.owners[-1] if _thread.owners else _nobody
-
-
-def unknown_owner() -> Owner:
-    """What stands for a module that nobody found."""
-    return _nobody
 
 
 @contextmanager

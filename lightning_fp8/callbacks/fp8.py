@@ -72,14 +72,15 @@ class FP8Callback(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._renew_weights(trainer)
-        for history in _plugin(trainer).histories.values():
+        plugin = _plugin(trainer)
+        plugin.kept_weights.epoch_begins()
+        for history in plugin.histories.values():
             if history.patience > 0:  # no warning yet
                 history.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
-        plugin.kept_weights.accumulate(pl_module, trainer.accumulate_grad_batches)
+        plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
         if self._first_step is None and plugin.plan is not None:
             self._first_step = FirstStep(pl_module, plugin.plan)
 
@@ -102,20 +103,16 @@ class FP8Callback(Callback):
             plugin.summary = self._first_step.later(plugin.summary)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Others may evaluate other weights, as averages, and put them in place without a trace."""
-        self._renew_weights(trainer)
+        _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._renew_weights(trainer)
+        _plugin(trainer).kept_weights.validation_ends()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._renew_weights(trainer)
+        _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._renew_weights(trainer)
-
-    def _renew_weights(self, trainer: Trainer) -> None:
-        _plugin(trainer).kept_weights.renew()
+        _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")

@@ -63,9 +63,9 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[LayerGemm]:
     ]
 
 
-def has_kernels(recipe: Recipe) -> bool:
-    """Whether kernels multiply what the recipe casts; else plain torch does."""
-    return (recipe.cast(Role.INPUT).layout, recipe.cast(Role.WEIGHT).layout) in SCALINGS
+def has_kernels(gemm: LayerGemm, recipe: Recipe) -> bool:
+    """Whether kernels multiply the operands as the recipe casts them; else plain torch does."""
+    return (recipe.cast(gemm.a).layout, recipe.cast(gemm.b).layout) in SCALINGS
 
 
 def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGemm:
@@ -128,10 +128,14 @@ def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, cloc
     """Time all, print the times, and keep the winners if asked.
 
     Raises:
-        ValueError: the recipe's layouts have no kernels.
+        ValueError: none of the products has kernels for the recipe's layouts.
     """
-    if not has_kernels(recipe):
+    exact = [gemm.name for gemm in gemms if not has_kernels(gemm, recipe)]
+    gemms = [gemm for gemm in gemms if has_kernels(gemm, recipe)]
+    if not gemms:
         raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
+    if exact:
+        print(f"not timed, since recipe={recipe.name!r} multiplies them exactly in BF16 here: {', '.join(exact)}")
     card = launch.name_of(device)
     measured = []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]

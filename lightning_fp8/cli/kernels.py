@@ -29,7 +29,7 @@ from cuda_kernels.host import cache_folder, compile_cache, launch
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.autocast import fp8_autocast
-from lightning_fp8.cli.bench import bound_gemm, count, gemms_of, has_kernels, sizes
+from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.modules import Linear
 from lightning_fp8.ops.core import dispatch
@@ -102,23 +102,23 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
                     y = layer(x)
                 y.backward(torch.randn_like(y))
     kernels = [kernel for kernel in launched.values() if arch in kernel.architectures]
-    if not has_kernels(recipe):  # which multiplies in BF16
-        return kernels
-    forward, of_input, of_weight = (
-        bound_gemm(gemm, recipe, torch.device("cpu")).problem for gemm in gemms_of(inputs, outputs, tokens)
+    forward, of_input, of_weight = gemms_of(inputs, outputs, tokens)
+    asked: tuple[tuple[LayerGemm, dict[str, Any]], ...] = (
+        (forward, {}),
+        (forward, {"bias": "bfloat16"}),
+        (forward, {"bias": "float32"}),
+        (of_input, {}),
+        (of_weight, {}),
+        (of_weight, {"out": "float32"}),
+        (of_weight, {"out": "float32", "accumulate": True}),
     )
-    gradient = replace(of_weight.spec, out="float32")
-    for problem, asked in (
-        (forward, forward.spec),
-        (forward, replace(forward.spec, bias="bfloat16")),
-        (forward, replace(forward.spec, bias="float32")),
-        (of_input, of_input.spec),
-        (of_weight, of_weight.spec),
-        (of_weight, gradient),
-        (of_weight, replace(gradient, accumulate=True)),
-    ):
+    for gemm, options in asked:
+        if not has_kernels(gemm, recipe):  # it is multiplied in BF16
+            continue
+        problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
+        spec = replace(problem.spec, **options)
         # Two multiprocessors are enough to share what they load.
-        builds = builds_of(replace(problem, spec=asked, architecture=arch, multiprocessors=2))
+        builds = builds_of(replace(problem, spec=spec, architecture=arch, multiprocessors=2))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 

@@ -17,10 +17,10 @@ def globs_of_nothing(globs: Iterable[str], layers: Sequence[str], modules: Itera
     """
     problems = []
     for glob in globs:
-        if any(fnmatchcase(layer, glob) for layer in layers):
+        if any(fnmatchcase(layer_name, glob) for layer_name in layers):
             continue
         matched = [name for name in modules if fnmatchcase(name, glob)]
-        holding = [name for name in matched if any(layer.startswith(f"{name}.") for layer in layers)]
+        holding = [name for name in matched if any(layer_name.startswith(f"{name}.") for layer_name in layers)]
         if holding:
             problems.append(f"skip={glob!r} matches {holding[0]!r}, but no layer in it; write {glob + '.*'!r}")
         elif not matched:
@@ -32,7 +32,7 @@ def _near(glob: str, layers: Sequence[str]) -> str:
     if not layers:
         return "it has no layer that could run in FP8"
     text = glob.strip("*.")
-    inside = [layer for layer in layers if text and (text in layer or text.endswith(f".{layer}"))]
+    inside = [layer_name for layer_name in layers if text and (text in layer_name or text.endswith(f".{layer_name}"))]
     near = list(dict.fromkeys(inside + get_close_matches(text, layers, 3, 0.5)))[:3]
     what = "near it are" if near else "layers are called"
     return f"globs match whole names, and {what} {', '.join(map(repr, near or layers[:3]))}"

@@ -37,9 +37,9 @@ def other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
         return
     if isinstance(module, nn.modules.conv._ConvNd) and not _is_depthwise(module) and not is_lazy(module.weight):
         yield _decision(name, module.weight, "convolution", _convolution(module))
-    layer = is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
+    is_layer = is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if is_lazy(parameter) or (layer and (parameter_name == "weight" or parameter_name in _own_names(module))):
+        if is_lazy(parameter) or (is_layer and (parameter_name == "weight" or parameter_name in _own_names(module))):
             continue
         if _is_matrix(name, parameter_name, parameter):
             yield _decision(

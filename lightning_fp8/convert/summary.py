@@ -44,7 +44,8 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table.
+    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table,
+    whose heading is "to run in" as long as it is not known of any layer whether it ran in FP8, and then "runs in".
 
     Where attention shall run in FP8, the modules that compute it are among them.
 
@@ -102,7 +103,8 @@ class ConversionSummary:
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def __str__(self) -> str:
-        table = [("layer", "out × in", "runs in", "because")]
+        known = any(layer.ran is not None for layer in self.rows) or not any(layer.fp8 for layer in self.rows)
+        table = [("layer", "out × in", "runs in" if known else "to run in", "because")]
         table += [(layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in table]

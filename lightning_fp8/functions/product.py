@@ -81,13 +81,13 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.sum(0, dtype=torch.float32).to(dtype)
 
 
-def refuse_second_derivatives(layer: str, instead: str) -> None:
+def refuse_second_derivatives(layer_name: str, instead: str) -> None:
     """Raises:
     RuntimeError: a backward pass is to be differentiated, with ``create_graph=True``.
     """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(
-            f"create_graph=True cannot derive {layer}'s gradients in FP8, which are cast as they are computed; use "
-            f"{instead}, which has second derivatives, or run this part in high precision: with "
+            f"create_graph=True cannot derive {layer_name}'s gradients in FP8, which are cast as they are computed; "
+            f"use {instead}, which has second derivatives, or run this part in high precision: with "
             "fp8_autocast(enabled=False)"
         )

@@ -1,4 +1,8 @@
-"""The cache of a linear layer's FP8 weight: micro-batches of one step share what the first one cast."""
+"""The cache of a linear layer's FP8 weight: micro-batches of one step share what the first one cast.
+
+Whether a plugin lets layers keep copies unasked, and until when, is its choice of ``FP8Context.weight_period``:
+``plugin/kept_weights.py``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class _KeptWeight:
 
     Attributes:
         made_from: the weight's parameters and all else that they were made from.
-        automatic: no ``is_first_microbatch`` asked for them.
+        automatic: no ``is_first_microbatch`` asked for them, but the context's ``weight_period``.
         observed: the weight's slot of the amax history has its amax.
         sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
             meanwhile.
@@ -48,7 +52,9 @@ class WeightCachingModule(FP8Module):
     """A module that keeps the FP8 copies of its weight where ``is_first_microbatch`` or the context says so.
 
     The copies are stale, and made again, once an optimizer has stepped or a parameter was replaced or changed in place.
-    A pickle has none.
+    Those that ``is_first_microbatch`` did not ask for are stale, too, once the context's ``weight_period`` is another
+    number or the scales were updated, and freed by the first forward whose context has none. What a backward pass
+    recomputes has the context of its forward. A pickle has no copies.
 
     Attributes:
         weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.

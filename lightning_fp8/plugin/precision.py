@@ -65,7 +65,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         for history in self.histories.values():
             history.after_step = None
         for model in list(self._models):
-            self.kept_weights.release(model)
+            self.kept_weights.training_ends(model)
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import FP8FabricPrecision, Linear
+from lightning_fp8.attention import sdpa
 from lightning_fp8.attention.owners import owner_of
 from lightning_fp8.functions import sequence_tables
+from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.ops.attention import Band, attention_tables
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
 
@@ -225,6 +227,29 @@ def test_generation_with_a_cache() -> None:
     assert torch.equal(model.generate(ids, **options), exact)
     with plugin.forward_context(), pytest.warns(UserWarning, match="keys and values come from a cache"):
         model.generate(ids, **options)
+
+
+@pytest.mark.parametrize("switched", [True, False])
+def test_blocks_in_high_precision_stay_there(switched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model is told to call torch's function, or a module that nobody found calls ours."""
+    model = made("llama")
+    ran_in_fp8: list[torch.Size] = []
+
+    def noted(q: Tensor, *args: Any, **options: Any) -> Tensor:
+        ran_in_fp8.append(q.shape)
+        return fp8_attention(q, *args, **options)
+
+    plugin = attached(model)
+    for module in (sdpa, ours):
+        monkeypatch.setattr(module, "fp8_attention", noted)
+    if switched:
+        model.set_attn_implementation("sdpa")
+    else:
+        monkeypatch.setattr(ours, "owner_of", lambda module: None)
+    with plugin.forward_context():
+        model(**masks("none"))
+    assert len(ran_in_fp8) == 1
+    assert len(ran(model)) == 3
 
 
 def test_what_stays_in_high_precision() -> None:

@@ -219,7 +219,7 @@ def test_what_the_ops_start_is_started_again_on_memory_that_is_kept() -> None:
         assert names[1][-3:] == ["attention_delta", "attention_dq", "attention_dkv"]
         assert {"quantize_heads", "sum_heads", "mean_heads"} <= {*names[0]}
         again: list[str] = []
-        with patch.object(Launch, "start", lambda launch, *addresses: again.append(launch.kernel.function.__name__)):
+        with patch.object(Launch, "run", lambda launch, *addresses: again.append(launch.kernel.function.__name__)):
             launches.products(BACKWARD)()
             assert again == ["attention_delta", "attention_dq", "attention_dkv"]
             again.clear()

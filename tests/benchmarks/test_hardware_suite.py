@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_products_are_all_computed(n: int, from_registers: bool) -> None:
     out = torch.zeros(1, 256)
     with executing(Emulator()):
-        Launch(product_rate_kernel(n, from_registers), 1, (3,), CPU).start(out)
+        Launch(product_rate_kernel(n, from_registers), 1, (3,), CPU).run(out)
     assert (out == 3 * CHAIN * n // 4).all()  # a thread has a quarter of a row
 
 
@@ -38,7 +38,7 @@ def test_products_are_all_computed(n: int, from_registers: bool) -> None:
 def test_copies_reach_their_place(add: bool) -> None:
     out = torch.ones(2 * 128, 64)
     with executing(Emulator()):
-        Launch(copy_rate_kernel(add), 2, (5,), CPU).start(map_on(CPU, Box(128, 64, swizzle=False))(out))
+        Launch(copy_rate_kernel(add), 2, (5,), CPU).run(map_on(CPU, Box(128, 64, swizzle=False))(out))
     assert (out == float(add)).all()
 
 

@@ -16,6 +16,7 @@ from lightning_fp8.cli import main as cli
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.recipes import make_recipe
+from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 
 CPU = torch.device("cpu")
@@ -89,6 +90,28 @@ def test_a_plan_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     times = bench.timed({Library.CUBLASLT: fails, Library.REFERENCE: lambda: torch.ones(1)}, lambda call: 1.0)
     assert times == {Library.REFERENCE: 1.0}
     assert "cublaslt does not run: no such kernel" in capsys.readouterr().out.lower().replace("library.", "")
+
+
+@pytest.mark.parametrize(
+    ("without", "exact", "compared"),
+    [
+        ((Layout.BLOCK_1X128, Layout.BLOCK_1X128), "32x48 weight gradient", ["forward", "input gradient"]),
+        ((Layout.BLOCK_1X128, Layout.BLOCK_128X128), "32x48 forward, 32x48 input gradient", ["weight gradient"]),
+    ],
+)
+def test_products_without_kernels_are_named(
+    without: tuple[Layout, Layout],
+    exact: str,
+    compared: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delitem(bench.SCALINGS, without)
+    monkeypatch.setattr(bench, "candidates", lambda *args: {})
+    bench.bench(bench.gemms_of(32, 48, 16), make_recipe("blockwise"), CPU, lambda call: 1.0, tune=False)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"not timed, since recipe='blockwise' multiplies them exactly in BF16 here: {exact}"
+    assert [line.partition(":")[0] for line in lines if line.startswith("32x48")] == [f"32x48 {n}" for n in compared]
 
 
 def test_errors(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from cuda_kernels.lowering import compiler
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.cli import kernels
 from lightning_fp8.doctor import probes
+from lightning_fp8.ops.gemm.problem import SCALINGS
 from lightning_fp8.recipes import RECIPES, make_recipe
+from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import needs_compilers
 
 
@@ -77,6 +79,15 @@ def test_what_a_layer_starts(recipe: str) -> None:
     assert not products or any(gradient in name and "promote" in name for name in products)
     # The forward product's; sums of blocks are always promoted.
     assert any("promote" not in name for name in products) == (recipe not in ("blockwise", "mxfp8"))
+
+
+def test_a_product_without_kernels_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the weight's gradient."""
+    monkeypatch.delitem(SCALINGS, (Layout.BLOCK_1X128, Layout.BLOCK_1X128))
+    found = kernels.kernels_of_layer(256, 512, 8192, make_recipe("blockwise"), "90a")
+    products = {kernel.name.split(",")[0] for kernel in found if "gemm" in kernel.name}
+    assert products
+    assert all("1x128*128x128" in name for name in products), products
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -326,6 +326,7 @@ def test_summary_as_a_table() -> None:
     summary = plan_conversion(model, Policy())
     lines = str(summary).splitlines()
     assert lines[0].split("  ")[0].strip() == "layer"
+    assert " to run in " in lines[0]
     assert set(lines[1]) == {"-"}
     for line, layer in zip(lines[2:-1], summary.layers, strict=True):
         assert line.startswith(layer.name)

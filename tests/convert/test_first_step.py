@@ -382,11 +382,14 @@ def test_fabric() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     module = Trained(Block(), Block(reads=True))
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1e-3))
+    headings: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             fabric.backward(model(torch.randn(4, 16)).square().mean())
+            headings.append(str(plugin.summary).splitlines()[0])
             optimizer.step()
+    assert [" to run in " in heading for heading in headings] == [True, False]  # what ran is known after a step
     assert sum("blocks.2.fc: Block read its weight" in str(warning.message) for warning in caught) == 1
     assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]
 

@@ -199,13 +199,13 @@ class OnDevice:
     def delta(self) -> Tensor:
         o = self.packed(self.given.o).to(self.device)
         m, l = self.given.in_rows(self.given.m, -torch.inf), self.given.in_rows(self.given.l, 0.0)  # noqa: E741
-        return self.launch.start_delta(self.tables, self.operands, o, m.to(self.device), l.to(self.device))
+        return self.launch.run_delta(self.tables, self.operands, o, m.to(self.device), l.to(self.device))
 
-    def start_dq(self, statistics: Tensor) -> None:
-        self.launch.start_dq(self.tables, self.operands, statistics, self.dq)
+    def run_dq(self, statistics: Tensor) -> None:
+        self.launch.run_dq(self.tables, self.operands, statistics, self.dq)
 
-    def start_dkv(self, statistics: Tensor) -> None:
-        self.launch.start_dkv(self.tables, self.operands, statistics, self.dk, self.dv)
+    def run_dkv(self, statistics: Tensor) -> None:
+        self.launch.run_dkv(self.tables, self.operands, statistics, self.dk, self.dv)
 
     def assert_near(self, *names: str) -> None:
         for name, right in zip(("dq", "dk", "dv"), self.given.right):
@@ -234,7 +234,7 @@ def check_dq(problem: Problem, device: str) -> None:
     right = given(problem).statistics()
     statistics = right.to(device, copy=True)
     statistics[:, CORRECTED] = torch.nan
-    on.start_dq(statistics)
+    on.run_dq(statistics)
     on.assert_near("dq")
     tolerance = 1e-4 * float(right[:, CORRECTED].abs().max())
     torch.testing.assert_close(statistics.cpu(), right, rtol=1e-4, atol=tolerance)
@@ -242,15 +242,15 @@ def check_dq(problem: Problem, device: str) -> None:
 
 def check_dkv(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
-    on.start_dkv(given(problem).statistics().to(device))
+    on.run_dkv(given(problem).statistics().to(device))
     on.assert_near("dk", "dv")
 
 
 def check_all(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
     statistics = on.delta()
-    on.start_dq(statistics)
-    on.start_dkv(statistics)
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
     on.assert_near("dq", "dk", "dv")
 
 
@@ -259,8 +259,8 @@ def check_nan(problem: Problem, device: str, which: int = 0) -> None:
     damaged = with_nan(problem, which)
     on = OnDevice(damaged, device)
     statistics = on.delta()
-    on.start_dq(statistics)
-    on.start_dkv(statistics)
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
     for actual, truth in zip((on.dq, on.dk, on.dv), nan_by_definition(damaged)):
         assert truth.any()
         assert torch.equal(actual.cpu().isnan(), on.packed(truth))

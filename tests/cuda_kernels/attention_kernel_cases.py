@@ -108,7 +108,7 @@ def check_cast(
         channels, str(dtype).removeprefix("torch."), heads, table_rows.space, strides, copies,
         len(tables.summed) if centered else 0, aligned, on.device,
     )  # fmt: skip
-    actual = launch.start(on, tables)
+    actual = launch.run(on, tables)
     expected = in_packed_rows(cast(as_heads, centered, own, mean_rows), table_rows)
     for name, a, b, wanted in zip(PackedCodes._fields, actual, expected, (*copies, True)):
         assert (a is not None) == wanted
@@ -122,7 +122,7 @@ def check_transpose(channels: int, device: str) -> None:
     rows = RowSpace(2, 200, ragged=True)
     data = torch.randint(256, (3, rows.total, channels), dtype=torch.uint8, device=device)
     launch = TransposeLaunch(channels, 3, rows, data.device)
-    codes = launch.start(PackedCodes(data, None, torch.empty(0)))
+    codes = launch.run(PackedCodes(data, None, torch.empty(0)))
     assert codes.data_t is not None
     found = codes.data_t.cpu()
     for place in range(rows.total):
@@ -188,7 +188,7 @@ def check_forward(
         moved(in_packed_rows(each, table), device)
         for each, table in zip(codes, (of_queries, of_keys, of_keys), strict=True)
     )
-    launch.start(problem.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
+    launch.run(problem.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
 
     for sequence, length in enumerate(of_queries.lengths.tolist()):
         held, first = int(of_queries.held[sequence]), int(of_queries.first_row[sequence])

@@ -82,7 +82,7 @@ class Started:
         made = Launch(kernel, blocks, values[addresses:], CARD)
         for run in (lambda work: work(), in_a_fresh_thread):
             before = self.noted.launches
-            run(lambda: made.start(*values[:addresses]))
+            run(lambda: made.run(*values[:addresses]))
             assert self.noted.launches == before + 1, f"{kernel.name} did not start"
             assert (self.noted.kernel, self.noted.stream, self.noted.shared) == (0x4711, STREAM, kernel.shared_bytes)
             assert (*self.noted.grid, *self.noted.block) == (blocks, 1, 1, kernel.threads, 1, 1)

@@ -40,8 +40,8 @@ SMALL = Problem((200,), (200,), 4, 2, band=CAUSAL, out="bfloat16")
 
 def gradients(on: OnDevice) -> tuple[torch.Tensor, ...]:
     statistics = on.delta()
-    on.start_dq(statistics)
-    on.start_dkv(statistics)
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
     return on.dq, on.dk, on.dv
 
 
@@ -70,7 +70,7 @@ def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
     for kernel in ({"head_dim": 64}, {"head_dim": 96, "out": "float16", "flush": 128}):
         problem = Problem((640,), (128,), offset=1.0, **kernel)  # type: ignore[arg-type]
         on = OnDevice(given(problem), "cpu")
-        on.start_dkv(given(problem).statistics())
+        on.run_dkv(given(problem).statistics())
         errors.append(error(on.dv, on.packed(given(problem).right[2])))
     assert errors[0] < 1e-2
     assert errors[1] < errors[0] / 2

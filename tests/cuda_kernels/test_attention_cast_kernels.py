@@ -39,7 +39,7 @@ def test_differences_that_are_infinite_are_the_largest_value(emulator: Emulator)
         128, "float32", 1, RowSpace(1, 128, False), (0, 128, 128), (True, False), 1, True, torch.device("cpu")
     )
     expected = cast(x, centered=True)
-    actual = launch.start(x, CastTables.of(rows_of(torch.tensor([128]), 128)))
+    actual = launch.run(x, CastTables.of(rows_of(torch.tensor([128]), 128)))
     assert actual.data is not None
     found = actual.data.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(found, expected.data[0].float(), rtol=0, atol=0, equal_nan=True)
@@ -49,7 +49,7 @@ def test_differences_that_are_infinite_are_the_largest_value(emulator: Emulator)
 def test_nothing_to_cast(emulator: Emulator) -> None:
     rows = RowSpace(2, 0, False)
     launch = CastLaunch(64, "bfloat16", 3, rows, (0, 0, 64), (True, True), 1, True, torch.device("cpu"))
-    codes = launch.start(torch.empty(2, 3, 0, 64, dtype=BF16), CastTables.of(rows_of(torch.tensor([0, 0]), 0)))
+    codes = launch.run(torch.empty(2, 3, 0, 64, dtype=BF16), CastTables.of(rows_of(torch.tensor([0, 0]), 0)))
     assert codes.data is not None
     assert codes.data.shape == (3, 0, 64)
     assert not emulator.launched

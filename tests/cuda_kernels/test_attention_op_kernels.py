@@ -47,7 +47,7 @@ def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pyt
     shapes: list[Any] = []
     monkeypatch.setattr(tensor_maps, "is_cuda_device", lambda device: True)
     monkeypatch.setattr(tensor_maps, "_encoded", lambda tensor, box: tuple(tensor.shape))
-    monkeypatch.setattr(launch.Launch, "start", lambda self, *arguments: shapes.append(arguments))
+    monkeypatch.setattr(launch.Launch, "run", lambda self, *arguments: shapes.append(arguments))
     problem = AttentionProblem(
         AttentionSpec(64, "bfloat16"), (4, 2), RowSpace(1, 128, False), RowSpace(1, 256, False), Visible(), 0.1
     )
@@ -63,10 +63,10 @@ def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pyt
 
     of_queries, of_keys = codes(4, 128), codes(2, 256)
     some = torch.zeros(4, 5, 128)
-    forward.start(some, of_queries, of_keys, of_keys, some, some, some)
+    forward.run(some, of_queries, of_keys, of_keys, some, some, some)
     operands = Operands(of_queries, of_queries, of_keys, of_keys)
-    backward.start_dq(BackwardTables(some, some), operands, some, some)
-    backward.start_dkv(BackwardTables(some, some), operands, some, some, some)
+    backward.run_dq(BackwardTables(some, some), operands, some, some)
+    backward.run_dkv(BackwardTables(some, some), operands, some, some, some)
     q, k, q_t, k_t = (512, 64), (512, 64), (256, 128), (128, 256)
     assert [call[:count] for call, count in zip(shapes, (3, 5, 6))] == [
         (q, k, k_t),

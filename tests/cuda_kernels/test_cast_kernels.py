@@ -130,7 +130,7 @@ def test_more_than_2_31_elements() -> None:
     out_t = torch.empty(columns * pitch, dtype=torch.uint8)
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
     kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False, False)
-    start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).start
+    start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).run
     start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)
     assert torch.equal(out.as_strided((rows, columns), (pitch, 1)), codes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gemm_selection
-from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, choose_by_estimate, legal_choices
+from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
 from cuda_kernels.host.gemm_selection import choose_gemm
 from lightning_fp8.ops.core import dispatch
@@ -128,13 +128,13 @@ LLAMA = GemmProblem(
 
 def test_estimates() -> None:
     """Large products take the largest tiles, with shared loads; few rows take few."""
-    large = choose_by_estimate(LLAMA)
+    large = fastest_by_estimate(LLAMA)
     assert isinstance(large, GemmConfig)
     assert (large.tile_m * large.tile_n, large.cluster) == (128 * 256, 2)
-    promoted = choose_by_estimate(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
+    promoted = fastest_by_estimate(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
     assert isinstance(promoted, GemmConfig)
     assert promoted.tile_m * promoted.tile_n == 256 * 128
-    few = choose_by_estimate(replace(LLAMA, m=8))
+    few = fastest_by_estimate(replace(LLAMA, m=8))
     assert isinstance(few, GemmConfig)
     assert few.tile_m == 64
 

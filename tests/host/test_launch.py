@@ -195,7 +195,7 @@ ADDRESS = 0x7F00_0000_1000
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, kernel = Card(monkeypatch), amax_kernel(tensor_loader("bfloat16", 4), True)
-    start = Launch(kernel, 7, (140, 264), card.device).start
+    start = Launch(kernel, 7, (140, 264), card.device).run
     for pitch in (264, 272):
         start(ADDRESS, pitch, 0, ADDRESS + 64)
         assert card.values[-1] == (ADDRESS, pitch, 0, ADDRESS + 64, 140, 264)
@@ -281,7 +281,7 @@ def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_pat
 def test_threads_do_not_share_their_parameters(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward runs in threads of its own, beside the forward pass."""
     card, buffers = Card(monkeypatch), set()
-    start = Launch(KERNEL, 1, (2, 3), card.device).start
+    start = Launch(KERNEL, 1, (2, 3), card.device).run
     monkeypatch.setattr(launch._driver(), "cuLaunchKernel", lambda *args: (buffers.add(args[-2]), (0,))[1])
     start(ADDRESS, 3, 0, ADDRESS)
     start(ADDRESS, 3, 0, ADDRESS)

@@ -151,7 +151,7 @@ def test_sharded_weights_are_kept_on_demand_only() -> None:
         model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
         for chosen, period in ((None, None), (True, 0), (False, None)):
             kept = KeptWeights(chosen)
-            kept.accumulate(model, 4)
+            kept.micro_batch_begins(model, 4)
             assert kept.period == period
     finally:
         dist.destroy_process_group()

@@ -199,7 +199,7 @@ class CastLaunch:
             mean = mean_heads_kernel(head_dim)
             self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
 
-    def start(self, x: Tensor, tables: CastTables) -> PackedCodes:
+    def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; what no copy was asked for is None."""
         shape = self._heads, self._space.total, self._head_dim
         data, data_t = (
@@ -212,7 +212,7 @@ class CastLaunch:
         pointer = self._pointer
         means = self._means(x, tables)
         absent: Argument = 0
-        self._cast.start(
+        self._cast.run(
             pointer(x), pointer(tables.blocks), absent if means is None else pointer(means),
             absent if data is None else pointer(data), absent if data_t is None else pointer(data_t),
             pointer(scale_inv),
@@ -229,8 +229,8 @@ class CastLaunch:
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
             for parts in (self._space.blocks, self._space.sequences)
         )
-        self._sum.start(pointer(x), pointer(tables.summed), pointer(sums))
-        self._mean.start(pointer(sums), pointer(tables.counts), pointer(means))
+        self._sum.run(pointer(x), pointer(tables.summed), pointer(sums))
+        self._mean.run(pointer(sums), pointer(tables.counts), pointer(means))
         return means
 
 
@@ -246,12 +246,12 @@ class TransposeLaunch:
         kernel = transpose_heads_kernel(head_dim)
         self._launch = named_launch(kernel, space.blocks * heads, device, heads=heads, packed_rows=space.total)
 
-    def start(self, codes: PackedCodes) -> PackedCodes:
+    def run(self, codes: PackedCodes) -> PackedCodes:
         """Both copies of ``codes``."""
         assert codes.data is not None
         data_t = torch.empty_like(codes.data.mT, memory_format=torch.contiguous_format)
         if self._launch.blocks:
-            self._launch.start(self._pointer(codes.data), self._pointer(data_t))
+            self._launch.run(self._pointer(codes.data), self._pointer(data_t))
         return codes._replace(data_t=data_t)
 
 
@@ -279,7 +279,7 @@ class ForwardLaunch:
             for kernel in forward_kernels(spec, device)
         ]
 
-    def start(
+    def run(
         self,
         tiles: Tensor,
         q: PackedCodes,
@@ -305,4 +305,4 @@ class ForwardLaunch:
             *map(self._pointer, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
         )  # fmt: skip
         for launch in self._launches:
-            launch.start(*arguments)
+            launch.run(*arguments)

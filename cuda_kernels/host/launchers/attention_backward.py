@@ -100,7 +100,7 @@ class BackwardLaunch:
         visible = self._problem.visible
         return BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
 
-    def start(
+    def run(
         self,
         tables: BackwardTables,
         operands: Operands,
@@ -115,11 +115,11 @@ class BackwardLaunch:
         queries.
         """
         dq, dk, dv = gradients
-        statistics = self.start_delta(tables, operands, o, m, l)
-        self.start_dq(tables, operands, statistics, dq)
-        self.start_dkv(tables, operands, statistics, dk, dv)
+        statistics = self.run_delta(tables, operands, o, m, l)
+        self.run_dq(tables, operands, statistics, dq)
+        self.run_dkv(tables, operands, statistics, dk, dv)
 
-    def start_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+    def run_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
         """What the others know of each query: float32 ``[H, 5, R]``; ``backward/statistics.py`` names its rows."""
         assert o.dtype == torch.bfloat16
         do, q, _, _ = operands
@@ -127,10 +127,10 @@ class BackwardLaunch:
         statistics = torch.empty(heads, STATISTICS, rows, dtype=torch.float32, device=self._device)
         if self._delta.blocks:
             inputs = tables.queries, _rows_of(do), do.scale_inv, q.scale_inv, o, m, l, statistics
-            self._delta.start(*map(self._pointer, inputs))
+            self._delta.run(*map(self._pointer, inputs))
         return statistics
 
-    def start_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
+    def run_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
         """Write ``dq`` and the statistic ``CORRECTED``."""
         do, q, k, v = operands
         if self._dq.blocks:
@@ -139,9 +139,9 @@ class BackwardLaunch:
                 self._of_keys_t(_columns_of(k)),
             )  # fmt: skip
             inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
-            self._dq.start(*maps, *map(self._pointer, inputs))
+            self._dq.run(*maps, *map(self._pointer, inputs))
 
-    def start_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def run_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``."""
         do, q, k, v = operands
         if self._problem.keys.blocks:
@@ -157,7 +157,7 @@ class BackwardLaunch:
             inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
             left = absent if scratch is None else self._pointer(scratch)
             for launch in self._dkv:
-                launch.start(*maps, *map(self._pointer, inputs), left)
+                launch.run(*maps, *map(self._pointer, inputs), left)
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

@@ -17,7 +17,8 @@ from cuda_kernels.host.launch import Argument, address_on, bind
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
-"""``(a, scale_a, b, scale_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel on the current stream."""
+"""``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel, on the current
+stream."""
 
 
 MapOf = Callable[[Box], Callable[[Tensor], Argument]]
@@ -29,15 +30,15 @@ class GemmStrides(NamedTuple):
 
     Attributes:
         a, b: from a row to the next; multiples of 16.
-        scale_a, scale_b: of a row's scales along K from one to the next, of 128x128 scales from one row of blocks to
-            the next, else 0.
+        scale_inv_a, scale_inv_b: of a row's scales along K from one to the next, of 128x128 scales from one row of
+            blocks to the next, else 0.
         out: from a row to the next.
     """
 
     a: int
     b: int
-    scale_a: int
-    scale_b: int
+    scale_inv_a: int
+    scale_inv_b: int
     out: int
 
 
@@ -64,39 +65,45 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     map_a = map_of(Box(config.a_rows_loaded, TILE_K))
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
-    map_scale_a = _scale_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
-    map_scale_b = _scale_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)
+    map_scale_inv_a = _scale_inv_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
+    map_scale_inv_b = _scale_inv_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),
         device,
         (
-            "map_a", "map_b", "map_out", "map_scale_a", "map_scale_b",
-            "scale_a", "scale_b", "bias", "amax_out", "out", "out_stride", "scale_b_stride",
+            "map_a", "map_b", "map_out", "map_scale_inv_a", "map_scale_inv_b",
+            "scale_inv_a", "scale_inv_b", "bias", "amax_out", "out", "out_stride", "scale_inv_b_stride",
         ),
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    def run(
+        a: Tensor,
+        scale_inv_a: Tensor,
+        b: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        out: Tensor,
     ) -> None:
         absent = encoded_a = map_a(a)
         launch(
             encoded_a,
             map_b(b),
             absent if map_out is None else map_out(out),
-            absent if map_scale_a is None else map_scale_a(scale_a),
-            absent if map_scale_b is None else map_scale_b(scale_b),
-            pointer(scale_a),
-            pointer(scale_b),
+            absent if map_scale_inv_a is None else map_scale_inv_a(scale_inv_a),
+            absent if map_scale_inv_b is None else map_scale_inv_b(scale_inv_b),
+            pointer(scale_inv_a),
+            pointer(scale_inv_b),
             0 if bias is None else pointer(bias),
             0 if amax is None else pointer(amax),
             pointer(out),
             strides.out,
-            strides.scale_b,
+            strides.scale_inv_b,
         )
 
-    return start
+    return run
 
 
 def _sizes(problem: GemmProblem) -> dict[str, int]:
@@ -104,7 +111,7 @@ def _sizes(problem: GemmProblem) -> dict[str, int]:
     return {"m": problem.m, "n": problem.n, "k": problem.k}
 
 
-def _scale_map(map_of: MapOf, scales: int, rows: int) -> Callable[[Tensor], Argument] | None:
+def _scale_inv_map(map_of: MapOf, scales: int, rows: int) -> Callable[[Tensor], Argument] | None:
     """What maps an operand's scales along K, whose columns are contiguous, to copy ``scales`` of each of ``rows`` rows.
 
     None where there are none to copy.
@@ -119,28 +126,34 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
         num_blocks(problem, config),
         device,
         (
-            "a", "a_stride", "b", "b_stride", "scale_a", "scale_a_stride", "scale_b", "scale_b_stride",
+            "a", "a_stride", "b", "b_stride", "scale_inv_a", "scale_inv_a_stride", "scale_inv_b", "scale_inv_b_stride",
             "bias", "amax_out", "out", "out_stride",
         ),
         **_sizes(problem),
     )  # fmt: skip
 
-    def start(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, amax: Tensor | None, out: Tensor
+    def run(
+        a: Tensor,
+        scale_inv_a: Tensor,
+        b: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        out: Tensor,
     ) -> None:
         launch(
             pointer(a),
             strides.a,
             pointer(b),
             strides.b,
-            pointer(scale_a),
-            strides.scale_a,
-            pointer(scale_b),
-            strides.scale_b,
+            pointer(scale_inv_a),
+            strides.scale_inv_a,
+            pointer(scale_inv_b),
+            strides.scale_inv_b,
             0 if bias is None else pointer(bias),
             0 if amax is None else pointer(amax),
             pointer(out),
             strides.out,
         )
 
-    return start
+    return run

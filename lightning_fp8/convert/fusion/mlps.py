@@ -35,14 +35,14 @@ def _why_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) 
         return f"fuse=True knows no {type(mlp).__name__}"
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance"
-    for layer in LAYERS:
-        decision = decisions.get(f"{name}.{layer}".lstrip("."))
+    for layer_name in LAYERS:
+        decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
-            return f"its {layer} is a {type(getattr(mlp, layer)).__name__}"
+            return f"its {layer_name} is a {type(getattr(mlp, layer_name)).__name__}"
         if not decision.fp8:
-            return f"{layer} runs in BF16"
-        if getattr(mlp, layer).bias is not None and layer != "down_proj":
-            return f"{layer} has a bias, whose gradient needs what would not be written"
+            return f"{layer_name} runs in BF16"
+        if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
+            return f"{layer_name} has a bias, whose gradient needs what would not be written"
     if activation_of(mlp) is None:
         return f"fuse=True knows no {type(mlp.act_fn).__name__}"
     return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""

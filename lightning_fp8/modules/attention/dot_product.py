@@ -46,8 +46,8 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
-        layer_number, attention_type, name: taken, and without effect.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type, return_max_logit, num_splits: refused if they ask for it.
+        layer_number, attention_type, name, cp_comm_type: taken, and without effect.
+        cp_group, cp_global_ranks, cp_stream, return_max_logit, num_splits: refused if they ask for it.
         center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:

@@ -74,12 +74,12 @@ def mask_type_over_cache(attn_mask_type: str, attention_mask: Mask | None, padde
     return "causal_bottom_right" if causal else "no_mask"
 
 
-def check_call(layer: str, call: Mapping[str, Any]) -> None:
+def check_call(layer_name: str, call: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: an argument that :class:`AttentionArguments` does not have, or of another type.
     """
     if unknown := [name for name in call if name not in AttentionArguments.__annotations__]:
-        raise TypeError(f"{layer}.forward got an unexpected keyword argument {unknown[0]!r}")
+        raise TypeError(f"{layer_name}.forward got an unexpected keyword argument {unknown[0]!r}")
     params = call.get("inference_params")
     if params is not None and not isinstance(params, InferenceParams):
         raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")

@@ -194,10 +194,10 @@ class ForwardPlan:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
         queries, keys, tiles = self._tables(call)
         of_q, of_k, of_v = self._casts
-        q8, k8, v8 = of_q.start(q, queries), of_k.start(k, keys), of_v.start(v, keys)
+        q8, k8, v8 = of_q.run(q, queries), of_k.run(k, keys), of_v.run(v, keys)
         o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
         m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
-        self._forward.start(tiles, q8, k8, v8, o, m, l)
+        self._forward.run(tiles, q8, k8, v8, o, m, l)
         return o, Kept(m, l, *_kept(q8), *_kept(k8), *_kept(v8))
 
 
@@ -225,13 +225,13 @@ class BackwardPlan:
         if o.shape != do.shape:
             raise ValueError(f"o has shape {tuple(o.shape)} and its gradient {tuple(do.shape)}; they must be the same")
         queries, tables = self._tables(call)
-        q8 = self._transpose_q.start(_packed(kept.q8, kept.q_scale_inv))
-        k8 = self._transpose_k.start(_packed(kept.k8, kept.k_scale_inv))
-        operands = Operands(self._cast.start(do, queries), q8, k8, _packed(kept.v8, kept.v_scale_inv))
+        q8 = self._transpose_q.run(_packed(kept.q8, kept.q_scale_inv))
+        k8 = self._transpose_k.run(_packed(kept.k8, kept.k_scale_inv))
+        operands = Operands(self._cast.run(do, queries), q8, k8, _packed(kept.v8, kept.v_scale_inv))
         dq = torch.empty(do.shape, dtype=do.dtype, device=self._device)
         dk, dv = (torch.empty(self._key_shape, dtype=do.dtype, device=self._device) for _ in range(2))
         o = o.to(torch.bfloat16).contiguous()
-        self._backward.start(tables, operands, o, kept.m, kept.l, (dq, dk, dv))
+        self._backward.run(tables, operands, o, kept.m, kept.l, (dq, dk, dv))
         return dq, dk, dv
 
 

@@ -21,20 +21,20 @@ ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
 
 
-def is_aligned(layout: Layout, data: TensorKey, scale: TensorKey) -> bool:
+def is_aligned(layout: Layout, data: TensorKey, scale_inv: TensorKey) -> bool:
     """Whether each row of an operand's codes, and each line of its scales, starts where a kernel's copies can start.
 
     Args:
         data: the key of the codes ``[R, K]``, one byte each: rows are contiguous and begin at multiples of 16 bytes.
-        scale: the key of ``scale_inv``. MN-major scales of a block along K are contiguous and begin at multiples of 16
+        scale_inv: its key. MN-major scales of a block along K are contiguous and begin at multiples of 16
             bytes; K-major ones have contiguous rows; one scale for each row is contiguous.
     """
     if not data.has_contiguous_rows or data.stride <= 0 or data.stride % ALIGNMENT or data.misalignment:
         return False
-    strides = scale.strides
+    strides = scale_inv.strides
     if layout.scale_major == "mn":
         bytes_per_line = strides[1] * layout.scale_dtype.itemsize
-        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale.misalignment
+        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale_inv.misalignment
     if layout.scales_along_k:
         return strides[1] == 1
     return layout.has_one_scale or strides[0] == 1 or data.rows == 1

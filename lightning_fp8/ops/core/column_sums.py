@@ -26,7 +26,7 @@ class ColumnSums:
         self._allocate = allocator(device)
         self._partials = (num_sets * n * self.stride,), (1,), torch.float32
         blocks = num_sets * ceil_div(columns, COLUMNS)
-        self.reduce = launch.Launch(column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device).start
+        self.reduce = launch.Launch(column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device).run
 
     def partials(self) -> Tensor:
         """Allocate the partial sums, uninitialized."""

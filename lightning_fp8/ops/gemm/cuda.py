@@ -39,10 +39,10 @@ def gemm(
         out += gemm(a, b, options_text, bias, amax, None)
         return out
     bias = None if bias is None else bias.contiguous()
-    (data_a, scale_a), (data_b, scale_b) = a, b
+    (data_a, scale_inv_a), (data_b, scale_inv_b) = a, b
     return _plan(
         data_a.device, data_a.is_cuda and current_device(),
-        operand_key(data_a, scale_a), operand_key(data_b, scale_b), options_text,
+        operand_key(data_a, scale_inv_a), operand_key(data_b, scale_inv_b), options_text,
         None if bias is None else key_and_device(bias), None if out is None else key_and_device(out),
         None if amax is None else memoryless_key(amax),
     )(a, b, options_text, bias, amax, out)  # fmt: skip

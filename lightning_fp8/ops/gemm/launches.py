@@ -34,8 +34,8 @@ class KernelGemm:
         device, problem, a, b = gemm.device, gemm.problem, gemm.a, gemm.b
         self._allocate = allocator(device)
         self._out = (problem.m, problem.n), (problem.n, 1), parse_scaled_mm_options(gemm.options_text).out_dtype
-        strides = GemmStrides(a.data.stride, b.data.stride, a.scale_stride, b.scale_stride, gemm.stride)
-        self._start = bind_gemm_kernel(device, problem, kernel_config, strides)
+        strides = GemmStrides(a.data.stride, b.data.stride, a.scale_inv_stride, b.scale_inv_stride, gemm.stride)
+        self._run = bind_gemm_kernel(device, problem, kernel_config, strides)
 
     def run(
         self, a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
@@ -43,7 +43,7 @@ class KernelGemm:
         """Start the kernel; it adds to ``out`` if there is one, or else gives a new tensor."""
         if out is None:
             out = self._allocate(*self._out)
-        self._start(*a, *b, bias, amax, out)
+        self._run(*a, *b, bias, amax, out)
         return out
 
 
@@ -61,13 +61,13 @@ class ScaledMm:
         """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
         if self._refused:
             return self._fallback(a, b, options_text, bias, amax, out)
-        (data_a, scale_a), (data_b, scale_b) = a, b
+        (data_a, scale_inv_a), (data_b, scale_inv_b) = a, b
         try:
             result = torch._scaled_mm(
                 data_a,
                 data_b.t(),
-                scale_a=scale_a,
-                scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
+                scale_a=scale_inv_a,
+                scale_b=scale_inv_b.t() if scale_inv_b.dim() == 2 else scale_inv_b,
                 bias=bias,
                 out_dtype=self._options.out_dtype,
                 use_fast_accum=self._options.fast_accum,

@@ -26,10 +26,11 @@ SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in
 OperandKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int, tuple[int, ...], int]
 
 
-def operand_key(data: Tensor, scale: Tensor) -> OperandKey:
-    """The key of an operand, a plain tuple: ``tensor_key`` of ``data``, strides and misalignment of ``scale``."""
+def operand_key(data: Tensor, scale_inv: Tensor) -> OperandKey:
+    """The key of an operand, a plain tuple: ``tensor_key`` of ``data``, strides and misalignment of ``scale_inv``."""
     return (
-        data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT, scale.stride(), scale.data_ptr() % ALIGNMENT
+        data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT,
+        scale_inv.stride(), scale_inv.data_ptr() % ALIGNMENT,
     )  # fmt: skip
 
 
@@ -38,28 +39,28 @@ class GemmOperand(NamedTuple):
 
     layout: Layout
     data: TensorKey
-    scale: TensorKey
+    scale_inv: TensorKey
 
     @classmethod
     def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
         """The operand that :func:`operand_key` describes."""
-        dtype, shape, strides, misalignment, scale_strides, scale_misalignment = key
+        dtype, shape, strides, misalignment, scale_inv_strides, scale_inv_misalignment = key
         scale_shape = layout.scale_shape(*shape)
         return cls(
             layout,
             TensorKey(dtype, shape, strides, misalignment, device),
-            TensorKey(layout.scale_dtype, scale_shape, scale_strides, scale_misalignment, device),
+            TensorKey(layout.scale_dtype, scale_shape, scale_inv_strides, scale_inv_misalignment, device),
         )
 
     @classmethod
     def canonical(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> GemmOperand:
         """An operand as the ops that cast lay it out."""
-        data, scale = operand_allocations(layout, dtype, rows, k)
+        data, scale_inv = operand_allocations(layout, dtype, rows, k)
         device = torch.device("meta")
         return cls(
             layout,
             TensorKey(dtype, (rows, k), data.strides, 0, device),
-            TensorKey(scale.dtype, scale.shape, scale.strides, 0, device),
+            TensorKey(scale_inv.dtype, scale_inv.shape, scale_inv.strides, 0, device),
         )
 
     @property
@@ -73,24 +74,24 @@ class GemmOperand(NamedTuple):
     @property
     def is_kernel_aligned(self) -> bool:
         """Whether kernels can read it where it lies; see :func:`~lightning_fp8.ops.core.alignment.is_aligned`."""
-        return is_aligned(self.layout, self.data, self.scale)
+        return is_aligned(self.layout, self.data, self.scale_inv)
 
     @property
-    def scale_stride(self) -> int:
+    def scale_inv_stride(self) -> int:
         """Elements from one line of scales to the next, where scales change along K; else 0."""
         if not self.layout.scales_along_k:
             return 0
-        return self.scale.strides[1 if self.layout.scale_major == "mn" else 0]
+        return self.scale_inv.strides[1 if self.layout.scale_major == "mn" else 0]
 
 
 def with_kernel_strides(operand: Operand, layout: Layout) -> Operand:
     """The operand where kernels can read it: itself, or a copy."""
-    data, scale = operand
-    if GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_kernel_aligned:
+    data, scale_inv = operand
+    if GemmOperand.from_key(layout, operand_key(data, scale_inv), data.device).is_kernel_aligned:
         return operand
     copies = empty_operand(data.device, layout, data.dtype, *data.shape)
     copy_bits(data, copies[0])
-    copy_bits(scale, copies[1])
+    copy_bits(scale_inv, copies[1])
     return copies
 
 
@@ -136,7 +137,7 @@ def bind_gemm(
     item = options.out_dtype.itemsize
     aligned = stride * item % ALIGNMENT == 0 and misalignment == 0
     even = stride % 2 == b.rows % 2 == 0 and misalignment % (2 * item) == 0
-    even = even and (bias is None or bias.misalignment % 8 == 0) and b.scale.misalignment % 8 == 0
+    even = even and (bias is None or bias.misalignment % 8 == 0) and b.scale_inv.misalignment % 8 == 0
     architecture = launch.architecture_of(device)
     problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
     return BoundGemm(device, problem, a, b, options_text, stride)

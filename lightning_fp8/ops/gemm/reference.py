@@ -50,13 +50,13 @@ def multiply(a: Operand, b: Operand, options: ScaledMMOptions, bias: Tensor | No
     if not (data_a.numel() and data_b.numel()):  # no row, no column, or nothing to add up
         out = data_a.new_zeros(data_a.shape[0], data_b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
-    left, right, scale = _factors(a, options.layout_a, b, options.layout_b)
-    in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale is None
+    left, right, scale_inv_ab = _factors(a, options.layout_a, b, options.layout_b)
+    in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale_inv_ab is None
     if in_bf16 and (left.is_cuda or multiplies_bf16()):
         return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
     out = _float32_mm(left, right)
-    if scale is not None:
-        out *= scale
+    if scale_inv_ab is not None:
+        out *= scale_inv_ab
     if bias is not None:
         out += bias.float()
     return out.to(out_dtype)
@@ -66,32 +66,32 @@ scaled_mm, scaled_mm_observed, scaled_mm_accumulate = gemm_ops(gemm)
 
 
 def _factors(a: Operand, layout_a: Layout, b: Operand, layout_b: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of ``(left @ rightᵀ) * scale``: in BF16 where that is exact, else in float32."""
+    """The factors of ``(left @ rightᵀ) * scale_inv_ab``: in BF16 where that is exact, else in float32."""
     microscaled = a[1].dtype == b[1].dtype == E8M0_DTYPE
-    codes_a, scale_a = a[0], _as_float32(a[1])
-    codes_b, scale_b = b[0], _as_float32(b[1])
+    codes_a, scale_inv_a = a[0], _as_float32(a[1])
+    codes_b, scale_inv_b = b[0], _as_float32(b[1])
     is_cuda = codes_a.is_cuda
     # Asking a GPU for the scales would wait for it.
-    if microscaled if is_cuda else _is_power_of_2(scale_a) and _is_power_of_2(scale_b):
-        return _scaled(decode(codes_a), scale_a, layout_a), _scaled(decode(codes_b), scale_b, layout_b), None
+    if microscaled if is_cuda else _is_power_of_2(scale_inv_a) and _is_power_of_2(scale_inv_b):
+        return _scaled(decode(codes_a), scale_inv_a, layout_a), _scaled(decode(codes_b), scale_inv_b, layout_b), None
     if layout_a.has_one_scale and layout_b.has_one_scale:
-        return decode(codes_a), decode(codes_b), scale_a * scale_b
+        return decode(codes_a), decode(codes_b), scale_inv_a * scale_inv_b
     if is_cuda and layout_a.has_one_scale_per_row and layout_b.has_one_scale_per_row:
-        return decode(codes_a), decode(codes_b), scale_a * scale_b.t()
-    left = _scaled(decode(codes_a).float(), scale_a, layout_a)
-    return left, _scaled(decode(codes_b).float(), scale_b, layout_b), None
+        return decode(codes_a), decode(codes_b), scale_inv_a * scale_inv_b.t()
+    left = _scaled(decode(codes_a).float(), scale_inv_a, layout_a)
+    return left, _scaled(decode(codes_b).float(), scale_inv_b, layout_b), None
 
 
 def _as_float32(scale_inv: Tensor) -> Tensor:
     return scaling.e8m0_decode(scale_inv.view(torch.uint8)) if scale_inv.dtype == E8M0_DTYPE else scale_inv
 
 
-def _is_power_of_2(scale: Tensor) -> bool:
-    return not bool((scale.contiguous().view(torch.int32) & 0x7FFFFF).any())
+def _is_power_of_2(scale_inv: Tensor) -> bool:
+    return not bool((scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any())
 
 
 def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
-    """``values [R, K]`` times their block's scale, in values' dtype. Overwrites ``values``."""
+    """``values [R, K]`` times their block's ``scale_inv``, in values' dtype. Overwrites ``values``."""
     scale_inv = scale_inv.to(values.dtype)
     rows, columns = values.shape
     if not values.numel():

@@ -1,6 +1,7 @@
 """The schemas of ``scaled_mm``, and its shapes on fake and meta tensors.
 
-Operands are K-major: ``a [M, K]`` and ``b [N, K]``, each with its scales; the result is ``[M, N]``.
+Operands are K-major: ``a [M, K]`` and ``b [N, K]``, each with its ``scale_inv``, which the schemas call ``scale_a`` and
+``scale_b`` as ``torch._scaled_mm`` does; the result is ``[M, N]``.
 """
 
 from __future__ import annotations

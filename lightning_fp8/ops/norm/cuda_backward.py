@@ -59,7 +59,7 @@ class NormBackwardLaunches:
         self._strides = x.stride, dy.stride
         self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
         scalars = x.rows, x.columns, float(options.zero_centered)
-        self._start = launch.Launch(kernel, blocks, scalars, device).start
+        self._run = launch.Launch(kernel, blocks, scalars, device).run
         self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
@@ -80,7 +80,7 @@ class NormBackwardLaunches:
             dbias = allocate(*self._dweight)
         partials = sums.partials()
         partials_ptr, stride = pointer(partials), sums.stride
-        self._start(
+        self._run(
             pointer(x), x_stride, pointer(dy), dy_stride, weight_ptr, statistics_ptr, pointer(dx), partials_ptr, stride
         )  # fmt: skip
         sums.reduce(partials_ptr, pointer(dweight), pointer(dbias), stride)

@@ -78,13 +78,13 @@ class OneReadNorm(NormLaunches):
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         stride = self._outputs.strides[0]
         scalars = x.rows, x.columns, float(self._offset), norm.eps
-        self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).start
+        self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).run
         self._cast_again: Callable[..., None] | None = None
         self._block_amaxes = (blocks,), (1,), torch.float32
         if not variant.scale_is_known:
             kernel = cast_normalized_kernel(spec, fp8, row_layout)
             scalars = x.rows, x.columns, float(self._offset), blocks
-            self._cast_again = launch.Launch(kernel, blocks, (*scalars, *variant.current_scaling, stride), device).start
+            self._cast_again = launch.Launch(kernel, blocks, (*scalars, *variant.current_scaling, stride), device).run
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
@@ -117,14 +117,14 @@ class BandNorm(NormLaunches):
         kernel = normalize_bands_kernel(spec, aligned, options.float8.name.lower(), options.rowwise, variant.has_amax)
         stride, _, stride_t, _ = self._outputs.strides
         scalars = x.rows, x.columns, norm.eps, stride, stride_t
-        self._start = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).start
+        self._run = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).run
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
         weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, io)
         outputs = data, scale_inv, data_t, _ = self._outputs.allocate()
         statistics = self._allocate(*self._statistics)
-        self._start(
+        self._run(
             pointer(x), self._stride, weight_ptr, bias_ptr, pointer(statistics), self._offset,
             scale_ptr, amax_ptr, pointer(data), pointer(scale_inv), pointer(data_t),
         )  # fmt: skip
@@ -151,7 +151,7 @@ class TwoReadNorm(NormLaunches):
         else:
             kernel = statistics_of_long_rows_kernel(spec.dtype, spec.mean, x.is_vectorizable(4))
             blocks = x.rows
-        self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm.eps), device).start
+        self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm.eps), device).run
         loader = normalized_loader(spec, aligned)
         self._cast = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
 

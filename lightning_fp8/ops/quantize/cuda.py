@@ -99,7 +99,7 @@ def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Te
         return lambda x, amax: observe(x.contiguous(), amax)
     loader, wide, _ = tensor_loaders("", key_of_x)
     kernel = amax_kernel(wide or loader, True)
-    start = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).start
+    run = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).run
     pointer = launch.address_on(device)
     stride = key_of_x.stride
     checked = CheckedAddresses(device)
@@ -109,7 +109,7 @@ def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Te
         if amax_ptr not in checked:
             check_cast_io(device, (None, amax, None))
             checked.keep(amax_ptr)
-        start(pointer(x), stride, 0, amax_ptr)
+        run(pointer(x), stride, 0, amax_ptr)
 
     return op
 

@@ -112,7 +112,7 @@ class CastLaunches:
         self.outputs = CastOutputs(device, variant.options, rows, columns)
         self._allocate = allocator(device)
         kernel, *scalars = self._plan(loader, store_loader or loader, variant)
-        self._store = launch.Launch(kernel, num_tiles(rows, columns), scalars, device).start
+        self._store = launch.Launch(kernel, num_tiles(rows, columns), scalars, device).run
 
     def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
         """Plan the launches before the one that stores codes; return that one's kernel and scalars."""
@@ -120,7 +120,7 @@ class CastLaunches:
 
     def _launch(self, kernel: Kernel, blocks: int) -> Callable[..., None]:
         """A launch that takes the shape as its scalars."""
-        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).start
+        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).run
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""

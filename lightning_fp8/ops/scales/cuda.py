@@ -31,7 +31,7 @@ def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algo
     check_not_empty(amax_history)
     length, n = amax_history if len(amax_history) == 2 else (0, 0)
     kernel = update_scales_kernel(algorithm == "most_recent")
-    start = launch.Launch(kernel, ceil_div(n, SLOTS), (2.0**-margin, length, n), device).start
+    run = launch.Launch(kernel, ceil_div(n, SLOTS), (2.0**-margin, length, n), device).run
     pointer = launch.address_on(device)
     checked = CheckedAddresses(device)
 
@@ -40,7 +40,7 @@ def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algo
         if pointers not in checked:
             check_update(amax, amax_history, scale, fp8_max)
             checked.keep(pointers)
-        start(*pointers)
+        run(*pointers)
 
     return op
 

@@ -1,0 +1,52 @@
+"""Numba's inliner, which gives the same code in a fraction of the time.
+
+Kernel code is small functions, inlined hundreds of times. Numba interprets a function's bytecode again for each call,
+with all that it calls in turn, and copies its scope, which has all its variables, with each of its blocks. The largest
+kernels spent nine tenths of their compilation there.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import FunctionType
+from typing import Any
+
+from numba.cuda.core import inline_closurecall, ir
+
+_INTERPRETED = "functions_interpreted_for_inlining"
+"""An attribute of Numba's pipeline, of which each compilation has its own."""
+
+
+class _OneScope(ir.Scope):  # type: ignore[misc]
+    """The scope of all blocks of a function, which stays the same one where a block is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneScope:
+        return self
+
+
+class Inliner(inline_closurecall.InlineWorker):  # type: ignore[misc]
+    """Interprets each function once in a compilation, and copies its scope once for each call."""
+
+    def run_untyped_passes(self, func: FunctionType, enable_ssa: bool = False) -> Any:
+        interpreted = self.pipeline.__dict__.setdefault(_INTERPRETED, {})
+        if (func, enable_ssa) not in interpreted:
+            interpreted[func, enable_ssa] = super().run_untyped_passes(func, enable_ssa)
+        self.flags.enable_ssa = enable_ssa  # as Numba's own leaves it
+        return interpreted[func, enable_ssa]
+
+    def inline_ir(self, caller_ir: Any, block: Any, i: int, callee_ir: Any, *args: Any, **options: Any) -> Any:
+        return super().inline_ir(caller_ir, block, i, _with_one_scope(callee_ir), *args, **options)
+
+
+def _with_one_scope(function: Any) -> Any:
+    """A copy of a function's representation whose blocks share one scope, as its own do."""
+    made = function.copy()
+    made.blocks = copy.deepcopy(function.blocks)
+    for block in made.blocks.values():
+        block.scope.__class__ = _OneScope
+    return made
+
+
+def use() -> None:
+    """Let Numba-CUDA inline so from now on."""
+    inline_closurecall.InlineWorker = Inliner

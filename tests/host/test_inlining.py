@@ -1,0 +1,54 @@
+"""The faster inliner gives the code that Numba's own gives, and interprets each function once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from cuda_kernels.casts.amax import amax_kernel
+from cuda_kernels.casts.quantize import quantize_rows_kernel
+from cuda_kernels.device.tile import tensor_loader
+from cuda_kernels.kernel import Kernel
+from tests.cuda_kernels.emulated import needs_compilers
+
+KERNELS = {
+    "amax": amax_kernel(tensor_loader("bfloat16", 1), False),
+    "rows": quantize_rows_kernel(tensor_loader("float32", 4), "e4m3", True, True, True),
+}
+
+
+def ptx_of(kernel: Kernel) -> str:
+    """Its PTX but for names of functions, which have a count of all that was compiled, and comments."""
+    from cuda_kernels.lowering import compiler
+
+    ptx = compiler.link(compiler.ltoir(kernel, "90a"), "90a", "ptx")[0].decode()
+    return re.sub(r"_ZN\w+|//.*", "", ptx)
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.cuda.core import inline_closurecall
+
+    from cuda_kernels.lowering.inlining import Inliner
+
+    interpreted: Counter[FunctionType] = Counter()
+    (numbas,) = Inliner.__bases__
+    interpret = numbas.run_untyped_passes
+
+    def counted(self: Any, func: FunctionType, enable_ssa: bool = False) -> Any:
+        interpreted[func] += 1
+        return interpret(self, func, enable_ssa)
+
+    monkeypatch.setattr(numbas, "run_untyped_passes", counted)
+    fast = ptx_of(KERNELS[name])
+    assert interpreted
+    assert set(interpreted.values()) == {1}
+    interpreted.clear()
+    monkeypatch.setattr(inline_closurecall, "InlineWorker", numbas)
+    assert ptx_of(KERNELS[name]) == fast
+    assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
