@@ -22,12 +22,15 @@ from numba.cuda.typing import signature as numba_signature
 
 from cuda_kernels.device.language import Cuda, Device, Instruction, Lowered, Type, UniTuple, const
 from cuda_kernels.kernel import Kernel, compute_capability
-from cuda_kernels.lowering import inlining
 from cuda_kernels.references import references
+
+try:
+    from cuda_kernels.lowering.inlining import fast_inlining
+except (ImportError, AttributeError):  # Numba's own way takes three times as long
+    from contextlib import nullcontext as fast_inlining  # type: ignore[assignment]
 
 if not hasattr(np, "row_stack"):  # gone with NumPy 2.5; numba-cuda 0.30.4 asks for it before it compiles anything
     np.row_stack = np.vstack
-inlining.use()
 
 # --- Words in Numba's terms -------------------------------------------------------------------------------------------
 
@@ -173,17 +176,18 @@ def _instruction(word: Instruction) -> Any:
 def ltoir(kernel: Kernel, arch: str) -> bytes:
     """``kernel`` for ``arch`` (``"90a"``), before link-time optimization; the slow step."""
     assert isinstance(kernel.function, FunctionType)
-    code, _ = cuda.compile(
-        _function_in_numba(kernel.function),
-        types.void(*(type_of(kind) for kind in kernel.parameters.values())),
-        device=False,
-        abi="numba",
-        cc=compute_capability(arch),
-        launch_bounds=(kernel.threads, kernel.min_blocks_on(arch)),
-        debug=False,  # whatever Numba's environment variables say: they are not in the key
-        opt=True,
-        output="ltoir",
-    )
+    with fast_inlining():
+        code, _ = cuda.compile(
+            _function_in_numba(kernel.function),
+            types.void(*(type_of(kind) for kind in kernel.parameters.values())),
+            device=False,
+            abi="numba",
+            cc=compute_capability(arch),
+            launch_bounds=(kernel.threads, kernel.min_blocks_on(arch)),
+            debug=False,  # whatever Numba's environment variables say: they are not in the key
+            opt=True,
+            output="ltoir",
+        )
     return bytes(code)
 
 

@@ -8,10 +8,17 @@ kernels spent nine tenths of their compilation there.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
 from numba.cuda.core import inline_closurecall, ir
+
+_NumbasInliner = inline_closurecall.InlineWorker
+if list(signature(_NumbasInliner.run_untyped_passes).parameters) != ["self", "func", "enable_ssa"]:
+    raise ImportError("Numba-CUDA inlines in another way than its versions 0.24 to 0.30")
 
 _INTERPRETED = "functions_interpreted_for_inlining"
 """An attribute of Numba's pipeline, of which each compilation has its own."""
@@ -24,7 +31,7 @@ class _OneScope(ir.Scope):  # type: ignore[misc]
         return self
 
 
-class Inliner(inline_closurecall.InlineWorker):  # type: ignore[misc]
+class Inliner(_NumbasInliner):  # type: ignore[misc, valid-type]
     """Interprets each function once in a compilation, and copies its scope once for each call."""
 
     def run_untyped_passes(self, func: FunctionType, enable_ssa: bool = False) -> Any:
@@ -47,6 +54,11 @@ def _with_one_scope(function: Any) -> Any:
     return made
 
 
-def use() -> None:
-    """Let Numba-CUDA inline so from now on."""
+@contextmanager
+def fast_inlining() -> Iterator[None]:
+    """Let Numba-CUDA inline so meanwhile."""
     inline_closurecall.InlineWorker = Inliner
+    try:
+        yield
+    finally:
+        inline_closurecall.InlineWorker = _NumbasInliner
