@@ -1,8 +1,8 @@
-"""Numba's inliner, which gives the same code in a fraction of the time.
+"""Numba's inliner, which gives the same code in less time.
 
 Kernel code is small functions, inlined hundreds of times. Numba interprets a function's bytecode again for each call,
-with all that it calls in turn, and copies its scope, which has all its variables, with each of its blocks. The largest
-kernels spent nine tenths of their compilation there.
+with all that it calls in turn, and copies its scope, which has all its variables, with each of its blocks. Kernels of
+gated activations' gradients spent nine tenths of their compilation there.
 """
 
 from __future__ import annotations
