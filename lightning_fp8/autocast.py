@@ -128,36 +128,45 @@ class fp8_autocast(ContextDecorator):
         _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
-        self._regions: list[Any] = []
+        self._regions: list[tuple[Any, bool]] = []
         self._reaches_attention = False
 
     def __enter__(self) -> fp8_autocast:
         if self.context.attention and not torch.compiler.is_compiling():
             reached = [prepare() for prepare in before_attention]
             self._reaches_attention = any(reached)
-        if not _thread.active_regions and torch.is_grad_enabled():
-            self._update_scales()
+        noted = False
+        if not _thread.active_regions and (recipe := self._observing):
+            if torch.is_grad_enabled():
+                update_without_plugin(recipe, self.context.group)
+                noted = True
+            elif self.context.calibrating:
+                regions.enter()
+                noted = True
         evaluating = not current_context().observe
         entered = fp8_context(replace(self.context, observe=False) if evaluating else self.context)
         entered.__enter__()
-        self._regions.append(entered)
+        self._regions.append((entered, noted))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._regions.pop().__exit__(*exception)
+        entered, noted = self._regions.pop()
+        entered.__exit__(*exception)
+        if noted:
+            regions.leave()
         quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
         if self.context.enabled and not quiet and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
-        if not _thread.active_regions and isinstance(self.context.recipe, DelayedScaling):
-            regions.leave()
-            if self.context.calibrating and exception[0] is None:
-                self._update_scales(calibrated=True)
+        calibrated = not _thread.active_regions and self.context.calibrating and exception[0] is None
+        if calibrated and (recipe := self._observing):
+            update_without_plugin(recipe, self.context.group, calibrated=True)
 
-    def _update_scales(self, calibrated: bool = False) -> None:
-        context = self.context
-        recipe = context.recipe
-        if isinstance(recipe, DelayedScaling) and (context.enabled or context.calibrating):
-            update_without_plugin(recipe, context.group, calibrated)
+    @property
+    def _observing(self) -> DelayedScaling | None:
+        """The recipe that amaxes may be observed under inside; None where none are."""
+        recipe = self.context.recipe
+        active = self.context.enabled or self.context.calibrating
+        return recipe if active and isinstance(recipe, DelayedScaling) else None
 
 
 def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:

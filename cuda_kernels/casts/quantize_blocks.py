@@ -129,9 +129,9 @@ def quantize_blocks_kernel(
     """
     block_rows, block_columns = block
     scales = f"{block_rows}x{block_columns}{' e8m0' * e8m0}"
-    if block not in BLOCKS or not block_rows or not block_columns or (e8m0 and block_columns == TILE):
+    if block not in BLOCKS or not block_rows or not block_columns or (e8m0 and block != (1, 32)):
         has = ", ".join(f"{rows}x{columns}" for rows, columns in BLOCKS)
-        raise KernelError(f"scales of {scales} have no kernel; blocks are {has}, below {TILE} columns e8m0, too")
+        raise KernelError(f"scales of {scales} have no kernel; blocks are {has}, of 1x32 e8m0, too")
     if loader.vector > 4 and not takes_octets(block):
         raise KernelError(f"scales of {scales} cannot be found of {loader.name}; a lane has to hold 4 columns")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers

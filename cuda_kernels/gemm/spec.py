@@ -48,6 +48,7 @@ class Scaling(Enum):
         self.layouts = a, b or a
         self.along_k = self.layouts[1] in _BLOCKS_ALONG_K
         self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
+        assert _BLOCKS_ALONG_K.get(a, (0, TILE_K))[1] == self.scale_k, "products have A's scale and B's"
         assert self.scale_k == TILE_K, "both kernels scale the products of a K iteration at once"
 
     @property

@@ -26,7 +26,7 @@ from cuda_kernels.references import references
 
 try:
     from cuda_kernels.lowering.inlining import fast_inlining
-except (ImportError, AttributeError):  # Numba's own takes up to five times as long
+except ImportError:  # Numba's own takes up to five times as long
     from contextlib import nullcontext as fast_inlining  # type: ignore[assignment]
 
 if not hasattr(np, "row_stack"):  # gone with NumPy 2.5; numba-cuda 0.30.4 asks for it before it compiles anything

@@ -17,8 +17,13 @@ from typing import Any
 from numba.cuda.core import inline_closurecall, ir
 
 _NumbasInliner = inline_closurecall.InlineWorker
-if list(signature(_NumbasInliner.run_untyped_passes).parameters) != ["self", "func", "enable_ssa"]:
-    raise ImportError("Numba-CUDA inlines in another way than its versions 0.24 to 0.30")
+_KNOWN = {
+    "run_untyped_passes": ["self", "func", "enable_ssa"],
+    "inline_ir": ["self", "caller_ir", "block", "i", "callee_ir", "callee_freevars", "arg_typs"],
+}
+for _method, _parameters in _KNOWN.items():
+    if list(signature(getattr(_NumbasInliner, _method, lambda: None)).parameters) != _parameters:
+        raise ImportError(f"Numba-CUDA's InlineWorker.{_method} is another than that of its versions 0.24 to 0.30")
 
 _INTERPRETED = "functions_interpreted_for_inlining"
 """An attribute of Numba's pipeline, of which each compilation has its own."""

@@ -85,7 +85,8 @@ def why_not_scale(scale: Any) -> str:
         return ""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         return f"its scale is a {type(scale).__name__}; make it a float"
-    return "" if 0 < scale < math.inf else f"its scale is {scale}, not a finite number above 0; negate the queries"
+    way_out = "; negate the queries" if -math.inf < scale < 0 else ""
+    return "" if 0 < scale < math.inf else f"its scale is {scale}, not a finite number above 0{way_out}"
 
 
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:

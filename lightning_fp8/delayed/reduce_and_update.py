@@ -44,8 +44,6 @@ UPDATES_IN_EVAL = 100
 COMPARED_AFTER = 100
 """Updates, at least, until unequal slots are compared again, for which the host waits for a GPU."""
 
-_one_thread = threading.RLock()
-
 
 def reduce_and_update(
     histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
@@ -158,7 +156,8 @@ def update_without_plugin(
 ) -> None:
     """Update the histories that no plugin looks after, where their optimizer has stepped or none is known yet.
 
-    One thread at a time, without ranks: a region that another thread begins meanwhile finds all scales updated.
+    One thread at a time, without ranks: a region that another thread begins meanwhile finds all scales updated. The
+    region that calls this as it begins is then noted in :mod:`~lightning_fp8.delayed.regions`.
 
     Args:
         recipe: for histories whose amaxes were observed under no other recipe.
@@ -168,7 +167,7 @@ def update_without_plugin(
     histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
     collect_unreachable(group)
     # Ranks order their collectives themselves: a lock that is held in one could make them wait for each other.
-    with nullcontext() if dist.is_available() and dist.is_initialized() else _one_thread:
+    with nullcontext() if dist.is_available() and dist.is_initialized() else regions.one_thread:
         for history in all_histories():
             if history.after_step is None and _is_due(history, calibrated):
                 histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
@@ -177,20 +176,21 @@ def update_without_plugin(
         for observed_under, histories in histories_by_recipe.items():
             reduce_and_update(histories, observed_under, group)
         if not calibrated:
-            regions.enter()
+            regions.enter()  # before another thread looks which histories are due
 
 
 def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     """Whether a region that begins on this thread, or one that ``calibrated`` and ends, is to update the scales.
 
     Where no optimizer tells that a step is over, another thread that alone trains the model may be amid one. Which
-    thread trains it is known once a forward was observed; until then it may be any that is inside a region.
+    thread trains it is known once a forward was observed; until then it may be any that is inside a region. Ranks must
+    find the same histories due, and threads are not in step with those of other ranks: there it may be none.
     """
     if history.steps > 0:
         return True
     threads = history.observed_in
-    if not threads and history.steps < 0:
-        return not regions.another_thread_inside()
+    if not threads and not calibrated and regions.another_thread_inside():
+        return history.steps < 0 and dist.is_available() and dist.is_initialized()
     if len(threads) == 1 and threading.get_ident() not in threads and regions.running(threads):
         return False
     return history.steps < 0 or calibrated

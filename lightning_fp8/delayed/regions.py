@@ -1,4 +1,4 @@
-"""Which threads are inside an outermost region of ``fp8_autocast`` that may observe amaxes."""
+"""Which threads are inside an outermost region of ``fp8_autocast`` that takes gradients or calibrates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Collection
 
 import torch
 
+one_thread = threading.RLock()
+"""Held while histories are looked at and updated: meanwhile no region begins."""
+
 _inside: set[int] = set()
 """Identifiers of threads."""
 
@@ -14,7 +17,8 @@ _inside: set[int] = set()
 @torch.compiler.disable  # it knows no threads
 def enter() -> None:
     """Note that this thread is inside a region."""
-    _inside.add(threading.get_ident())
+    with one_thread:
+        _inside.add(threading.get_ident())
 
 
 @torch.compiler.disable

@@ -70,7 +70,8 @@ class FP8FabricPrecision(FabricPrecision):
         ValueError, TypeError: an argument that does not fit; the message lists what would.
 
     ``summary`` is the table of the model that was converted or judged last; with several models that is one of them.
-    What really ran it says after an optimizer's step; forwards and backwards alone leave it as planned.
+    What really ran it says after an optimizer's step, or ``update_scales()``; forwards and backwards alone leave it as
+    planned.
     """
 
     def __init__(

@@ -206,6 +206,8 @@ def test_a_padding_mask_that_contradicts_the_lengths_is_refused(qkv_format: str)
         warnings.simplefilter("error")
         for mask in (right, right[:, 0, 0], (right, right)):
             assert torch.equal(module(q, k, v, mask, **lengths), o)
+        with torch.device("meta"):  # what stands on the host is compared there
+            assert torch.equal(module(q, k, v, right, **lengths), o)
     for other, message in (
         (
             torch.arange(4) >= torch.tensor([[4], [3]]),

@@ -173,3 +173,46 @@ def test_a_compiled_model_gets_scales_in_another_thread_than_the_one_that_made_i
             return float(linear.slots[linear.roles[0]].scale)
 
     assert in_a_thread(train) == 448.0
+
+
+def test_a_compiled_model_is_calibrated_while_another_thread_is_inside_a_region() -> None:
+    torch._dynamo.reset()
+    linear = Linear(16, 8)
+    compiled = torch.compile(linear, backend="eager")
+
+    def calibrate() -> float:
+        with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True):
+            compiled(torch.ones(4, 16))
+        return float(linear.slots[linear.roles[0]].scale)
+
+    with fp8_autocast():
+        assert in_a_thread(calibrate) == 448.0
+
+
+def test_a_model_that_is_calibrated_without_gradients_is_not_updated_by_another_thread() -> None:
+    linear, x = Linear(16, 8), torch.ones(4, 16)
+
+    def enter() -> int:
+        with fp8_autocast():
+            return int(fp8_state_dict(linear)["updates"])
+
+    with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True):
+        assert in_a_thread(enter) == 0  # before its first forward
+        linear(x)
+    assert float(linear.slots[linear.roles[0]].scale) == 448.0
+
+
+def test_an_inference_whose_region_lies_inside_compiled_code_is_one_graph() -> None:
+    """Nothing but what trains has to know which threads are inside regions."""
+    torch._dynamo.reset()
+    linear, recipe, x = Linear(16, 8), DelayedScaling(), torch.ones(4, 16)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def infer(x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe=recipe):
+            return linear(x)
+
+    with torch.no_grad():
+        y = infer(x)
+        with fp8_autocast(fp8_recipe=recipe):
+            assert torch.equal(y, linear(x))

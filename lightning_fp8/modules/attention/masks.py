@@ -165,7 +165,7 @@ def check_mask_beside(of: str, attention_mask: Tensor, cu_seqlens: Tensor, rows:
     if not (is_known(attention_mask) and is_known(cu_seqlens)):
         return
     hides, lengths = attention_mask.reshape(sequences, held), cu_seqlens.diff()
-    wrong = (hides != (torch.arange(held) >= lengths[:, None])).any(1) | (lengths > held)
+    wrong = (hides != (torch.arange(held, device=lengths.device) >= lengths[:, None])).any(1) | (lengths > held)
     if wrong.any():
         first = int(wrong.nonzero()[0])
         shown = int((~hides[first]).sum())
