@@ -99,7 +99,7 @@ class DelayedScaling(RecipeFields):
         fp8_format: ``HYBRID`` or ``E4M3``.
         amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
         amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
-        reduce_amax: take the maximum over the data-parallel group, so that all ranks share their scales.
+        reduce_amax: take the maximum over all ranks, or those of ``fp8_group``, so that they share their scales.
     """
 
     margin: int = 0

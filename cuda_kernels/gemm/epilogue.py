@@ -35,6 +35,7 @@ from cuda_kernels.gemm.spec import (
     num_epi_tiles,
     smem_offsets,
 )
+from cuda_kernels.kernel import KernelError
 
 
 @cache
@@ -48,8 +49,10 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     if spec.scaling is Scaling.TENSOR:
         scale_acc = scale_all(num_registers)
         visitors.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
-    if spec.scaling is Scaling.ROW:
+    elif spec.scaling is Scaling.ROW:
         visitors.append(_make_row_scaler(num_registers, even))
+    elif not spec.scaling.along_k:
+        raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias:
         add_bias = add_columns(num_registers, spec.bias, even)
         visitors.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))

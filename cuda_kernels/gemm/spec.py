@@ -48,7 +48,9 @@ class Scaling(Enum):
         self.layouts = a, b or a
         self.along_k = self.layouts[1] in _BLOCKS_ALONG_K
         self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
-        assert _BLOCKS_ALONG_K.get(a, (0, TILE_K))[1] == self.scale_k, "products have A's scale and B's"
+        for layout in self.layouts:
+            assert (layout in _BLOCKS_ALONG_K) == self.along_k, "A's and B's scales change along K, or neither's"
+            assert _BLOCKS_ALONG_K.get(layout, (0, TILE_K))[1] == self.scale_k, "of both at the same places"
         assert self.scale_k == TILE_K, "both kernels scale the products of a K iteration at once"
 
     @property

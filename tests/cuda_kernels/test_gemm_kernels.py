@@ -294,6 +294,11 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
     """What torch._scaled_mm takes it gets, and the rest is exact; one warning for all."""
     monkeypatch.delitem(launch.EXECUTORS, "cpu")
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
+
+    def unknown(device: torch.device) -> str:
+        raise launch.NoKernels(f"FP8 kernels do not run on {device}")
+
+    monkeypatch.setattr(launch, "architecture_of", unknown)
     taken: list[torch.Size] = []
 
     def noted(

@@ -81,7 +81,7 @@ def _plan_gemm(
         return reference.gemm
     if not (a.is_kernel_aligned and b.is_kernel_aligned):
         return _align_first
-    bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None)
+    bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None, kernels)
     backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
     measured = gemm_measurements.measured_on(launch.name_of(device))
     choice = gemm_selection.choose_gemm(bound.problem, measured, backend)

@@ -120,8 +120,12 @@ def bind_gemm(
     bias: TensorKey | None = None,
     out: TensorKey | None = None,
     has_amax: bool = False,
+    kernels: bool = True,
 ) -> BoundGemm:
-    """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor."""
+    """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor.
+
+    Without ``kernels`` it is one for libraries: its architecture has none.
+    """
     options = parse_scaled_mm_options(options_text)
     spec = GemmSpec(
         float8_of(a.data.dtype).name.lower(),
@@ -138,6 +142,6 @@ def bind_gemm(
     aligned = stride * item % ALIGNMENT == 0 and misalignment == 0
     even = stride % 2 == b.rows % 2 == 0 and misalignment % (2 * item) == 0
     even = even and (bias is None or bias.misalignment % 8 == 0) and b.scale_inv.misalignment % 8 == 0
-    architecture = launch.architecture_of(device)
+    architecture = launch.architecture_of(device) if kernels else "none"
     problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
     return BoundGemm(device, problem, a, b, options_text, stride)
