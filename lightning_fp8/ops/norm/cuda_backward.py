@@ -39,7 +39,7 @@ class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
     def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
-        spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
+        spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias_gradient)
         device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
         row_layout = None
         if all(key.is_vectorizable(8, 16) for key in inputs):
@@ -57,10 +57,10 @@ class NormBackwardLaunches:
         self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
         self._dweight = (x.columns,), (1,), weight.dtype
         self._strides = x.stride, dy.stride
-        self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
+        self._no_bias = None if options.bias_gradient else empty_tensor(device, weight.dtype)
         scalars = x.rows, x.columns, float(options.zero_centered)
         self._run = launch.Launch(kernel, blocks, scalars, device).run
-        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
+        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias_gradient)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer
