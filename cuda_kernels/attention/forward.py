@@ -94,7 +94,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(out_count, 0)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     scaled, rescale_add = scale_all(out_count), rescale_add_rows(out_count)
-    store, store_high = make_result_store(columns, spec.out), make_result_store(columns, spec.out, 128, again=True)
+    store = make_result_store(columns, spec.out_dtype)
+    store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
     load_rows = make_row_load(panels)
     next_stage, _ = stage_counters(stages)
 

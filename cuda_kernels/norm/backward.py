@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
 from cuda_kernels.kernel import Kernel, typed
@@ -37,7 +37,7 @@ from cuda_kernels.norm.statistics import NormSpec, rstd_address
 _ZERO = np.float32(0)
 
 
-def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | None:
+def backward_row_layout(dtypes: tuple[DtypeName, ...], columns: int) -> RowLayout | None:
     """The layout of rows, one in each block; a thread holds 16 or 8 elements of x, dy and the sums over rows each."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
@@ -119,7 +119,7 @@ def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(spec: NormSpec, dy_dtype: str, row_layout: RowLayout) -> Kernel:
+def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLayout) -> Kernel:
     """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
     The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
@@ -238,7 +238,7 @@ def norm_backward_kernel(spec: NormSpec, dy_dtype: str, row_layout: RowLayout) -
 
 
 @cache
-def long_norm_backward_kernel(spec: NormSpec, dy_dtype: str, aligned: bool) -> Kernel:
+def long_norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, aligned: bool) -> Kernel:
     """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
     itemsize, dy_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(spec.dtype, aligned), quad_reader(dy_dtype, aligned)

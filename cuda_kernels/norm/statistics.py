@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
@@ -44,8 +44,8 @@ class NormSpec:
         has_bias: whether a bias is added.
     """
 
-    dtype: str
-    weight_dtype: str
+    dtype: DtypeName
+    weight_dtype: DtypeName
     has_mean: bool
     has_bias: bool
 
@@ -151,7 +151,7 @@ def _rstd(squares, columns, eps):
     return divide(_ONE, square_root(divide(squares, f32(columns)) + eps))
 
 
-def row_statistics(dtype: str, has_mean: bool, row_layout: RowLayout) -> Any:
+def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Any:
     """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
 
     ``shared``: two times 32 bytes.
@@ -180,7 +180,7 @@ def row_statistics(dtype: str, has_mean: bool, row_layout: RowLayout) -> Any:
     return statistics
 
 
-def long_row_statistics(dtype: str, has_mean: bool, aligned: bool, threads: int) -> Any:
+def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads: int) -> Any:
     """A device function ``(row_address, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd``.
 
     Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
@@ -240,7 +240,7 @@ _PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | t
 
 
 @cache
-def statistics_of_rows_kernel(dtype: str, has_mean: bool, row_layout: RowLayout) -> Kernel:
+def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, row_layout)
     statistics_of_row = row_statistics(dtype, has_mean, row_layout)
@@ -275,7 +275,7 @@ def statistics_of_rows_kernel(dtype: str, has_mean: bool, row_layout: RowLayout)
 
 
 @cache
-def statistics_of_long_rows_kernel(dtype: str, has_mean: bool, aligned: bool) -> Kernel:
+def statistics_of_long_rows_kernel(dtype: DtypeName, has_mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
     statistics_of_row = long_row_statistics(dtype, has_mean, aligned, THREADS)
     itemsize = ITEM_BYTES[dtype]

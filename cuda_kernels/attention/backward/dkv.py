@@ -186,7 +186,7 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
 
 @cache
 def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
-    """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out``.
+    """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
@@ -224,7 +224,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_own = make_own_load(spec.panels)
-    store_dv, store_dk = make_gradient_store(head_dim, spec.out), make_gradient_store(head_dim, spec.out, again=True)
+    store_dv = make_gradient_store(head_dim, spec.out_dtype)
+    store_dk = make_gradient_store(head_dim, spec.out_dtype, again=True)
     next_stage, _ = stage_counters(stages)
 
     @device

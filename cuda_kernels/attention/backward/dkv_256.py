@@ -55,7 +55,7 @@ _ONE = np.float32(1)
 
 @cache
 def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], flush: int = FLUSH) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
+    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written; and what dV does not depend
     on is not read for it.
@@ -83,7 +83,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     gradients_of, amax_of = score_gradients_columns(scores_count), rows_amax(scores_count)
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
-    load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out)
+    load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out_dtype)
     next_stage, _ = stage_counters(WIDE_STAGES)
 
     @device

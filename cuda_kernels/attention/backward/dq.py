@@ -41,7 +41,7 @@ _ZERO = np.float32(0)
 
 @cache
 def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed ones of K; the addresses of the
     table of tiles, of the scales of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how many of

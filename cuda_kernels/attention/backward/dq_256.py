@@ -90,7 +90,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     first_part, part = _part(spec, 64), _part(spec, 32)
     products_of = make_register_product(64, ROWS // 32)
     store_0, store_1, store_2, store_3 = (
-        make_gradient_store(64, spec.out, start, again=start > 0) for start in range(0, 256, 64)
+        make_gradient_store(64, spec.out_dtype, start, again=start > 0) for start in range(0, 256, 64)
     )
     gradients, amax_of, sum_of, codes = first_part
     gradients_32, amax_of_32, sum_of_32, codes_32 = part

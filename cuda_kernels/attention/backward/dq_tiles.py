@@ -133,4 +133,6 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
         return dq, rest, rest_below
 
-    return DqTiles(offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out))
+    return DqTiles(
+        offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out_dtype)
+    )

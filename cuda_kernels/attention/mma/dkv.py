@@ -133,7 +133,7 @@ def make_rounded(num_registers: int) -> Any:
 
 @cache
 def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Kernel:
-    """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out``.
+    """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out_dtype``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
     tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.

@@ -49,7 +49,7 @@ _ZERO = np.float32(0)
 
 @cache
 def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
+    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dkv.mma_attention_dkv_kernel`; a tile of a head has two
     blocks, one behind the other.

@@ -57,7 +57,7 @@ KEYS = 32
 
 @cache
 def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
     tensor maps.

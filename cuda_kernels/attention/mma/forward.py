@@ -120,9 +120,9 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
             scale times c. ``key_block``: of K's and V's scales, the sequence's first.
     """
-    head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
+    head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2
     finish = scale_seen_rows(channels // 2)
-    store = store_fragment_global(channels // 2, spec.out, True, False)
+    store = store_fragment_global(channels // 2, spec.out_dtype, True, False)
 
     def mma_attention_forward(
         q, k, v_t, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741

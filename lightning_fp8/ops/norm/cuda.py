@@ -12,7 +12,7 @@ from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import NormSpec
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
@@ -63,7 +63,7 @@ def _plan(
     if not x.has_contiguous_rows:
         return lambda x, weight, bias, options_text, io: norm_quantize(x.contiguous(), weight, bias, options_text, *io)
     norm_options, cast_options = parse_norm_options(options_text), variant.options
-    spec = NormSpec(NAMES[x.dtype], NAMES[weight_dtype], not norm_options.rms, has_bias)
+    spec = NormSpec(DTYPE_NAMES[x.dtype], DTYPE_NAMES[weight_dtype], not norm_options.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None
     if x.is_vectorizable(8, ALIGNMENT) and weight.is_vectorizable(8, ALIGNMENT):

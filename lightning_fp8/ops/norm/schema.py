@@ -55,7 +55,9 @@ class NormOptions(NamedTuple):
 
 def format_norm_options(rms: bool, eps: float, zero_centered: bool, bias_gradient: bool = False) -> str:
     """The text form of a norm's options."""
-    return f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias_gradient
+    return (
+        f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias_gradient
+    )
 
 
 @lru_cache
