@@ -113,8 +113,11 @@ class LaunchedProblem(NamedTuple):
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
         """That of queries (or of the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = parse_attention_options(call.options_text)
-        spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
-        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale, longest_query)
+        spec = AttentionSpec(q.head_dim, q.dtype)
+        softmax_scale = call.softmax_scale_of(q.head_dim)
+        kernels = AttentionProblem(
+            spec, (q.heads, k.heads), q.space, k.space, visible(band), softmax_scale, longest_query
+        )
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
     @property
