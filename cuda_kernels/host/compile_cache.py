@@ -150,7 +150,7 @@ def _text_of(word: Any, code_text: Callable[[CodeType], str]) -> str:
     if isinstance(word, Instruction):
         return repr((word.template, word.result, word.operands, word.pure))
     if isinstance(word, Lowered):
-        return f"{word} {source_hash(word.module)}"
+        return f"{word} {source_hash(word.module_name)}"
     if isinstance(word, tuple) and not hasattr(word, "_fields"):  # names of fields are not in their values
         return f"({', '.join(_text_of(part, code_text) for part in word)})"
     if isinstance(word, np.generic):  # whose own text is another with each NumPy

@@ -76,10 +76,10 @@ def is_grouped(owner: str, names: Container[str]) -> bool:
     return f"{prefix_of(owner)}weight0" in names
 
 
-def state_key(module: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
-    """The key under which ``version`` keeps the state of ``module``, which is attention's or another's."""
+def state_key(module_name: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
+    """The key under which ``version`` keeps a module's state; ``attention``: whether it is attention's."""
     middle = f"{FUSED_ATTENTION}." if attention and version < (1, 8) else ""
-    return f"{prefix_of(module)}{middle}{EXTRA_STATE}"
+    return f"{prefix_of(module_name)}{middle}{EXTRA_STATE}"
 
 
 def module_of_state(key: str, modules: Container[str]) -> str:
@@ -107,9 +107,9 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
 _PARAMETER = re.compile(r"(?:(\w+)_)?(weight|bias)")
 
 
-def prefix_of(module: str) -> str:
+def prefix_of(module_name: str) -> str:
     """The prefix of the names of a module's parameters: ``layers.0.``."""
-    return f"{module}." if module else ""
+    return f"{module_name}." if module_name else ""
 
 
 def is_parameter(leaf: str) -> bool:

@@ -110,12 +110,17 @@ class TEState:
         amax_history = te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
-    def named_tensor_states(self, module: str) -> dict[str, TensorState]:
-        """The tensors that are cast, under the names that the module called ``module`` gives its history's slots.
+    def named_tensor_states(self, module_name: str) -> dict[str, TensorState]:
+        """The tensors that are cast, under the names that the module ``module_name`` gives its history's slots.
 
         Two GEMMs are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more GEMMs there are none.
         """
-        owners = {0: [], 1: [module], 2: [f"{module}.fc1", f"{module}.fc2"], ATTENTION_GEMMS: [module]}
+        owners = {
+            0: [],
+            1: [module_name],
+            2: [f"{module_name}.fc1", f"{module_name}.fc2"],
+            ATTENTION_GEMMS: [module_name],
+        }
         roles = ATTENTION_ROLES if self.num_gemms == ATTENTION_GEMMS else LINEAR_ROLES
         return {
             f"{owner}.{role.value}".lstrip("."): self.tensor_state(role, gemm)
