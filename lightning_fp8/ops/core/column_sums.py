@@ -19,7 +19,7 @@ from cuda_kernels.device.tile import WARP_ROWS
 from cuda_kernels.host import launch
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 
 
 def num_tile_sums(rows: int) -> int:
@@ -46,7 +46,7 @@ class ColumnSums:
         self._allocate = allocator(device)
         self._partials = (num_sets * n * self.stride,), (1,), torch.float32
         blocks = num_sets * ceil_div(columns, COLUMNS)
-        self.reduce = launch.Launch(column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device).run
+        self.reduce = launch.Launch(column_sums_kernel(DTYPE_NAMES[dtype]), blocks, (n, columns), device).run
 
     def partials(self) -> Tensor:
         """Allocate the partial sums, uninitialized."""

@@ -13,7 +13,7 @@ from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.alignment import ALIGNMENT, empty_operand, is_aligned, operand_allocations
 from lightning_fp8.ops.core.allocation import copy_bits
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.schema import Operand
@@ -131,8 +131,8 @@ def bind_gemm(
         float8_of(a.data.dtype).name.lower(),
         float8_of(b.data.dtype).name.lower(),
         SCALINGS[a.layout, b.layout],
-        NAMES[options.out_dtype],
-        bias=None if bias is None else NAMES[bias.dtype],
+        DTYPE_NAMES[options.out_dtype],
+        bias=None if bias is None else DTYPE_NAMES[bias.dtype],
         accumulate=out is not None,
         promote=not options.fast_accum,
         amax=has_amax,
