@@ -50,7 +50,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
@@ -177,7 +177,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 part = scaled(part, value_scale_inv * reciprocal_approx(unit))
             out = rescale_add(out, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
-                part = values_of(words, desc_v + (TILE >> 4))
+                part = values_of(words, advance_descriptor(desc_v, TILE))
                 if not usual:
                     part = scaled(part, value_scale_inv * reciprocal_approx(unit))
                 out_high = rescale_add(out_high, part, alpha * ratio, alpha_below * ratio)

@@ -14,7 +14,6 @@ from cuda_kernels.device.fragments import (
     scale_rows,
     slice_fragment,
     store_fragment_global,
-    store_fragment_shared,
 )
 from cuda_kernels.device.language import cuda, device, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, round_to, unsigned_max, warp_max
@@ -26,6 +25,7 @@ from cuda_kernels.device.sm90 import (
     tma_store_commit,
     tma_store_wait,
 )
+from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store
 from cuda_kernels.gemm.spec import (
     EPI_TILE_BYTES,
     GemmConfig,
@@ -133,7 +133,6 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
 
     The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    wide = spec.out == "float32"
     columns = epi_tile_columns(spec.out)
     epi_tiles = num_epi_tiles(config, spec)
     start = min(epi_tile * columns, config.tile_n - columns)
@@ -147,7 +146,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
     slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, num_registers)
     finish = make_epilogue(spec, num_registers, config.even)
-    copy_r2s = store_fragment_shared(num_registers, spec.out)
+    copy_r2s = make_swizzled_store(num_registers, spec.out)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
 
@@ -163,12 +162,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
         finished = finish(
             slice_epi_tile(acc), epi_args, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n
         )
-        if wide:
-            row_in_wg = warp * 16 + (lane >> 2)
-            copy_r2s(finished, buffer + row_in_wg * 128 + (lane & 1) * 8, lane >> 1 & 1, row_in_wg & 7)
-        else:
-            row_in_wg = warp * 16 + (lane & 15)
-            copy_r2s(finished, buffer + row_in_wg * 128, lane >> 4, row_in_wg & 7)
+        copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)
         if thread == 0:

@@ -34,7 +34,7 @@ from cuda_kernels.device.ptx import (
     quotient,
     shared_load_4,
 )
-from cuda_kernels.device.swizzle import swizzle_128b
+from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b, swizzle_128b
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
@@ -83,7 +83,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     def copy_operand(shared, address, stride, num_rows, row, limit, k):
         """Copy 128 bytes of ``num_rows`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
         row_in_tile, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
-        shared += row_in_tile * TILE_K + swizzle_128b(row_in_tile, chunk)
+        shared += swizzle_128b(row_in_tile, chunk)
         address += i64(row + row_in_tile) * stride + 16 * chunk
         bytes_left = min(max(k - 16 * chunk, 0), 16)
         for row_offset in range(0, num_rows, rows_at_once):
@@ -137,10 +137,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             cp_async_commit()
 
         warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
-        a_row, a_chunk = warp_row + (lane & 15), lane >> 4
-        b_row, b_chunk = warp_col + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
-        a_fragment_offset = a_row * TILE_K + swizzle_128b(a_row, a_chunk)
-        b_fragment_offset = b_offset + b_row * TILE_K + swizzle_128b(b_row, b_chunk)
+        a_fragment_offset = warp_row * TILE_K + ldmatrix_a(lane)
+        b_fragment_offset = b_offset + warp_col * TILE_K + ldmatrix_b(lane)
         frag_row = warp_row + (lane >> 2)  # of this thread's first register
         frag_col = warp_col + 2 * (lane & 3)
         acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
@@ -161,9 +159,9 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 if k_iter + prefetch < k_iters:
                     copy(free_stage_addr, k_iter + prefetch, a_args, b_args, row, column, m, n, k)
                 cp_async_commit()
-                partial = mma_k32(partial, load_a(a_addr ^ 32), load_b(b_addr ^ 32))
-                partial = mma_k32(partial, load_a(a_addr ^ 64), load_b(b_addr ^ 64))
-                partial = mma_k32(partial, load_a(a_addr ^ 96), load_b(b_addr ^ 96))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 32)), load_b(along_row(b_addr, 32)))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 64)), load_b(along_row(b_addr, 64)))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 96)), load_b(along_row(b_addr, 96)))
                 if b_by_128x128:
                     block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)[0]
                 if along_k:

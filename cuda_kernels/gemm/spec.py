@@ -7,13 +7,14 @@ from enum import Enum
 from typing import ClassVar
 
 from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.swizzle import ROW_BYTES
 
 ACCUMULATORS = 192
 """The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
 
 
-TILE_K = 128
-"""Elements of K, and bytes of an operand's row, of one K iteration: as many as the 128-byte swizzle takes."""
+TILE_K = ROW_BYTES
+"""Elements of K of one K iteration: those of a swizzled row."""
 SCALE_N = 128
 """Rows of B that have one scale of blocks of 128x128."""
 LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
@@ -21,7 +22,7 @@ LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
 _BLOCKS_ALONG_K = {"1x128": (1, 128), "128x128": (SCALE_N, 128)}
 """Rows and elements of K that share a scale, of layouts whose scales change along K."""
 
-EPI_TILE_BYTES = 64 * 128
+EPI_TILE_BYTES = 64 * ROW_BYTES
 """An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
 
 
@@ -185,7 +186,7 @@ class GemmConfig:
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands are aligned to 1024 bytes, as :func:`~cuda_kernels.device.swizzle.swizzle_128b` needs.
+    Operands and epilogue tiles come first: they are whole atoms of the swizzle, and so begin where one does.
     """
     offsets: dict[str, int] = {}
     end = 0

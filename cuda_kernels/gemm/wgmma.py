@@ -45,7 +45,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
 from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
@@ -128,9 +128,9 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     def issue_k_iter(acc, desc_a, desc_b, accumulate):
         """Start the wgmmas of one K iteration: ``acc`` plus its products once they are waited for."""
         acc = wgmma_k32(acc, desc_a, desc_b, accumulate)
-        acc = wgmma_k32(acc, desc_a + 2, desc_b + 2, 1)
-        acc = wgmma_k32(acc, desc_a + 4, desc_b + 4, 1)
-        acc = wgmma_k32(acc, desc_a + 6, desc_b + 6, 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 32), advance_descriptor(desc_b, 32), 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 64), advance_descriptor(desc_b, 64), 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 96), advance_descriptor(desc_b, 96), 1)
         wgmma_commit()
         return acc
 
@@ -152,7 +152,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             scale_invs_below = read_scale_invs(smem, stage_idx, row_in_tile + 64)
             acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
             wgmma_fence()
-            partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * TILE_K >> 4), desc_b, 0))
+            partial = wgmma_wait_0(issue_k_iter(partial, advance_descriptor(desc_a, 64 * TILE_K), desc_b, 0))
         if releases_early:
             consumer_release(smem, stage_idx, thread)
         if two_waves:
