@@ -38,7 +38,16 @@ from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b, swizz
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import LOG2_TILE_K, TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
+from cuda_kernels.gemm.spec import (
+    LOG2_TILE_K,
+    MMA_ARCHITECTURES,
+    TILE_K,
+    WARP_COLUMNS,
+    GemmSpec,
+    MmaConfig,
+    Scaling,
+    stage_bytes,
+)
 from cuda_kernels.kernel import Kernel, typed
 
 
@@ -56,12 +65,13 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     by_row = scaling is Scaling.ROW
     b_by_128x128 = scaling.b_along_k_by_block
     b_by_1x128 = scaling.b_along_k_by_row
-    stage_bytes = config.stage_bytes(scaling)
+    of_stage = stage_bytes(config, scaling)
+    bytes_per_stage = sum(of_stage)
     prefetch = stages - 1
     pending = stages - 2
-    b_offset = tile_m * TILE_K
-    scale_inv_a_offset = b_offset + tile_n * TILE_K
-    scale_inv_b_offset = scale_inv_a_offset + 4 * tile_m
+    b_offset = of_stage.a
+    scale_inv_a_offset = b_offset + of_stage.b
+    scale_inv_b_offset = scale_inv_a_offset + of_stage.scale_inv_a
     parts = WARP_COLUMNS // 8
     num_acc_regs = strips * WARP_COLUMNS // 2
     zero_acc = zeros(num_acc_regs)
@@ -77,7 +87,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     @device
     def next_stage(stage_addr, smem):
         """The address of the next stage in the ring."""
-        return stage_addr + stage_bytes if stage_addr < smem + prefetch * stage_bytes else smem
+        return stage_addr + bytes_per_stage if stage_addr < smem + prefetch * bytes_per_stage else smem
 
     @device
     def copy_operand(shared, address, stride, num_rows, row, limit, k):
@@ -133,7 +143,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         k_iters = (k + (TILE_K - 1)) >> LOG2_TILE_K
         for k_iter in range(prefetch):
             if k_iter < k_iters:
-                copy(smem + k_iter * stage_bytes, k_iter, a_args, b_args, row, column, m, n, k)
+                copy(smem + k_iter * bytes_per_stage, k_iter, a_args, b_args, row, column, m, n, k)
             cp_async_commit()
 
         warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
@@ -141,7 +151,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         b_fragment_offset = b_offset + warp_col * TILE_K + ldmatrix_b(lane)
         frag_row = warp_row + (lane >> 2)  # of this thread's first register
         frag_col = warp_col + 2 * (lane & 3)
-        acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
+        acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * bytes_per_stage
         for window_start in range(i32(0), k_iters, i32(scale_window)):
             block_scale_invs = (u32(0), u32(0))
             if b_by_128x128:
@@ -200,7 +210,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         },
         threads,
         shared_bytes=config.shared_bytes(scaling),
-        architectures=("89", "120"),
+        architectures=MMA_ARCHITECTURES,
     )
 
 

@@ -56,7 +56,7 @@ from cuda_kernels.gemm.promotion import (
     stage_scale_reader,
 )
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, smem_offsets
+from cuda_kernels.gemm.spec import TILE_K, WGMMA_ARCHITECTURES, GemmConfig, GemmSpec, Scaling, smem_offsets, stage_bytes
 from cuda_kernels.kernel import Kernel, typed
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
@@ -81,9 +81,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     tiles_in_flight = mma_warpgroups // warpgroups_per_tile
     num_registers = tile_n // 2
     offsets = smem_offsets(config, scaling)
-    a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
-    tx_bytes = a_bytes + b_bytes
-    tx_bytes += 4 * (tile_m * scaling.a_scales_per_stage + tile_n * scaling.b_scales_per_stage)
+    a_bytes, b_bytes, scale_inv_a_bytes, scale_inv_b_bytes = of_stage = stage_bytes(config, scaling)
+    tx_bytes = sum(of_stage)
     b_offset, scale_inv_a_offset, scale_inv_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_inv_a", "scale_inv_b", "full", "empty", "order")
     )
@@ -186,10 +185,12 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 else:
                     tma_load(b, map_b, full, k_iter * TILE_K, column)
                 if along_k:
-                    tma_load(smem + scale_inv_a_offset + stage_idx * (4 * tile_m), map_scale_inv_a, full, row, k_iter)
+                    tma_load(
+                        smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full, row, k_iter
+                    )
                 if b_by_1x128:
                     tma_load(
-                        smem + scale_inv_b_offset + stage_idx * (4 * tile_n), map_scale_inv_b, full, column, k_iter
+                        smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes, map_scale_inv_b, full, column, k_iter
                     )
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
@@ -336,5 +337,5 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         config.threads,
         shared_bytes=offsets["end"],
         cluster=cluster,
-        architectures=("90a",),
+        architectures=WGMMA_ARCHITECTURES,
     )
