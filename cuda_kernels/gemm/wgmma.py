@@ -135,8 +135,9 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def promoted_k_iter(
-        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx, row_in_tile, block_scale_invs, k_iter, column, thread
-    ):
+        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
+        row_in_tile, block_scale_invs, k_iter, column, wg_thread,
+    ):  # fmt: skip
         """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
 
         The tensor cores accumulate them in ``partial``.
@@ -153,13 +154,13 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             wgmma_fence()
             partial = wgmma_wait_0(issue_k_iter(partial, advance_descriptor(desc_a, 64 * TILE_K), desc_b, 0))
         if releases_early:
-            consumer_release(smem, stage_idx, thread)
+            consumer_release(smem, stage_idx, wg_thread)
         if two_waves:
             acc_below = promote_add(acc_below, partial, scale_invs_below, block_scale_inv, column)
         else:
             acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
         if not releases_early:
-            consumer_release(smem, stage_idx, thread)
+            consumer_release(smem, stage_idx, wg_thread)
         return acc, acc_below, partial
 
     @device
@@ -200,9 +201,9 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
         work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
     ):  # fmt: skip
-        thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        warp = shfl_sync_0(thread >> 5)
+        wg_thread = cuda.threadIdx.x & 127
+        lane = wg_thread & 31
+        warp = shfl_sync_0(wg_thread >> 5)
         order_round = wg_idx
         stage_idx, phase = i32(0), i32(0)
         wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
@@ -250,28 +251,28 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
-                            row_in_tile, block_scale_invs, k_iter, column, thread,
+                            row_in_tile, block_scale_invs, k_iter, column, wg_thread,
                         )  # fmt: skip
                     else:
                         wgmma_fence()
                         acc = wgmma_wait_1(issue_k_iter(acc, desc_a, desc_b, k_iter))
                         if k_iter > 0:
-                            consumer_release(smem, previous_stage, thread)
+                            consumer_release(smem, previous_stage, wg_thread)
                     previous_stage = stage_idx
                     stage_idx, phase = next_stage(stage_idx, phase)
             if pingpong and lane == 0:  # each warp: wgmma joins the threads of a warp, not those of a warpgroup
                 mbarrier_arrive(smem + order_offset + 8 * (wg_idx ^ 1))
             if not promote:
                 acc = wgmma_wait_0(acc)
-                consumer_release(smem, previous_stage, thread)
-            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
+                consumer_release(smem, previous_stage, wg_thread)
+            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
             if two_waves:
                 epilogue_store(
-                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row + 64, m, column, n
+                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row + 64, m, column, n
                 )
             if pingpong:
                 stage_idx, phase = stage_after(stage_idx, phase, k_iters)
-        if smem_epilogue and thread == 0:
+        if smem_epilogue and wg_thread == 0:
             tma_store_wait(0)
 
     def gemm(

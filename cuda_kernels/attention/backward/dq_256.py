@@ -142,7 +142,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     def consume(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv = row_terms[0], row_terms[1]
-        thread = cuda.threadIdx.x & 127
+        wg_thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
         seen = diagonal, end, left, right
@@ -170,7 +170,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
                 own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 96), hidden,
             )  # fmt: skip
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty + 8 * k_stage)
                 mbarrier_arrive(smem + empty + 8 * v_stage)
             (x, x_below), (y, y_below), (z, z_below) = sum_of(ds), sum_of_32(ds_2), sum_of_32(ds_3)
@@ -196,7 +196,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             dq_2 = promote(dq_2, part, unit, unit_below)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, advance_descriptor(desc_kt, 3 * _NEXT_CHANNELS), 0))
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty + 8 * kt_stage)
             dq_3 = promote(dq_3, part, unit, unit_below)
         return (dq_0, dq_1, dq_2, dq_3), rest, rest_below
