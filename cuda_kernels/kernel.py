@@ -18,8 +18,8 @@ from cuda_kernels.device.language import UniTuple
 ARCHITECTURES = ("90a", "89", "100", "120")
 """The architectures of a kernel that names none."""
 
-SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "120": 99 * 1024}
-"""The most shared memory that a block may have, by architecture: those that products are for."""
+SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
+"""The most shared memory that a block may have, by architecture (CUDA Programming Guide, "Compute Capabilities")."""
 
 _STRUCT_CODES = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 

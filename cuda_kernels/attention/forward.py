@@ -50,7 +50,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
@@ -134,7 +134,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def consume(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        thread = cuda.threadIdx.x & 127
+        wg_thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         query_factor = from_bits(load_4_if(scale_inv_q, True)) * c
@@ -161,7 +161,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             wgmma_fence()
             scores = scores_done(scores_of(zero_scores(), desc_q, desc_k, 0))
             named_barrier_arrive(_TURN + 1 - wg_idx, 256)
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty_k + 8 * stage_idx)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
@@ -177,11 +177,11 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 part = scaled(part, value_scale_inv * reciprocal_approx(unit))
             out = rescale_add(out, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
-                part = values_of(words, desc_v + (TILE >> 4))
+                part = values_of(words, advance_descriptor(desc_v, TILE))
                 if not usual:
                     part = scaled(part, value_scale_inv * reciprocal_approx(unit))
                 out_high = rescale_add(out_high, part, alpha * ratio, alpha_below * ratio)
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
         return out, out_high, unit, softmax_state

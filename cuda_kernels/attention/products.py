@@ -8,9 +8,12 @@ from typing import Any
 from cuda_kernels.device.fragments import slice_words
 from cuda_kernels.device.language import asm, device, i32
 from cuda_kernels.device.sm90 import wgmma, wgmma_commit, wgmma_rs
+from cuda_kernels.device.swizzle import ROW_BYTES, advance_descriptor
 
-_PANEL = 128 * 128 >> 4
-"""From 128 channels of a tile of 128 rows to the next 128, in a descriptor's units of 16 bytes."""
+_PANEL = 128 * ROW_BYTES
+"""Bytes from 128 channels of a tile of 128 rows to the next 128."""
+_STEP = 32
+"""Bytes of a row that one wgmma multiplies."""
 
 found_again = asm("mov.b32 $0, $1;", i32, i32)
 """The same number. What follows from it in a loop is computed there: kept ready, it would take registers."""
@@ -23,23 +26,23 @@ def make_product(n: int, k_steps: int, panels: int = 1) -> Any:
     ``x``, ``y``: matrix descriptors. ``K``: 32 ``k_steps`` channels of each of ``panels`` panels of 128 rows. The
     products are a group of their own.
     """
-    offsets = [panel * _PANEL + 2 * step for panel in range(panels) for step in range(k_steps)]
-    return _chain(wgmma(n, "e4m3", "e4m3"), [(_further(offset), offset) for offset in offsets])
+    offsets = [panel * _PANEL + _STEP * step for panel in range(panels) for step in range(k_steps)]
+    return _chain(wgmma(n, "e4m3", "e4m3"), [(_advanced(offset), offset) for offset in offsets])
 
 
 @cache
 def make_register_product(n: int, k_steps: int) -> Any:
     """:func:`make_product` of one panel with ``x`` the words of A: four for each 32 of K."""
-    parts = [(slice_words(4 * k_steps, 4 * step, 4), 2 * step) for step in range(k_steps)]
+    parts = [(slice_words(4 * k_steps, 4 * step, 4), _STEP * step) for step in range(k_steps)]
     return _chain(wgmma_rs(n, "e4m3", "e4m3"), parts)
 
 
-def _further(offset: int) -> Any:
-    return device(lambda x: x + offset)
+def _advanced(offset: int) -> Any:
+    return device(lambda descriptor: advance_descriptor(descriptor, offset))
 
 
 def _chain(multiply: Any, steps: list[tuple[Any, int]]) -> Any:
-    """Products that each take their part of A by a function of ``x``, and of B at an offset from ``y``; then a commit.
+    """Products that each take their part of A by a function of ``x``, and of B some bytes behind ``y``; then a commit.
 
     The first one replaces ``acc``, unless ``keep`` is 1.
     """
@@ -55,6 +58,6 @@ def _chain(multiply: Any, steps: list[tuple[Any, int]]) -> Any:
 
     @device
     def issue(acc, x, y, keep):
-        return rest(multiply(acc, part_of(x), y + offset, keep), x, y, 1)
+        return rest(multiply(acc, part_of(x), advance_descriptor(y, offset), keep), x, y, 1)
 
     return issue

@@ -7,13 +7,13 @@ from typing import Any
 
 from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID
 from cuda_kernels.device.codec import DtypeName
-from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
+from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
 from cuda_kernels.device.sm90 import syncwarp
-from cuda_kernels.device.swizzle import swizzle_128b
+from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store, swizzle_128b
 
-WARP_BYTES = 16 * 128
+WARP_BYTES = 16 * ROW_BYTES
 """Shared memory of a warp: 128 bytes of each of its 16 rows."""
 
 
@@ -22,9 +22,9 @@ def make_result_store(channels: int, dtype: DtypeName, first_channel: int = 0, a
     """A device function that stores ``channels`` of a tile's result, from ``first_channel`` on, in ``dtype``.
 
     It is ``(acc, s, t, i, j, shared, out, tile, head, warp, strides)``: an accumulator of a warpgroup, scaled and
-    cleared as ``scale_seen_rows`` does; :data:`WARP_BYTES` for each warp, at a multiple of 1024; the address of the
-    result and its strides in elements, from a sequence to the next, a row and a head. ``again``: see
-    :func:`make_row_store`.
+    cleared as ``scale_seen_rows`` does; :data:`WARP_BYTES` for each warp, as :func:`make_row_store` needs them; the
+    address of the result and its strides in elements, from a sequence to the next, a row and a head. ``again``: see
+    there.
     """
     item = 4 if dtype == "float32" else 2
     finish, store_rows = scale_seen_rows(channels // 2), make_row_store(channels, dtype, again)
@@ -62,21 +62,20 @@ def make_row_store(channels: int, dtype: DtypeName, again: bool) -> Any:
     """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
 
     ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a
-    multiple of 1024. ``out``: the address of the first row, a multiple of 16 as is ``stride``, the bytes from one row
-    to the next. Of the rows the first ``rows`` are stored. ``again``: the warp may still be reading what it stored
-    before through the same shared memory.
+    multiple of the swizzle's ``ATOM_BYTES``. ``out``: the address of the first row, a multiple of 16 as is ``stride``,
+    the bytes from one row to the next. Of the rows the first ``rows`` are stored. ``again``: the warp may still be
+    reading what it stored before through the same shared memory.
     """
     return _store_from(0, channels, dtype, again)
 
 
 def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any:
     """:func:`make_row_store` of the channels from ``start`` on, 128 bytes of each row at a time."""
-    wide = dtype == "float32"
-    item = 4 if wide else 2
-    columns = min(128 // item, channels - start)
+    item = 4 if dtype == "float32" else 2
+    columns = min(ROW_BYTES // item, channels - start)
     chunks = columns * item // 16
     part = slice_fragment(channels // 2, start // 2, columns // 2)
-    to_shared = store_fragment_shared(columns // 2, dtype)
+    to_shared = make_swizzled_store(columns // 2, dtype)
     byte = start * item
     is_last = start + columns == channels
     store_rest = None if is_last else _store_from(start + columns, channels, dtype, True)
@@ -85,17 +84,12 @@ def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any
     def store(acc, shared, out, stride, rows, lane):
         if again:
             syncwarp()
-        if wide:
-            row = lane >> 2
-            to_shared(part(acc), shared + row * 128 + (lane & 1) * 8, lane >> 1 & 1, row & 7)
-        else:
-            row = lane & 15
-            to_shared(part(acc), shared + row * 128, lane >> 4, row & 7)
+        to_shared(part(acc), shared, lane)
         syncwarp()
         chunk = lane & 7
         for index in range(4):
             line = 4 * index + (lane >> 3)
-            words = shared_load_16(shared + line * 128 + swizzle_128b(line, chunk))
+            words = shared_load_16(shared + swizzle_128b(line, chunk))
             if line < rows and chunk < chunks:
                 store_16(out + i64(line) * stride + byte + 16 * chunk, words[0], words[1], words[2], words[3])
 

@@ -70,9 +70,9 @@ def accumulator_origin(wg_idx):
 
     Its second row is eight below (PTX ISA, "Accumulator D fragment layout for wgmma .m64nNk32").
     """
-    thread = cuda.threadIdx.x & 127
-    lane = thread & 31
-    return i32(wg_idx * 64 + (thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+    wg_thread = cuda.threadIdx.x & 127
+    lane = wg_thread & 31
+    return i32(wg_idx * 64 + (wg_thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
 
 
 def attention_on_hopper(name: str, function: Any, parameters: Mapping[str, Any], offsets: dict[str, int]) -> Kernel:

@@ -176,6 +176,7 @@ def quantize_blocks_kernel(
             cuda.local.array(n_maxima, u32),
         )
         vector_amax = cuda.local.array(n_vectors, u32)
+        lane_scales = cuda.local.array(scales_of_lane, u32)  # the bits of those that this lane computes for its block
         row_amax = u32(0)  # of row `lane` of the warp's 16
         clear(column_maxima)
         for quad_index in range(WARP_ROWS):
@@ -195,29 +196,29 @@ def quantize_blocks_kernel(
         overflows = u32(0)
         if block_2d:
             amax = from_bits(block_max(largest_of(column_maxima), smem + amax_smem, thread))
-            factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
+            scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
             if thread == 0:
                 if rowwise:
                     store_f32(
-                        out_scale_inv + (block_row * out_scale_inv_stride + block_column) * 4, divide(_ONE, factor)
+                        out_scale_inv + (block_row * out_scale_inv_stride + block_column) * 4, divide(_ONE, scale)
                     )
                 if columnwise:
                     store_f32(
-                        out_t_scale_inv + (block_column * out_t_scale_inv_stride + block_row) * 4, divide(_ONE, factor)
+                        out_t_scale_inv + (block_column * out_t_scale_inv_stride + block_row) * 4, divide(_ONE, scale)
                     )
             for quad_index in range(WARP_ROWS):
-                packed[quad_index], num_overflows = cast(decode(registers, quad_index), factor, factor, factor, factor)
+                packed[quad_index], num_overflows = cast(decode(registers, quad_index), scale, scale, scale, scale)
                 overflows += num_overflows
             if rowwise:
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
         else:
             if rowwise:
-                scale, factor = _ONE, _ONE
+                row_scale, scale = _ONE, _ONE  # of row `lane` of the warp's 16; of the quad at hand
                 if row_scales_from_warp:
-                    scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
+                    row_scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
                     if lane < WARP_ROWS and row + lane < rows:
                         scale_offset = block_column * out_scale_inv_stride + i64(row + lane)
-                        store_f32(out_scale_inv + scale_offset * 4, divide(_ONE, scale))
+                        store_f32(out_scale_inv + scale_offset * 4, divide(_ONE, row_scale))
                 if in_parts:
                     # The lanes that share a block compute the scales of their rows, one or two each.
                     reduce_scatter(vector_amax, lane)
@@ -225,20 +226,20 @@ def quantize_blocks_kernel(
                     scale_offset = i64(column >> log2_block_columns) * out_scale_inv_stride + i64(row + scale_row)
                     scale_address = out_scale_inv + scale_offset * scale_bytes
                     for index in range(scales_of_lane):
-                        code, factor = block_scale(vector_amax[index], power_2, epsilon)
-                        vector_amax[index] = magnitude(factor)
+                        code, scale = block_scale(vector_amax[index], power_2, epsilon)
+                        lane_scales[index] = magnitude(scale)
                         scaled_row = i32(row + scale_row + quads_of_row * index)
                         if scaled_row < rows and i32(column & -block_columns) < columns:
-                            store_scale(scale_address + i64(scale_bytes * quads_of_row * index), code, factor)
+                            store_scale(scale_address + i64(scale_bytes * quads_of_row * index), code, scale)
                 for quad_index in range(WARP_ROWS):
                     quad = decode(registers, quad_index)
                     if in_parts and quad_index & (quads_of_row - 1) == 0:
                         vector = quad_index // quads_of_row
                         owner = i32((lane & (32 - lanes_of_block)) + (vector >> log2_scales_of_lane))
-                        factor = from_bits(shuffle(vector_amax[vector & (scales_of_lane - 1)], owner))
+                        scale = from_bits(shuffle(lane_scales[vector & (scales_of_lane - 1)], owner))
                     elif row_scales_from_warp:
-                        factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
-                    packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
+                        scale = from_bits(shuffle(magnitude(row_scale), row_of(lane, quad_index)))
+                    packed[quad_index], num_overflows = cast(quad, scale, scale, scale, scale)
                     overflows += num_overflows
                 store_rows(packed, out, out_stride, row, rows, column, full_tile)
             if columnwise:

@@ -62,7 +62,7 @@ cp_async_wait = asm("cp.async.wait_group $0;", void, const)
 # --- Shared memory ----------------------------------------------------------------------------------------------------
 
 dynamic_shared = lowered("entry", "dynamic_shared")()
-"""``() -> int32``: where the block's dynamic shared memory begins, at a multiple of 1024 bytes."""
+"""``() -> int32``: where the block's dynamic shared memory begins, at a multiple of ``swizzle.ATOM_BYTES``."""
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
 shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", u32x(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)

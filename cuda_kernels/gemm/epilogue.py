@@ -14,7 +14,6 @@ from cuda_kernels.device.fragments import (
     scale_rows,
     slice_fragment,
     store_fragment_global,
-    store_fragment_shared,
 )
 from cuda_kernels.device.language import cuda, device, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, round_to, unsigned_max, warp_max
@@ -26,6 +25,7 @@ from cuda_kernels.device.sm90 import (
     tma_store_commit,
     tma_store_wait,
 )
+from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store
 from cuda_kernels.gemm.spec import (
     EPI_TILE_BYTES,
     GemmConfig,
@@ -47,15 +47,13 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     """
     visitors: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        scale_acc = scale_all(num_registers)
-        visitors.append(device(lambda acc, epi_args, row, m, column, n: scale_acc(acc, epi_args[0])))
+        visitors.append(_make_tensor_scaler(num_registers))
     elif spec.scaling is Scaling.ROW:
         visitors.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias:
-        add_bias = add_columns(num_registers, spec.bias, even)
-        visitors.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
+        visitors.append(_make_bias_adder(num_registers, spec.bias, even))
     if spec.amax:
         visitors.append(_make_amax_observer(num_registers, spec.out))
     return _composed(visitors)
@@ -77,15 +75,38 @@ def _composed(visitors: list[Any]) -> Any:
     return composed
 
 
+def _make_tensor_scaler(num_registers: int) -> Any:
+    scale = scale_all(num_registers)
+
+    @device
+    def scale_acc(acc, epi_args, row, m, column, n):
+        scale_inv_ab, _, _, _, _ = epi_args
+        return scale(acc, scale_inv_ab)
+
+    return scale_acc
+
+
+def _make_bias_adder(num_registers: int, dtype: str, even: bool) -> Any:
+    add = add_columns(num_registers, dtype, even)
+
+    @device
+    def add_bias(acc, epi_args, row, m, column, n):
+        _, _, _, bias, _ = epi_args
+        return add(acc, bias, column, n)
+
+    return add_bias
+
+
 def _make_row_scaler(num_registers: int, even: bool) -> Any:
     scale_by_rows = scale_rows(num_registers)
     scale_by_columns = scale_columns(num_registers, even)
 
     @device
     def scale_rows_and_columns(acc, epi_args, row, m, column, n):
-        s = from_bits(load_4_if(epi_args[1] + i64(row) * 4, row < m))
-        u = from_bits(load_4_if(epi_args[1] + i64(row + 8) * 4, row + 8 < m))
-        return scale_by_columns(scale_by_rows(acc, s, u), epi_args[2], column, n)
+        _, scale_inv_a, scale_inv_b, _, _ = epi_args
+        above = from_bits(load_4_if(scale_inv_a + i64(row) * 4, row < m))
+        below = from_bits(load_4_if(scale_inv_a + i64(row + 8) * 4, row + 8 < m))
+        return scale_by_columns(scale_by_rows(acc, above, below), scale_inv_b, column, n)
 
     return scale_rows_and_columns
 
@@ -96,11 +117,12 @@ def _make_amax_observer(num_registers: int, out: str) -> Any:
 
     @device
     def observe_amax(acc, epi_args, row, m, column, n):
+        _, _, _, _, amax_out = epi_args
         above, below = largest(acc, n - column)
         value = warp_max(unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
         if cuda.threadIdx.x & 31 == 0:
             # Rounding keeps the order: the largest of rounded values is the largest, rounded.
-            update_amax(epi_args[4], bits(rounded(from_bits(value))))
+            update_amax(amax_out, bits(rounded(from_bits(value))))
         return acc
 
     return observe_amax
@@ -108,9 +130,10 @@ def _make_amax_observer(num_registers: int, out: str) -> Any:
 
 @cache
 def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)``.
+    """A device function ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)``.
 
-    It finishes and stores the 64 rows of a warpgroup, of which ``row`` and ``column`` are the first.
+    It finishes and stores the 64 rows of a warpgroup, of which ``row`` and ``column`` are the first. ``wg_thread``: the
+    thread's number in its warpgroup.
     """
     if config.smem_epilogue:
         return _make_smem_store(0, spec, config)
@@ -119,9 +142,9 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
     store = store_fragment_global(num_registers, spec.out, config.even, spec.accumulate)
 
     @device
-    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
-        lane = thread & 31
-        frag_row = row + (thread >> 5) * 16 + (lane >> 2)
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
+        lane = wg_thread & 31
+        frag_row = row + (wg_thread >> 5) * 16 + (lane >> 2)
         frag_col = column + 2 * (lane & 3)
         store(finish(acc, epi_args, frag_row, m, frag_col, n), out, out_stride, frag_row, m, frag_col, n)
 
@@ -133,7 +156,6 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
 
     The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    wide = spec.out == "float32"
     columns = epi_tile_columns(spec.out)
     epi_tiles = num_epi_tiles(config, spec)
     start = min(epi_tile * columns, config.tile_n - columns)
@@ -147,31 +169,26 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
     slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, num_registers)
     finish = make_epilogue(spec, num_registers, config.even)
-    copy_r2s = store_fragment_shared(num_registers, spec.out)
+    copy_r2s = make_swizzled_store(num_registers, spec.out)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
 
     @device
-    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
-        lane, warp = thread & 31, thread >> 5
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
+        lane, warp = wg_thread & 31, wg_thread >> 5
         buffer = smem + out_offset + (wg_idx * buffers + buffer_idx) * EPI_TILE_BYTES
         if waits:
-            if thread == 0:
+            if wg_thread == 0:
                 tma_store_wait(pending_stores)
             named_barrier(1 + wg_idx, 128)
         # Scales and bias are loaded for each epilogue tile: those of all together would not fit into registers.
         finished = finish(
             slice_epi_tile(acc), epi_args, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n
         )
-        if wide:
-            row_in_wg = warp * 16 + (lane >> 2)
-            copy_r2s(finished, buffer + row_in_wg * 128 + (lane & 1) * 8, lane >> 1 & 1, row_in_wg & 7)
-        else:
-            row_in_wg = warp * 16 + (lane & 15)
-            copy_r2s(finished, buffer + row_in_wg * 128, lane >> 4, row_in_wg & 7)
+        copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)
-        if thread == 0:
+        if wg_thread == 0:
             copy(map_out, buffer, column + start, row)
             tma_store_commit()
 
@@ -180,8 +197,8 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     store_rest = _make_smem_store(epi_tile + 1, spec, config)
 
     @device
-    def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
-        epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
-        store_rest(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
+    def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
+        epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
+        store_rest(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
 
     return store_epi_tiles

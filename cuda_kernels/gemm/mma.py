@@ -34,11 +34,20 @@ from cuda_kernels.device.ptx import (
     quotient,
     shared_load_4,
 )
-from cuda_kernels.device.swizzle import swizzle_128b
+from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b, swizzle_128b
 from cuda_kernels.gemm.epilogue import make_epilogue
 from cuda_kernels.gemm.promotion import block_scale_readers, block_scale_window
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import LOG2_TILE_K, TILE_K, WARP_COLUMNS, GemmSpec, MmaConfig, Scaling
+from cuda_kernels.gemm.spec import (
+    LOG2_TILE_K,
+    MMA_ARCHITECTURES,
+    TILE_K,
+    WARP_COLUMNS,
+    GemmSpec,
+    MmaConfig,
+    Scaling,
+    stage_bytes,
+)
 from cuda_kernels.kernel import Kernel, typed
 
 
@@ -56,12 +65,13 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     by_row = scaling is Scaling.ROW
     b_by_128x128 = scaling.b_along_k_by_block
     b_by_1x128 = scaling.b_along_k_by_row
-    stage_bytes = config.stage_bytes(scaling)
+    of_stage = stage_bytes(config, scaling)
+    bytes_per_stage = sum(of_stage)
     prefetch = stages - 1
     pending = stages - 2
-    b_offset = tile_m * TILE_K
-    scale_inv_a_offset = b_offset + tile_n * TILE_K
-    scale_inv_b_offset = scale_inv_a_offset + 4 * tile_m
+    b_offset = of_stage.a
+    scale_inv_a_offset = b_offset + of_stage.b
+    scale_inv_b_offset = scale_inv_a_offset + of_stage.scale_inv_a
     parts = WARP_COLUMNS // 8
     num_acc_regs = strips * WARP_COLUMNS // 2
     zero_acc = zeros(num_acc_regs)
@@ -77,13 +87,13 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     @device
     def next_stage(stage_addr, smem):
         """The address of the next stage in the ring."""
-        return stage_addr + stage_bytes if stage_addr < smem + prefetch * stage_bytes else smem
+        return stage_addr + bytes_per_stage if stage_addr < smem + prefetch * bytes_per_stage else smem
 
     @device
     def copy_operand(shared, address, stride, num_rows, row, limit, k):
         """Copy 128 bytes of ``num_rows`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
         row_in_tile, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
-        shared += row_in_tile * TILE_K + swizzle_128b(row_in_tile, chunk)
+        shared += swizzle_128b(row_in_tile, chunk)
         address += i64(row + row_in_tile) * stride + 16 * chunk
         bytes_left = min(max(k - 16 * chunk, 0), 16)
         for row_offset in range(0, num_rows, rows_at_once):
@@ -133,17 +143,15 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         k_iters = (k + (TILE_K - 1)) >> LOG2_TILE_K
         for k_iter in range(prefetch):
             if k_iter < k_iters:
-                copy(smem + k_iter * stage_bytes, k_iter, a_args, b_args, row, column, m, n, k)
+                copy(smem + k_iter * bytes_per_stage, k_iter, a_args, b_args, row, column, m, n, k)
             cp_async_commit()
 
         warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
-        a_row, a_chunk = warp_row + (lane & 15), lane >> 4
-        b_row, b_chunk = warp_col + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1
-        a_fragment_offset = a_row * TILE_K + swizzle_128b(a_row, a_chunk)
-        b_fragment_offset = b_offset + b_row * TILE_K + swizzle_128b(b_row, b_chunk)
+        a_fragment_offset = warp_row * TILE_K + ldmatrix_a(lane)
+        b_fragment_offset = b_offset + warp_col * TILE_K + ldmatrix_b(lane)
         frag_row = warp_row + (lane >> 2)  # of this thread's first register
         frag_col = warp_col + 2 * (lane & 3)
-        acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * stage_bytes
+        acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * bytes_per_stage
         for window_start in range(i32(0), k_iters, i32(scale_window)):
             block_scale_invs = (u32(0), u32(0))
             if b_by_128x128:
@@ -161,9 +169,9 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 if k_iter + prefetch < k_iters:
                     copy(free_stage_addr, k_iter + prefetch, a_args, b_args, row, column, m, n, k)
                 cp_async_commit()
-                partial = mma_k32(partial, load_a(a_addr ^ 32), load_b(b_addr ^ 32))
-                partial = mma_k32(partial, load_a(a_addr ^ 64), load_b(b_addr ^ 64))
-                partial = mma_k32(partial, load_a(a_addr ^ 96), load_b(b_addr ^ 96))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 32)), load_b(along_row(b_addr, 32)))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 64)), load_b(along_row(b_addr, 64)))
+                partial = mma_k32(partial, load_a(along_row(a_addr, 96)), load_b(along_row(b_addr, 96)))
                 if b_by_128x128:
                     block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)[0]
                 if along_k:
@@ -202,7 +210,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         },
         threads,
         shared_bytes=config.shared_bytes(scaling),
-        architectures=("89", "120"),
+        architectures=MMA_ARCHITECTURES,
     )
 
 

@@ -11,20 +11,20 @@ from cuda_kernels.device.sm90 import mbarrier_arrive, mbarrier_arrive_remote, sy
 
 @cache
 def make_consumer_release(empty_offset: int, cluster: int, each_warp: bool) -> Any:
-    """A device function ``(smem, stage_idx, thread)``: a warpgroup arrives at the ``empty`` barrier of a stage.
+    """A device function ``(smem, stage_idx, wg_thread)``: a warpgroup arrives at the ``empty`` barrier of a stage.
 
     It arrives in every block of the cluster, since all of them write to the stage. One thread arrives for its
     warpgroup, because wgmma completes for all of it; with ``each_warp``, where scales are read by plain loads, one of
-    each warp. ``thread``: within the warpgroup.
+    each warp. ``wg_thread``: the thread's number in its warpgroup.
     """
 
     @device
-    def consumer_release(smem, stage_idx, thread):
+    def consumer_release(smem, stage_idx, wg_thread):
         empty = smem + empty_offset + 8 * stage_idx
-        arriving_lane = thread
+        arriving_lane = wg_thread
         if each_warp:
             syncwarp()
-            arriving_lane = thread & 31
+            arriving_lane = wg_thread & 31
         if cluster == 1:
             if arriving_lane == 0:
                 mbarrier_arrive(empty)

@@ -13,7 +13,16 @@ from typing import Any
 from cuda_kernels.device.fragments import add, add_rows, add_rows_and_columns, add_rows_of_two, column_pairs
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_4, shuffle
-from cuda_kernels.gemm.spec import ACCUMULATORS, LOG2_SCALE_N, SCALE_N, GemmConfig, GemmSpec, Scaling, smem_offsets
+from cuda_kernels.gemm.spec import (
+    ACCUMULATORS,
+    LOG2_SCALE_N,
+    SCALE_N,
+    GemmConfig,
+    GemmSpec,
+    Scaling,
+    smem_offsets,
+    stage_bytes,
+)
 
 
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
@@ -30,20 +39,20 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     ``row_in_tile``: the row of this thread's first register.
     """
     offsets = smem_offsets(config, spec.scaling)
-    tile_m = config.tile_m
-    tile_n = config.tile_n
+    of_stage = stage_bytes(config, spec.scaling)
+    scale_inv_a_bytes, scale_inv_b_bytes = of_stage.scale_inv_a, of_stage.scale_inv_b
     scale_inv_a_offset, scale_inv_b_offset = offsets["scale_inv_a"], offsets["scale_inv_b"]
     if not spec.scaling.along_k:
         return device(lambda smem, stage_idx, row_in_tile: i32(0))
 
     @device
     def row_scale_invs(smem, stage_idx, row_in_tile):
-        scale_invs = smem + scale_inv_a_offset + (stage_idx * tile_m + row_in_tile) * 4
+        scale_invs = smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes + row_in_tile * 4
         return from_bits(shared_load_4(scale_invs)), from_bits(shared_load_4(scale_invs + 32))
 
     @device
     def col_scale_inv_smem(smem, stage_idx):
-        return i32(smem + scale_inv_b_offset + stage_idx * (4 * tile_n) + 8 * (cuda.threadIdx.x & 3))
+        return i32(smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes + 8 * (cuda.threadIdx.x & 3))
 
     if spec.scaling.b_along_k_by_block:
         return row_scale_invs

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.swizzle import ROW_BYTES
+
+WGMMA_ARCHITECTURES = ("90a",)
+"""Architectures of the kernel that multiplies with wgmma, :class:`GemmConfig`'s."""
+MMA_ARCHITECTURES = ("89", "120")
+"""Those of the kernel with ``mma.sync``, :class:`MmaConfig`'s. Others have no GEMM of ours."""
 
 ACCUMULATORS = 192
 """The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
 
 
-TILE_K = 128
-"""Elements of K, and bytes of an operand's row, of one K iteration: as many as the 128-byte swizzle takes."""
+TILE_K = ROW_BYTES
+"""Elements of K of one K iteration: those of a swizzled row."""
 SCALE_N = 128
 """Rows of B that have one scale of blocks of 128x128."""
 LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
@@ -21,7 +27,7 @@ LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
 _BLOCKS_ALONG_K = {"1x128": (1, 128), "128x128": (SCALE_N, 128)}
 """Rows and elements of K that share a scale, of layouts whose scales change along K."""
 
-EPI_TILE_BYTES = 64 * 128
+EPI_TILE_BYTES = 64 * ROW_BYTES
 """An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
 
 
@@ -70,7 +76,7 @@ class Scaling(Enum):
 
     @property
     def a_scales_per_stage(self) -> int:
-        """Scales of a row of A that a pipeline stage holds."""
+        """Scales of a row of A that a pipeline stage holds; :func:`stage_bytes` has their bytes."""
         return self.sums_per_k_iter if self.along_k else 0
 
     @property
@@ -182,20 +188,45 @@ class GemmConfig:
         return " ".join(parts)
 
 
+class StageBytes(NamedTuple):
+    """Bytes of the buffers of one pipeline stage of either kernel; that with ``mma.sync`` has them in this order.
+
+    Attributes:
+        a, b: of the operands, :data:`TILE_K` of each row.
+        scale_inv_a, scale_inv_b: of their scales along K, in float32; 0 where none are copied.
+    """
+
+    a: int
+    b: int
+    scale_inv_a: int
+    scale_inv_b: int
+
+
+def stage_bytes(config: GemmConfig | MmaConfig, scaling: Scaling) -> StageBytes:
+    """What a stage holds for the tiles of ``config``."""
+    return StageBytes(
+        config.tile_m * TILE_K,
+        config.tile_n * TILE_K,
+        config.tile_m * scaling.a_scales_per_stage * 4,
+        config.tile_n * scaling.b_scales_per_stage * 4,
+    )
+
+
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
 
-    Operands are aligned to 1024 bytes, as :func:`~cuda_kernels.device.swizzle.swizzle_128b` needs.
+    Operands and epilogue tiles come first: they are whole atoms of the swizzle, and so begin where one does.
     """
     offsets: dict[str, int] = {}
     end = 0
+    of_stage = stage_bytes(config, scaling)
     buffers = 0 if not config.smem_epilogue else config.mma_warpgroups * config.epi_stages
     for name, size in (
-        ("a", config.stages * config.tile_m * TILE_K),
-        ("b", config.stages * config.tile_n * TILE_K),
+        ("a", config.stages * of_stage.a),
+        ("b", config.stages * of_stage.b),
         ("out", buffers * EPI_TILE_BYTES),
-        ("scale_inv_a", config.stages * config.tile_m * 4 * scaling.a_scales_per_stage),
-        ("scale_inv_b", config.stages * config.tile_n * 4 * scaling.b_scales_per_stage),
+        ("scale_inv_a", config.stages * of_stage.scale_inv_a),
+        ("scale_inv_b", config.stages * of_stage.scale_inv_b),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
         ("order", 16 if config.pingpong else 0),
@@ -249,15 +280,9 @@ class MmaConfig:
         """Strips of 16 rows that a warp computes."""
         return self.tile_m // 32
 
-    def stage_bytes(self, scaling: Scaling) -> int:
-        """Bytes of a stage: A, B, A's scales along K and B's, one after the other."""
-        operands = (self.tile_m + self.tile_n) * TILE_K
-        scales = self.tile_m * scaling.a_scales_per_stage + self.tile_n * scaling.b_scales_per_stage
-        return operands + 4 * scales
-
     def shared_bytes(self, scaling: Scaling) -> int:
         """Bytes of shared memory of a block: those of its stages."""
-        return self.stages * self.stage_bytes(scaling)
+        return self.stages * sum(stage_bytes(self, scaling))
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n} stages={self.stages}{' even' * self.even}"

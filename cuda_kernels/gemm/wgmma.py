@@ -45,7 +45,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
 from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
@@ -56,7 +56,7 @@ from cuda_kernels.gemm.promotion import (
     stage_scale_reader,
 )
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, smem_offsets
+from cuda_kernels.gemm.spec import TILE_K, WGMMA_ARCHITECTURES, GemmConfig, GemmSpec, Scaling, smem_offsets, stage_bytes
 from cuda_kernels.kernel import Kernel, typed
 
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
@@ -81,9 +81,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     tiles_in_flight = mma_warpgroups // warpgroups_per_tile
     num_registers = tile_n // 2
     offsets = smem_offsets(config, scaling)
-    a_bytes, b_bytes = tile_m * TILE_K, tile_n * TILE_K
-    tx_bytes = a_bytes + b_bytes
-    tx_bytes += 4 * (tile_m * scaling.a_scales_per_stage + tile_n * scaling.b_scales_per_stage)
+    a_bytes, b_bytes, scale_inv_a_bytes, scale_inv_b_bytes = of_stage = stage_bytes(config, scaling)
+    tx_bytes = sum(of_stage)
     b_offset, scale_inv_a_offset, scale_inv_b_offset, full_offset, empty_offset, order_offset = (
         offsets[name] for name in ("b", "scale_inv_a", "scale_inv_b", "full", "empty", "order")
     )
@@ -128,16 +127,17 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     def issue_k_iter(acc, desc_a, desc_b, accumulate):
         """Start the wgmmas of one K iteration: ``acc`` plus its products once they are waited for."""
         acc = wgmma_k32(acc, desc_a, desc_b, accumulate)
-        acc = wgmma_k32(acc, desc_a + 2, desc_b + 2, 1)
-        acc = wgmma_k32(acc, desc_a + 4, desc_b + 4, 1)
-        acc = wgmma_k32(acc, desc_a + 6, desc_b + 6, 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 32), advance_descriptor(desc_b, 32), 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 64), advance_descriptor(desc_b, 64), 1)
+        acc = wgmma_k32(acc, advance_descriptor(desc_a, 96), advance_descriptor(desc_b, 96), 1)
         wgmma_commit()
         return acc
 
     @device
     def promoted_k_iter(
-        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx, row_in_tile, block_scale_invs, k_iter, column, thread
-    ):
+        acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
+        row_in_tile, block_scale_invs, k_iter, column, wg_thread,
+    ):  # fmt: skip
         """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
 
         The tensor cores accumulate them in ``partial``.
@@ -152,15 +152,15 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             scale_invs_below = read_scale_invs(smem, stage_idx, row_in_tile + 64)
             acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
             wgmma_fence()
-            partial = wgmma_wait_0(issue_k_iter(partial, desc_a + (64 * TILE_K >> 4), desc_b, 0))
+            partial = wgmma_wait_0(issue_k_iter(partial, advance_descriptor(desc_a, 64 * TILE_K), desc_b, 0))
         if releases_early:
-            consumer_release(smem, stage_idx, thread)
+            consumer_release(smem, stage_idx, wg_thread)
         if two_waves:
             acc_below = promote_add(acc_below, partial, scale_invs_below, block_scale_inv, column)
         else:
             acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
         if not releases_early:
-            consumer_release(smem, stage_idx, thread)
+            consumer_release(smem, stage_idx, wg_thread)
         return acc, acc_below, partial
 
     @device
@@ -186,10 +186,12 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 else:
                     tma_load(b, map_b, full, k_iter * TILE_K, column)
                 if along_k:
-                    tma_load(smem + scale_inv_a_offset + stage_idx * (4 * tile_m), map_scale_inv_a, full, row, k_iter)
+                    tma_load(
+                        smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full, row, k_iter
+                    )
                 if b_by_1x128:
                     tma_load(
-                        smem + scale_inv_b_offset + stage_idx * (4 * tile_n), map_scale_inv_b, full, column, k_iter
+                        smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes, map_scale_inv_b, full, column, k_iter
                     )
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
@@ -199,9 +201,9 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
         work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
     ):  # fmt: skip
-        thread = cuda.threadIdx.x & 127
-        lane = thread & 31
-        warp = shfl_sync_0(thread >> 5)
+        wg_thread = cuda.threadIdx.x & 127
+        lane = wg_thread & 31
+        warp = shfl_sync_0(wg_thread >> 5)
         order_round = wg_idx
         stage_idx, phase = i32(0), i32(0)
         wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
@@ -249,28 +251,28 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
-                            row_in_tile, block_scale_invs, k_iter, column, thread,
+                            row_in_tile, block_scale_invs, k_iter, column, wg_thread,
                         )  # fmt: skip
                     else:
                         wgmma_fence()
                         acc = wgmma_wait_1(issue_k_iter(acc, desc_a, desc_b, k_iter))
                         if k_iter > 0:
-                            consumer_release(smem, previous_stage, thread)
+                            consumer_release(smem, previous_stage, wg_thread)
                     previous_stage = stage_idx
                     stage_idx, phase = next_stage(stage_idx, phase)
             if pingpong and lane == 0:  # each warp: wgmma joins the threads of a warp, not those of a warpgroup
                 mbarrier_arrive(smem + order_offset + 8 * (wg_idx ^ 1))
             if not promote:
                 acc = wgmma_wait_0(acc)
-                consumer_release(smem, previous_stage, thread)
-            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row, m, column, n)
+                consumer_release(smem, previous_stage, wg_thread)
+            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
             if two_waves:
                 epilogue_store(
-                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, thread, row + 64, m, column, n
+                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row + 64, m, column, n
                 )
             if pingpong:
                 stage_idx, phase = stage_after(stage_idx, phase, k_iters)
-        if smem_epilogue and thread == 0:
+        if smem_epilogue and wg_thread == 0:
             tma_store_wait(0)
 
     def gemm(
@@ -336,5 +338,5 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         config.threads,
         shared_bytes=offsets["end"],
         cluster=cluster,
-        architectures=("90a",),
+        architectures=WGMMA_ARCHITECTURES,
     )

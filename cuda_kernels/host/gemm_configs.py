@@ -15,7 +15,9 @@ from itertools import product
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.gemm.spec import (
     ACCUMULATORS,
+    MMA_ARCHITECTURES,
     TILE_K,
+    WGMMA_ARCHITECTURES,
     GemmConfig,
     GemmSpec,
     MmaConfig,
@@ -67,9 +69,9 @@ class GemmProblem:
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     """The configs in which our kernels compute the problem; none on architectures without such a kernel."""
-    if problem.architecture == "90a":
+    if problem.architecture in WGMMA_ARCHITECTURES:
         return list(_hopper_configs(problem))
-    return list(_mma_configs(problem)) if problem.architecture in SHARED_BYTES else []
+    return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []
 
 
 def legal_choices(problem: GemmProblem) -> list[GemmChoice]:

@@ -11,35 +11,31 @@ from numba.cuda.cgutils import unpack_tuple
 
 from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import i32, i64, void
+from cuda_kernels.device.language import UniTuple, i32, i64, void
 from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
+from cuda_kernels.device.swizzle import ATOM_BYTES
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 _MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-_TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
+_TWO_PAIRS = f"st.shared.v2.f32 [$0], {{$1, $2}}; st.shared.v2.f32 [$0+{ATOM_BYTES}], {{$3, $4}};"
 
 
 @cache
 def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
-    """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
+    """``(acc, addresses)``: store a warp's 16 rows to shared memory, 32 bytes of each to one address after the other.
 
-    The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``, which is
-    :func:`~cuda_kernels.device.swizzle.swizzle_128b` with ``mask`` for the row modulo 8. For 16-bit values ``base``
-    is the row that a lane addresses for ``stmatrix``; for float32 it is the lane's own row, and the row eight below is
-    1024 bytes on.
+    For 16-bit values an address is that of the row that a lane has in ``stmatrix``; for float32 that of the lane's own
+    two elements, from which the row eight below is :data:`~cuda_kernels.device.swizzle.ATOM_BYTES` on.
     """
     rounded = dtype != "float32"
     pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        fragment, base, first_chunk, mask = args
-        acc = unpack_tuple(builder, fragment)
-        for j in range(num_registers // (8 if rounded else 4)):
-            swizzled_chunk = builder.xor(builder.add(first_chunk, _I32(2 * j)), mask)
-            address = builder.add(base, builder.shl(swizzled_chunk, _I32(4)))
+        acc, addresses = (unpack_tuple(builder, value) for value in args)
+        for j, address in enumerate(addresses):
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
                 packed = [
@@ -50,8 +46,8 @@ def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
                 inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
         return context.get_dummy_value()
 
-    kinds = fragment_type(num_registers), i32, i32, i32
-    return intrinsic_of("store_fragment_shared", 4, lambda context, *args: (signature(void, *kinds), lower))
+    kinds = fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4))
+    return intrinsic_of("store_fragment_shared", 2, lambda context, *args: (signature(void, *kinds), lower))
 
 
 _STORED = {

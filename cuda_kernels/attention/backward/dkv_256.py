@@ -47,7 +47,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.kernel import Kernel
 
 _ONE = np.float32(1)
@@ -143,7 +143,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                 for half in range(2):
                     of_rows = half * (QUERIES * 128)
                     desc_k = smem_descriptor(found_again(own))
-                    desc_v = desc_k + (WIDE_TILE >> 4)
+                    desc_v = advance_descriptor(desc_k, WIDE_TILE)
                     wgmma_fence()
                     scores = scores_of(
                         zero_scores(), desc_k, smem_descriptor(smem + ring + q_stage * WIDE_TILE + of_rows), 0

@@ -36,11 +36,11 @@ from cuda_kernels.device.sm90 import (
     wgmma_fence,
     wgmma_wait,
 )
-from cuda_kernels.device.swizzle import smem_descriptor
+from cuda_kernels.device.swizzle import ROW_BYTES, advance_descriptor, smem_descriptor
 
 _ZERO = np.float32(0)
-_NEXT_CHANNELS = 64 * 128 >> 4
-"""From 64 channels of transposed K to the next, in a descriptor's units of 16 bytes."""
+_NEXT_CHANNELS = 64 * ROW_BYTES
+"""Bytes from 64 channels of transposed K to the next."""
 
 
 class _Part(NamedTuple):
@@ -67,7 +67,7 @@ def _part(spec: AttentionSpec, num_keys: int) -> _Part:
         """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
         _, _, total, total_below, delta, delta_below = row_terms
         desc_q = smem_descriptor(found_again(own))
-        desc_do = desc_q + (WIDE_TILE >> 4)
+        desc_do = advance_descriptor(desc_q, WIDE_TILE)
         wgmma_fence()
         scores = scores_of(zero_scores(), desc_q, smem_descriptor(k), 0)
         dp = scores_of(zero_scores(), desc_do, smem_descriptor(v), 0)
@@ -142,7 +142,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     def consume(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv = row_terms[0], row_terms[1]
-        thread = cuda.threadIdx.x & 127
+        wg_thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
         seen = diagonal, end, left, right
@@ -170,7 +170,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
                 own, k + 96 * 128, v + 96 * 128, factor, gradient_factor, row_terms, seen,
                 i32(start + 96), hidden,
             )  # fmt: skip
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty + 8 * k_stage)
                 mbarrier_arrive(smem + empty + 8 * v_stage)
             (x, x_below), (y, y_below), (z, z_below) = sum_of(ds), sum_of_32(ds_2), sum_of_32(ds_3)
@@ -188,15 +188,15 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))
             dq_0 = promote(dq_0, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + _NEXT_CHANNELS, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, advance_descriptor(desc_kt, _NEXT_CHANNELS), 0))
             dq_1 = promote(dq_1, part, unit, unit_below)
             mbarrier_wait(smem + full + 16 * kt_stage + 8, (fill + 2) >> 2 & 1)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 2 * _NEXT_CHANNELS, 0))
+            part = sums_wait_0(products_of(zero_sums(), words, advance_descriptor(desc_kt, 2 * _NEXT_CHANNELS), 0))
             dq_2 = promote(dq_2, part, unit, unit_below)
             wgmma_fence()
-            part = sums_wait_0(products_of(zero_sums(), words, desc_kt + 3 * _NEXT_CHANNELS, 0))
-            if thread == 0:
+            part = sums_wait_0(products_of(zero_sums(), words, advance_descriptor(desc_kt, 3 * _NEXT_CHANNELS), 0))
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty + 8 * kt_stage)
             dq_3 = promote(dq_3, part, unit, unit_below)
         return (dq_0, dq_1, dq_2, dq_3), rest, rest_below

@@ -90,7 +90,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         scale_inv_k, scale_inv_v = scale_inv_k + key_block * 4, scale_inv_v + key_block * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
-        thread = cuda.threadIdx.x & 127
+        wg_thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
@@ -127,7 +127,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             wgmma_fence()
             part = products_of(zero_sums(), words, smem_descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
             part = sums_wait_0(part)
-            if thread == 0:
+            if wg_thread == 0:
                 mbarrier_arrive(smem + empty + 8 * stage_idx)
             dq = promote(dq, part, unit * key_scale_inv, unit_below * key_scale_inv)
             stage_idx, phase = next_stage(stage_idx, phase)

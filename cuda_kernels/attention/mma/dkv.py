@@ -32,7 +32,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_half_copy, make_row_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
@@ -60,6 +60,7 @@ from cuda_kernels.device.ptx import (
     warp_any,
 )
 from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
 QUERIES = 64
@@ -172,7 +173,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
-        in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        in_k, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
         stage, end = i32(0), i32(first_head + group)
@@ -203,7 +204,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                     # A border for the assembler, too, which would start what follows early and run out of registers.
                     if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
                         unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
-                        dv = add_product(dv, words, (in_b + dot_offset) ^ half, unit, unit_below)
+                        dv = add_product(dv, words, along_row(in_b + dot_offset, half), unit, unit_below)
                 if with_dk:
                     ds = gradients_of(
                         p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale_inv * gradient_scale_inv,
@@ -213,7 +214,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                     words, ds_limits = rounded(ds, query_scale_inv, amax, amax_below, ds_limits)
                     if warp_any(amax != _ZERO or amax_below != _ZERO):
                         unit, unit_below = ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT
-                        dk = add_product(dk, words, (in_b + qt_offset) ^ half, unit, unit_below)
+                        dk = add_product(dk, words, along_row(in_b + qt_offset, half), unit, unit_below)
                 stage = i32(stage ^ 1)
         return dv, dk
 

@@ -33,13 +33,14 @@ from cuda_kernels.attention.mma.dkv import (
     make_rounded,
 )
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_half_copy, make_row_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.spec import TILE_OTHERS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import exp2_columns, rows_amax, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max, from_bits, shared_load_4, warp_any
+from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel
 
 _STAGE = CHANNELS * LINE
@@ -78,7 +79,7 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        in_k, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + ring + place_in_b(lane))
+        in_k, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ring + ldmatrix_b(lane))
         sums, limits = zero_sums(), (START, START)
         here, queries, end = i32(0), tile[TILE_OTHERS], i32(first_head + group)
         if first_tile < last_tile:

@@ -25,7 +25,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
@@ -49,6 +49,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
 KEYS = 32
@@ -84,7 +85,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
-        in_q, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        in_q, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
         if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))

@@ -14,13 +14,14 @@ from typing import Any
 
 from cuda_kernels.attention.mma.dq import KEYS, dq_pass, make_gradients_of, make_rounded
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import visible_columns, visited_tiles
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, load_f32
+from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel
 
 _STAGE = CHANNELS * LINE
@@ -94,8 +95,8 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
-        in_a = i32(smem + warp * (16 * LINE) + place_in_a(lane))
-        ring_of = i32(smem + ring), i32(smem + ring + place_in_b(lane))
+        in_a = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane))
+        ring_of = i32(smem + ring), i32(smem + ring + ldmatrix_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
         stage = i32(0)
         if first_tile < last_tile:

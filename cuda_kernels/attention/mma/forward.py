@@ -17,7 +17,7 @@ from typing import Any
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.forward_256 import make_wide_attend
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import (
     ROWS,
@@ -32,6 +32,7 @@ from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, vi
 from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
+from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
 STAGES = {64: 3, 96: 2, 128: 2}
@@ -76,7 +77,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + TILE)
-        in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(place_in_b(lane))
+        in_a, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(ldmatrix_b(lane))
         out, softmax_state = zero_out(), START
         if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
-from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product, place_in_a, place_in_b
+from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.softmax import START, make_softmax
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
@@ -21,6 +21,7 @@ from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visite
 from cuda_kernels.device.fragments import scale_rows, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max, load_f32
+from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 
 
 def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]:
@@ -42,7 +43,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
-        in_a, in_b = i32(smem + warp * (16 * LINE) + place_in_a(lane)), i32(smem + place_in_b(lane))
+        in_a, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         out, softmax_state = zero_out(), START
         v_t += first_channel * rows_k
         if first_tile < last_tile:

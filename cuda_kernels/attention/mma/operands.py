@@ -12,12 +12,12 @@ from typing import Any
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import cp_async_16
-from cuda_kernels.device.swizzle import swizzle_128b
+from cuda_kernels.device.swizzle import ROW_BYTES, swizzle_128b
 from cuda_kernels.kernel import Kernel
 
 THREADS = 256
 """Of a block: eight warps, which all copy and all multiply, 16 rows of the result each."""
-LINE = 128
+LINE = ROW_BYTES
 """Bytes of a row in shared memory."""
 TILE = ROWS * LINE
 """Bytes of 128 rows of codes."""
@@ -85,7 +85,7 @@ def _make_copy(rows: int, row_bytes: int) -> Any:
     def copy(shared, first_chunk, address, stride):
         row, chunk = cuda.threadIdx.x >> shift, cuda.threadIdx.x & (lanes - 1)
         if chunk < chunks:
-            shared += row * LINE + swizzle_128b(row, chunk + first_chunk)
+            shared += swizzle_128b(row, chunk + first_chunk)
             address += i64(row) * stride + 16 * chunk
             for start in range(0, rows, rows_at_once):
                 cp_async_16(shared + start * LINE, address, 16)

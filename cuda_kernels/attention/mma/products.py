@@ -9,7 +9,7 @@ from cuda_kernels.attention.mma.operands import LINE, TILE
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.fragments import add_rows, ldmatrix_x4, mma, slice_fragment, slice_words, zeros
 from cuda_kernels.device.language import device
-from cuda_kernels.device.swizzle import swizzle_128b
+from cuda_kernels.device.swizzle import along_row
 
 STEP = 32
 """Bytes of a row that one mma multiplies."""
@@ -22,27 +22,13 @@ class _Step(NamedTuple):
 
     Attributes:
         words: a device function: A to this step's words.
-        flip: what the address of B is xored with.
+        k_byte: the first byte of a row that it multiplies.
         panel: bytes from B's first panel to this step's.
     """
 
     words: Any
-    flip: int
+    k_byte: int
     panel: int = 0
-
-
-@device
-def place_in_a(lane):
-    """Where a lane's row of an operand A begins for ldmatrix, from the warp's first of 16 rows on."""
-    row = lane & 15
-    return row * LINE + swizzle_128b(row, lane >> 4)
-
-
-@device
-def place_in_b(lane):
-    """The same of an operand B, from the first row on."""
-    row = (lane & 7) + ((lane >> 4) << 3)
-    return row * LINE + swizzle_128b(row, (lane >> 3) & 1)
 
 
 @cache
@@ -52,7 +38,7 @@ def make_product(
 ) -> Any:  # fmt: skip
     """A device function ``(a, b) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]`` of E4M3 codes.
 
-    ``a``, ``b``: addresses in shared memory, :func:`place_in_a` and :func:`place_in_b` from the operands' first rows.
+    ``a``, ``b``: addresses in shared memory, ``ldmatrix_a`` and ``ldmatrix_b`` from the operands' first rows.
     ``K``: 32 ``k_steps`` channels of each of ``panels`` panels, one behind the other.
 
     Args:
@@ -64,8 +50,8 @@ def make_product(
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
 
-    def words_of(flip: int, panel: int) -> Any:
-        return device(lambda a: load_a((a ^ flip) + panel))
+    def words_of(k_byte: int, panel: int) -> Any:
+        return device(lambda a: load_a(along_row(a, k_byte) + panel))
 
     steps = tuple(
         _Step(words_of(STEP * step, panel * TILE + behind[0]), STEP * step, panel * panel_rows * LINE + behind[1])
@@ -118,21 +104,21 @@ def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
         ldmatrix_x4(columns // 16, 16 * LINE),
         zeros(columns // 2),
     )
-    # The exclusive or comes first, so that a sum with a constant is left for the instruction.
-    (words, flip, panel), *others = steps
+    # The step along the row comes first, so that a sum with a constant is left for the instruction.
+    (words, k_byte, panel), *others = steps
     offset = start * LINE + panel
 
     if not others:
 
         @device
         def last(a, b):
-            return multiply(zero_acc(), words(a), load_b((b ^ flip) + offset))
+            return multiply(zero_acc(), words(a), load_b(along_row(b, k_byte) + offset))
 
         return last
     rest = _chained(columns, tuple(others), start)
 
     @device
     def product(a, b):
-        return multiply(rest(a, b), words(a), load_b((b ^ flip) + offset))
+        return multiply(rest(a, b), words(a), load_b(along_row(b, k_byte) + offset))
 
     return product
