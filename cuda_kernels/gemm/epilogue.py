@@ -53,11 +53,11 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
         visitors.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
-    if spec.bias:
-        add_bias = add_columns(num_registers, spec.bias, even)
+    if spec.bias_dtype:
+        add_bias = add_columns(num_registers, spec.bias_dtype, even)
         visitors.append(device(lambda acc, epi_args, row, m, column, n: add_bias(acc, epi_args[3], column, n)))
     if spec.amax:
-        visitors.append(_make_amax_observer(num_registers, spec.out))
+        visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
     return _composed(visitors)
 
 
@@ -90,9 +90,9 @@ def _make_row_scaler(num_registers: int, even: bool) -> Any:
     return scale_rows_and_columns
 
 
-def _make_amax_observer(num_registers: int, out: str) -> Any:
+def _make_amax_observer(num_registers: int, out_dtype: str) -> Any:
     largest = largest_of_rows(num_registers)
-    rounded = round_to[out]
+    rounded = round_to[out_dtype]
 
     @device
     def observe_amax(acc, epi_args, row, m, column, n):
@@ -116,7 +116,7 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
         return _make_smem_store(0, spec, config)
     num_registers = config.tile_n // 2
     finish = make_epilogue(spec, num_registers, config.even)
-    store = store_fragment_global(num_registers, spec.out, config.even, spec.accumulate)
+    store = store_fragment_global(num_registers, spec.out_dtype, config.even, spec.accumulate)
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, thread, row, m, column, n):
@@ -133,8 +133,8 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
 
     The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    wide = spec.out == "float32"
-    columns = epi_tile_columns(spec.out)
+    wide = spec.out_dtype == "float32"
+    columns = epi_tile_columns(spec.out_dtype)
     epi_tiles = num_epi_tiles(config, spec)
     start = min(epi_tile * columns, config.tile_n - columns)
     num_registers = columns // 2
@@ -147,7 +147,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
     slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, num_registers)
     finish = make_epilogue(spec, num_registers, config.even)
-    copy_r2s = store_fragment_shared(num_registers, spec.out)
+    copy_r2s = store_fragment_shared(num_registers, spec.out_dtype)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
 

@@ -86,10 +86,10 @@ def cublaslt_takes(problem: GemmProblem) -> bool:
     spec = problem.spec
     if problem.n % 16 or problem.k % 16 or spec.a == spec.b == "e5m2":
         return False
-    if spec.bias is not None and (spec.bias != spec.out or spec.out == "float32"):
+    if spec.bias_dtype is not None and (spec.bias_dtype != spec.out_dtype or spec.out_dtype == "float32"):
         return False
     if spec.scaling is Scaling.ROW:
-        return spec.a == spec.b == "e4m3" and spec.out == "bfloat16"
+        return spec.a == spec.b == "e4m3" and spec.out_dtype == "bfloat16"
     return spec.scaling is Scaling.TENSOR
 
 

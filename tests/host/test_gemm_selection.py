@@ -23,8 +23,13 @@ from lightning_fp8.ops.quantize import reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
-    lambda formats, scaling, out, bias, accumulate, promote: GemmSpec(
-        *formats, scaling, "float32" if accumulate else out, None if accumulate else bias, accumulate, promote
+    lambda formats, scaling, out_dtype, bias_dtype, accumulate, promote: GemmSpec(
+        *formats,
+        scaling,
+        out_dtype="float32" if accumulate else out_dtype,
+        bias_dtype=None if accumulate else bias_dtype,
+        accumulate=accumulate,
+        promote=promote,
     ),
     st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]),
     st.sampled_from(Scaling),

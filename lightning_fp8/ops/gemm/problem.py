@@ -132,7 +132,7 @@ def bind_gemm(
         float8_of(b.data.dtype).name.lower(),
         SCALINGS[a.layout, b.layout],
         NAMES[options.out_dtype],
-        bias=None if bias is None else NAMES[bias.dtype],
+        bias_dtype=None if bias is None else NAMES[bias.dtype],
         accumulate=out is not None,
         promote=not options.fast_accum,
         amax=has_amax,
