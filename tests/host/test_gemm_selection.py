@@ -82,7 +82,7 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
                 == 0
             )
             assert (choice.tile_m if choice.multicast_a else choice.tile_n) // choice.cluster % 8 == 0
-            assert problem.aligned or not choice.smem_epilogue
+            assert problem.out_aligned or not choice.smem_epilogue
             assert problem.even or not choice.even
             if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
                 assert all(-(-(j + 1) * choice.tile_n // 128) - j * choice.tile_n // 128 <= 2 for j in range(128))
