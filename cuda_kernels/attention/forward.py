@@ -74,9 +74,9 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
     Parameters are the tensor maps of Q, K and transposed V (:mod:`.spec` says how they lie); the addresses of the table
-    of tiles, of the scales of Q, K and V, of out, m and l; the heads, how many of them share one of K and V, the packed
-    rows of queries and of keys, the band's limits; the softmax scale times log2(e), which is positive; and the strides
-    of out in elements, from a sequence to the next, a row and a head.
+    of tiles, of the ``scale_inv`` of Q, K and V, of out, m and l; the heads, how many of them share one of K and V, the
+    packed rows of queries and of keys, the band's limits; the softmax scale times log2(e), which is positive; and the
+    strides of out in elements, from a sequence to the next, a row and a head.
     """
     stages = STAGES[spec.head_dim]
     head_dim, panels = spec.head_dim, spec.panels
@@ -94,7 +94,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(out_count, 0)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
     scaled, rescale_add = scale_all(out_count), rescale_add_rows(out_count)
-    store, store_high = make_result_store(columns, spec.out), make_result_store(columns, spec.out, 128, again=True)
+    store = make_result_store(columns, spec.out_dtype)
+    store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
     load_rows = make_row_load(panels)
     next_stage, _ = stage_counters(stages)
 
@@ -130,29 +131,29 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         return part_done(times_v(zero_out(), words, desc_v, 0))
 
     @device
-    def consume(smem, tile, wg_idx, scale_q, scale_k, scale_v, left, right, c):
+    def consume(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
-        query_factor = from_bits(load_4_if(scale_q, True)) * c
+        query_factor = from_bits(load_4_if(scale_inv_q, True)) * c
         desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
         softmax_state = START
         out, out_high = zero_out(), zero_out()
         unit = _ONE
-        next_key_scale = from_bits(load_4_if(scale_k + i64(first_tile) * 4, first_tile < last_tile))
-        next_value_scale = from_bits(load_4_if(scale_v + i64(first_tile) * 4, first_tile < last_tile))
+        next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
+        next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)
         if wg_idx == 1:  # the first turn is the other's
             named_barrier_arrive(_TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
-            factor = float_max(query_factor * next_key_scale, SMALLEST)
-            value_scale = next_value_scale
+            factor = float_max(query_factor * next_key_scale_inv, SMALLEST)
+            value_scale_inv = next_value_scale_inv
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
-            next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
+            next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
             desc_k = smem_descriptor(smem + k_offset + stage_idx * k_bytes)
             desc_v = smem_descriptor(smem + v_offset + stage_idx * v_bytes)
             mbarrier_wait(smem + full_k + 8 * stage_idx, phase)
@@ -167,18 +168,18 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
             part = values_of(words, desc_v)
-            usual = _LEAST_UNIT <= value_scale <= _LARGEST_UNIT
+            usual = _LEAST_UNIT <= value_scale_inv <= _LARGEST_UNIT
             ratio = _ONE
             if usual:
-                ratio = unit * reciprocal_approx(value_scale)
-                unit = value_scale
+                ratio = unit * reciprocal_approx(value_scale_inv)
+                unit = value_scale_inv
             else:
-                part = scaled(part, value_scale * reciprocal_approx(unit))
+                part = scaled(part, value_scale_inv * reciprocal_approx(unit))
             out = rescale_add(out, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
                 part = values_of(words, desc_v + (TILE >> 4))
                 if not usual:
-                    part = scaled(part, value_scale * reciprocal_approx(unit))
+                    part = scaled(part, value_scale_inv * reciprocal_approx(unit))
                 out_high = rescale_add(out_high, part, alpha * ratio, alpha_below * ratio)
             if thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
@@ -186,7 +187,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         return out, out_high, unit, softmax_state
 
     def attention_forward(
-        map_q, map_k, map_v, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
+        map_q, map_k, map_v, table, scale_inv_q, scale_inv_k, scale_inv_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = address_of(map_q), address_of(map_k), address_of(map_v)
@@ -197,7 +198,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
             acc, acc_high, unit, softmax_state = consume(
-                smem, tile, wg_idx, scale_q + query_block * 4, scale_k + key_block * 4, scale_v + key_block * 4,
+                smem, tile, wg_idx,
+                scale_inv_q + query_block * 4, scale_inv_k + key_block * 4, scale_inv_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
             tile, head = tile_again(table, heads)
@@ -215,7 +217,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
 
     parameters = {
         **typed(tensor_map, "map_q map_k map_v"),
-        **typed(i64, "table scale_q scale_k scale_v out m l"),
+        **typed(i64, "table scale_inv_q scale_inv_k scale_inv_v out m l"),
         **typed(i32, "heads group rows_q rows_k left right"),
         "c": f32,
         **typed(i64, "stride_b stride_l stride_h"),

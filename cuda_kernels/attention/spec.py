@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cuda_kernels.device.codec import DtypeName
+
 ROWS = 128
 """Rows of a tile, and of a block of scales."""
 HEAD_DIMS = (64, 96, 128, 256)
@@ -74,10 +76,10 @@ class AttentionSpec(HeadSize):
     """What a kernel is compiled for; masks, lengths and shared heads are its parameters.
 
     Attributes:
-        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+        out_dtype: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
     """
 
-    out: str
+    out_dtype: DtypeName
 
     @property
     def panels(self) -> int:
@@ -90,4 +92,4 @@ class AttentionSpec(HeadSize):
         return min(self.head_dim, 128) // 32
 
     def __str__(self) -> str:
-        return f"d={self.head_dim} {self.out}"
+        return f"d={self.head_dim} {self.out_dtype}"

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment, store_fragment_shared
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
@@ -17,7 +18,7 @@ WARP_BYTES = 16 * 128
 
 
 @cache
-def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: bool = False) -> Any:
+def make_result_store(channels: int, dtype: DtypeName, first_channel: int = 0, again: bool = False) -> Any:
     """A device function that stores ``channels`` of a tile's result, from ``first_channel`` on, in ``dtype``.
 
     It is ``(acc, s, t, i, j, shared, out, tile, head, warp, strides)``: an accumulator of a warpgroup, scaled and
@@ -41,7 +42,7 @@ def make_result_store(channels: int, dtype: str, first_channel: int = 0, again: 
 
 
 @cache
-def make_gradient_store(channels: int, dtype: str, first_channel: int = 0, again: bool = False) -> Any:
+def make_gradient_store(channels: int, dtype: DtypeName, first_channel: int = 0, again: bool = False) -> Any:
     """:func:`make_result_store` with one factor for all rows, and zeros in rows beyond the sequence.
 
     It is ``(acc, factor, shared, out, tile, head, warp, strides)``.
@@ -57,7 +58,7 @@ def make_gradient_store(channels: int, dtype: str, first_channel: int = 0, again
 
 
 @cache
-def make_row_store(channels: int, dtype: str, again: bool) -> Any:
+def make_row_store(channels: int, dtype: DtypeName, again: bool) -> Any:
     """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
 
     ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a
@@ -68,7 +69,7 @@ def make_row_store(channels: int, dtype: str, again: bool) -> Any:
     return _store_from(0, channels, dtype, again)
 
 
-def _store_from(start: int, channels: int, dtype: str, again: bool) -> Any:
+def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any:
     """:func:`make_row_store` of the channels from ``start`` on, 128 bytes of each row at a time."""
     wide = dtype == "float32"
     item = 4 if wide else 2

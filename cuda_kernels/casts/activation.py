@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, exp2_approx, load_2_if, load_4_if, reciprocal_approx
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
@@ -192,7 +192,7 @@ def unpack(quad, values):
 
 
 @cache
-def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
+def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
     """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
 
     Arguments: x's address, the stride of its rows in elements. ``aligned``: address, stride and F are multiples of four
@@ -229,7 +229,7 @@ def activation_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
     return computed_loader(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
 
 
-def _wrapped_loader(dtype: str, aligned: bool) -> Any:
+def _wrapped_loader(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(address, column, period, columns, in_bounds) -> registers`` of four elements of a row.
 
     Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
@@ -260,7 +260,7 @@ def _wrapped_loader(dtype: str, aligned: bool) -> Any:
 
 
 @cache
-def activation_backward_loader(name: str, dtype: str, dy_dtype: str, aligned: bool) -> TileLoader:
+def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName, aligned: bool) -> TileLoader:
     """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
 
     Arguments: x's address and stride, dy's address and stride. ``aligned``: addresses, strides and F are multiples of

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, element_storer
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, element_storer
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
@@ -50,7 +50,7 @@ def summed_loader(loader: TileLoader) -> TileLoader:
 
 
 @cache
-def column_sums_kernel(dtype: str) -> Kernel:
+def column_sums_kernel(dtype: DtypeName) -> Kernel:
     """``out [columns]`` of ``dtype`` from partial sums ``[n, stride]``, and ``other`` from a second ``[n, stride]``.
 
     A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.

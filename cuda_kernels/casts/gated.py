@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.casts.activation import ACTIVATIONS, computed_loader, unpack
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i64
 from cuda_kernels.device.tile import TileLoader
 
 
-def _apart_loader(name: str, dtype: str, aligned: bool, tensors: int, compute_one: Any) -> TileLoader:
+def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, compute_one: Any) -> TileLoader:
     """A loader of what ``compute_one`` gives of an element each of two or three tensors of one dtype ``[R, F]``.
 
     Arguments: the address and the stride of each tensor. ``aligned``: these, and F, are multiples of four elements.
@@ -54,14 +54,14 @@ def _apart_loader(name: str, dtype: str, aligned: bool, tensors: int, compute_on
 
 
 @cache
-def gated_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
+def gated_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
     """``activation(x) * factor``; see :func:`_apart_loader`. Arguments: x's address and stride, and the factor's."""
     value = ACTIVATIONS[name].value
     return _apart_loader(f"gated {name}", dtype, aligned, 2, device(lambda x, factor, _: value(x) * factor))
 
 
 @cache
-def gated_backward_loader(name: str, dtype: str, aligned: bool) -> TileLoader:
+def gated_backward_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
     """The gradient of x through :func:`gated_loader`. Arguments: dy's address and stride, x's, and the factor's."""
     grad_and_value = ACTIVATIONS[name].grad_and_value
     gradient = device(lambda dy, x, factor: grad_and_value(dy * factor, x)[0])

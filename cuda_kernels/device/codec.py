@@ -7,7 +7,7 @@ maximum is an integer's, keeps NaN, and is the same in any order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from cuda_kernels.device.ptx import (
     unsigned_max,
 )
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DtypeName = Literal["bfloat16", "float16", "float32"]
+"""A dtype as kernels name it, which import no torch."""
+ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
 """Each format's largest finite value, for kernels, which import no torch; also in ``lightning_fp8.formats``."""
 
@@ -98,7 +100,7 @@ def e8m0_scale(code):
     return from_bits(scale if code < np.uint32(255) else _SIGNLESS)
 
 
-def quad_loader(dtype: str, aligned: bool) -> Any:
+def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(address, column, columns, in_bounds) -> registers`` that loads four elements of a row.
 
     Elements beyond ``columns`` are zeros, all four where ``in_bounds`` is false. ``aligned``: the address is a multiple
@@ -127,7 +129,7 @@ def quad_loader(dtype: str, aligned: bool) -> Any:
     return load_halves if item == 2 else load_each
 
 
-def vector_loader(dtype: str, elements: int) -> Any:
+def vector_loader(dtype: DtypeName, elements: int) -> Any:
     """A device function ``address -> registers`` that loads neighbouring elements, none of them outside the tensor.
 
     The address is a multiple of their bytes, which are 8 or 16.
@@ -141,7 +143,7 @@ def vector_loader(dtype: str, elements: int) -> Any:
     return load
 
 
-def _vector_loader_in_bounds(dtype: str, elements: int) -> Any:
+def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     """As an aligned :func:`quad_loader`, but of ``elements``, which are 8 or 16 bytes."""
     load_if = _load_vector_if(dtype, elements)
 
@@ -152,21 +154,21 @@ def _vector_loader_in_bounds(dtype: str, elements: int) -> Any:
     return load
 
 
-def _load_vector_if(dtype: str, elements: int) -> Any:
+def _load_vector_if(dtype: DtypeName, elements: int) -> Any:
     return load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
 
 
-def edge_loader(dtype: str, vector: int) -> Any:
+def edge_loader(dtype: DtypeName, vector: int) -> Any:
     """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
     return quad_loader(dtype, vector == 4) if vector < 8 else _vector_loader_in_bounds(dtype, 8)
 
 
-def quad_registers(dtype: str) -> int:
+def quad_registers(dtype: DtypeName) -> int:
     """Registers that hold four elements."""
     return ITEM_BYTES[dtype]
 
 
-def quad_decoder(dtype: str) -> Any:
+def quad_decoder(dtype: DtypeName) -> Any:
     """A device function ``(registers, start) -> four float32`` of an array of registers."""
     if dtype == "float32":
 
@@ -189,7 +191,7 @@ def quad_decoder(dtype: str) -> Any:
     return decode
 
 
-def element_storer(dtype: str) -> Any:
+def element_storer(dtype: DtypeName) -> Any:
     """A device function ``(address, value)`` that rounds and stores one element."""
     pack = pack_halves.get(dtype)
 
@@ -237,7 +239,7 @@ def _clearer(num_registers: int) -> Any:
     return clear
 
 
-def packed_maxima(dtype: str) -> Maxima:
+def packed_maxima(dtype: DtypeName) -> Maxima:
     """Maxima of elements of 16 bits, taken from registers as they were loaded."""
     larger = larger_magnitudes[dtype]
     low = low_half[dtype]

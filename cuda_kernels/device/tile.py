@@ -13,6 +13,7 @@ from typing import Any
 
 from cuda_kernels.device.codec import (
     ITEM_BYTES,
+    DtypeName,
     Maxima,
     decoded_maxima,
     edge_loader,
@@ -151,7 +152,7 @@ def row_of_quad(vector: int) -> Any:
 
 
 @cache
-def tensor_loader(dtype: str, vector: int) -> TileLoader:
+def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     """A tensor of ``dtype``: its address and the stride of its rows in elements.
 
     ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,

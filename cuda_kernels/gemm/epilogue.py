@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import update_amax
+from cuda_kernels.device.codec import DtypeName, update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
@@ -90,7 +90,7 @@ def _make_row_scaler(num_registers: int, even: bool) -> Any:
     return scale_rows_and_columns
 
 
-def _make_amax_observer(num_registers: int, out_dtype: str) -> Any:
+def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
     largest = largest_of_rows(num_registers)
     rounded = round_to[out_dtype]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.sizes import ceil_div
 
 ACCUMULATORS = 192
@@ -97,8 +98,8 @@ class GemmSpec:
     a: str
     b: str
     scaling: Scaling
-    out_dtype: str
-    bias_dtype: str | None = None
+    out_dtype: DtypeName
+    bias_dtype: DtypeName | None = None
     accumulate: bool = False
     promote: bool = True
     amax: bool = False
@@ -204,7 +205,7 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     return {**offsets, "end": end}
 
 
-def epi_tile_columns(out_dtype: str) -> int:
+def epi_tile_columns(out_dtype: DtypeName) -> int:
     """Columns of an epilogue tile: 128 bytes of a row of the result."""
     return 32 if out_dtype == "float32" else 64
 

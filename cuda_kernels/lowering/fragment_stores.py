@@ -9,6 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda.cgutils import unpack_tuple
 
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import i32, i64, void
 from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
@@ -22,7 +23,7 @@ _TWO_PAIRS = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, 
 
 
 @cache
-def store_fragment_shared(num_registers: int, dtype: str) -> Any:
+def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
     """``(acc, base, first, mask)``: store a warp's 16 rows, 128 bytes of each, to swizzled shared memory.
 
     The ``j``-th pair of 16-byte chunks goes to ``base + 16 ((2 j + first) ^ mask)``, which is
@@ -68,7 +69,7 @@ _ADDED = {
 
 
 @cache
-def store_fragment_global(num_registers: int, dtype: str, even: bool, accumulate: bool) -> Any:
+def store_fragment_global(num_registers: int, dtype: DtypeName, even: bool, accumulate: bool) -> Any:
     """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
 
     ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
@@ -199,7 +200,9 @@ _COLUMNS = {
 barrier: the assembler hoists other loads until no register is left."""
 
 
-def _column_values(builder: Any, dtype: str, even: bool, address: Any, column: Any, columns: Any, j: int) -> Values:
+def _column_values(
+    builder: Any, dtype: DtypeName, even: bool, address: Any, column: Any, columns: Any, j: int
+) -> Values:
     """Load a vector's elements for the two columns of registers ``4 j`` and ``4 j + 1``; 0 beyond its end.
 
     ``address``: of the element of ``column``, the thread's first.
@@ -219,7 +222,9 @@ def _column_values(builder: Any, dtype: str, even: bool, address: Any, column: A
     return loaded_values
 
 
-def _with_columns(name: str, num_registers: int, dtype: str, even: bool, op: Callable[[Any, Any, Any], Any]) -> Any:
+def _with_columns(
+    name: str, num_registers: int, dtype: DtypeName, even: bool, op: Callable[[Any, Any, Any], Any]
+) -> Any:
     def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
         vector, column, columns = rest
         offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
@@ -243,7 +248,7 @@ def scale_columns(num_registers: int, even: bool) -> Any:
 
 
 @cache
-def add_columns(num_registers: int, dtype: str, even: bool) -> Any:
+def add_columns(num_registers: int, dtype: DtypeName, even: bool) -> Any:
     """``(acc, vector, column, columns) -> acc`` plus ``vector [columns]`` of ``dtype`` in each row."""
     return _with_columns("add_columns", num_registers, dtype, even, _add)
 

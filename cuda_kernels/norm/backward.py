@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, quad_decoder, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
 from cuda_kernels.kernel import Kernel, typed
@@ -37,7 +37,7 @@ from cuda_kernels.norm.statistics import NormSpec, rstd_address
 _ZERO = np.float32(0)
 
 
-def backward_row_layout(dtypes: tuple[str, ...], columns: int) -> RowLayout | None:
+def backward_row_layout(dtypes: tuple[DtypeName, ...], columns: int) -> RowLayout | None:
     """The layout of rows, one in each block; a thread holds 16 or 8 elements of x, dy and the sums over rows each."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
@@ -51,9 +51,9 @@ _PARAMETERS = {
 """Strides are in elements; the first is x's."""
 
 
-def _normalizer(norm: NormSpec) -> Any:
+def _normalizer(spec: NormSpec) -> Any:
     """A device function ``(x, mean, rstd) -> x^`` of four elements."""
-    has_mean = norm.mean
+    has_mean = spec.has_mean
 
     @device
     def normalize(x, mean, rstd):
@@ -83,9 +83,9 @@ def _dot(x, y):
     return _sum(x[0] * y[0], x[1] * y[1], x[2] * y[2], x[3] * y[3])
 
 
-def _gradient(norm: NormSpec) -> Any:
+def _gradient(spec: NormSpec) -> Any:
     """A device function ``(g, normalized, mean_of_g, mean_of_product, rstd) -> dx`` of one element."""
-    has_mean = norm.mean
+    has_mean = spec.has_mean
 
     @device
     def gradient(g, normalized, mean_of_g, mean_of_product, rstd):
@@ -95,13 +95,13 @@ def _gradient(norm: NormSpec) -> Any:
     return gradient
 
 
-def _gradient_storer(norm: NormSpec, aligned: bool, full: bool) -> Any:
+def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
     """A device function that stores four elements of dx at an address, those of ``column`` and behind.
 
     ``full``: no column is outside the row.
     """
-    gradient = _gradient(norm)
-    store = quad_storer(norm.dtype, aligned)
+    gradient = _gradient(spec)
+    store = quad_storer(spec.dtype, aligned)
 
     @device
     def store_gradient(address, column, columns, g, normalized, mean_of_g, mean_of_product, rstd):
@@ -119,7 +119,7 @@ def _gradient_storer(norm: NormSpec, aligned: bool, full: bool) -> Any:
 
 
 @cache
-def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -> Kernel:
+def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLayout) -> Kernel:
     """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
 
     The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
@@ -128,23 +128,23 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
     threads = row_layout.threads_per_row
     quads = row_layout.quads_per_thread
     column_of = quad_column(row_layout)
-    load_x, load_dy = row_loader(norm.dtype, row_layout), row_loader(dy_dtype, row_layout)
-    decode_x = quad_decoder(norm.dtype)
+    load_x, load_dy = row_loader(spec.dtype, row_layout), row_loader(dy_dtype, row_layout)
+    decode_x = quad_decoder(spec.dtype)
     decode_dy = quad_decoder(dy_dtype)
-    weights = parameter_quad(norm.weight_dtype)
-    num_x_registers, num_dy_registers = row_registers(norm.dtype, row_layout), row_registers(dy_dtype, row_layout)
-    x_registers, dy_registers = quad_registers(norm.dtype), quad_registers(dy_dtype)
-    itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
+    weights = parameter_quad(spec.weight_dtype)
+    num_x_registers, num_dy_registers = row_registers(spec.dtype, row_layout), row_registers(dy_dtype, row_layout)
+    x_registers, dy_registers = quad_registers(spec.dtype), quad_registers(dy_dtype)
+    itemsize, dy_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[dy_dtype]
     weight_address, dx_address_of = (
-        quad_address(ITEM_BYTES[norm.weight_dtype], row_layout),
+        quad_address(ITEM_BYTES[spec.weight_dtype], row_layout),
         quad_address(itemsize, row_layout),
     )
-    has_mean = norm.mean
-    has_bias = norm.bias
+    has_mean = spec.has_mean
+    has_bias = spec.has_bias
     elements = 4 * quads
-    rstd_pointer = rstd_address(norm.mean)
-    normalize = _normalizer(norm)
-    store = _gradient_storer(norm, True, row_layout.full)
+    rstd_pointer = rstd_address(spec.has_mean)
+    normalize = _normalizer(spec)
+    store = _gradient_storer(spec, True, row_layout.full)
     total = row_sum(threads)
     sum_bytes = 4 * (threads >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
@@ -227,7 +227,7 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
                     )  # fmt: skip
 
     return Kernel(
-        f"norm_backward({norm}, {dy_dtype}, {row_layout})",
+        f"norm_backward({spec}, {dy_dtype}, {row_layout})",
         norm_backward,
         _PARAMETERS,
         threads,
@@ -238,16 +238,16 @@ def norm_backward_kernel(norm: NormSpec, dy_dtype: str, row_layout: RowLayout) -
 
 
 @cache
-def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> Kernel:
+def long_norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, aligned: bool) -> Kernel:
     """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
-    itemsize, dy_itemsize = ITEM_BYTES[norm.dtype], ITEM_BYTES[dy_dtype]
-    quad_x, quad_dy = quad_reader(norm.dtype, aligned), quad_reader(dy_dtype, aligned)
-    weights = quad_reader(norm.weight_dtype, aligned)
-    normalize = _normalizer(norm)
-    has_mean = norm.mean
-    has_bias = norm.bias
-    rstd_pointer = rstd_address(norm.mean)
-    store = _gradient_storer(norm, aligned, False)
+    itemsize, dy_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[dy_dtype]
+    quad_x, quad_dy = quad_reader(spec.dtype, aligned), quad_reader(dy_dtype, aligned)
+    weights = quad_reader(spec.weight_dtype, aligned)
+    normalize = _normalizer(spec)
+    has_mean = spec.has_mean
+    has_bias = spec.has_bias
+    rstd_pointer = rstd_address(spec.has_mean)
+    store = _gradient_storer(spec, aligned, False)
     total = row_sum(THREADS)
     sum_bytes = 4 * (THREADS >> 5)  # bytes of shared memory for one sum
     buffer_bytes = 2 * sum_bytes
@@ -302,7 +302,7 @@ def long_norm_backward_kernel(norm: NormSpec, dy_dtype: str, aligned: bool) -> K
             row += i64(cuda.gridDim.x)
 
     return Kernel(
-        f"long_norm_backward({norm}, {dy_dtype}, {aligned=})",
+        f"long_norm_backward({spec}, {dy_dtype}, {aligned=})",
         long_norm_backward,
         _PARAMETERS,
         THREADS,

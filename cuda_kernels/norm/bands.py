@@ -22,21 +22,21 @@ _ONE = np.float32(1)
 
 
 @cache
-def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
+def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
     ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
     multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_loader``.
     """
-    loader = normalized_loader(norm, aligned)
+    loader = normalized_loader(spec, aligned)
     pack = float8x4[fp8]
     load, decode, maxima, num_registers = loader.load, loader.decode, loader.maxima, loader.num_registers
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     store_rows = row_storer(loader.vector)
-    statistics = long_row_statistics(norm.dtype, norm.mean, aligned, 32)
-    rstd_pointer = rstd_address(norm.mean)
-    has_mean = norm.mean
-    itemsize = ITEM_BYTES[norm.dtype]
+    statistics = long_row_statistics(spec.dtype, spec.has_mean, aligned, 32)
+    rstd_pointer = rstd_address(spec.has_mean)
+    has_mean = spec.has_mean
+    itemsize = ITEM_BYTES[spec.dtype]
 
     def normalize_bands(
         x, scale, amax_out, out, out_scale_inv, out_t,
@@ -87,7 +87,7 @@ def normalize_bands_kernel(norm: NormSpec, aligned: bool, fp8: str, rowwise: boo
                 update_amax(amax_out, amax_bits)
 
     return Kernel(
-        f"normalize_bands({norm}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
+        f"normalize_bands({spec}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
         {
             "x": loader.args_type,

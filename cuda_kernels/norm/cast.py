@@ -53,7 +53,7 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def _row_caster(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
+def _row_caster(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     """A device function that normalizes the row in registers, stores its codes if ``stored``, and returns its amax.
 
     ``codes``: the address of the thread's first code.
@@ -61,12 +61,12 @@ def _row_caster(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     quads = row_layout.quads_per_thread
     last = row_layout.quads_per_vec - 1
     column_of = quad_column(row_layout)
-    num_registers = quad_registers(norm.dtype)
-    itemsize = ITEM_BYTES[norm.weight_dtype]
-    has_bias = norm.bias
-    decode = quad_decoder(norm.dtype)
-    parameters = parameter_quad(norm.weight_dtype)
-    normalize = normalizer(norm)
+    num_registers = quad_registers(spec.dtype)
+    itemsize = ITEM_BYTES[spec.weight_dtype]
+    has_bias = spec.has_bias
+    decode = quad_decoder(spec.dtype)
+    parameters = parameter_quad(spec.weight_dtype)
+    normalize = normalizer(spec)
     pack = float8x4[fp8]
     is_inside = inside_row(row_layout)
     larger = larger_magnitudes["float32"]
@@ -101,24 +101,24 @@ def _row_caster(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     return cast
 
 
-def _min_blocks_per_sm(norm: NormSpec, row_layout: RowLayout) -> int:
-    return 2 if row_registers(norm.dtype, row_layout) > 32 or norm.bias else 3
+def _min_blocks_per_sm(spec: NormSpec, row_layout: RowLayout) -> int:
+    return 2 if row_registers(spec.dtype, row_layout) > 32 or spec.has_bias else 3
 
 
 @cache
-def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
+def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
 
     Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
     of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
     """
-    load_row = row_loader(norm.dtype, row_layout)
-    statistics_of_row = row_statistics(norm.dtype, norm.mean, row_layout)
-    cast = _row_caster(norm, fp8, row_layout)
-    has_mean = norm.mean
-    rstd_pointer = rstd_address(norm.mean)
-    num_registers = row_registers(norm.dtype, row_layout)
-    itemsize = ITEM_BYTES[norm.dtype]
+    load_row = row_loader(spec.dtype, row_layout)
+    statistics_of_row = row_statistics(spec.dtype, spec.has_mean, row_layout)
+    cast = _row_caster(spec, fp8, row_layout)
+    has_mean = spec.has_mean
+    rstd_pointer = rstd_address(spec.has_mean)
+    num_registers = row_registers(spec.dtype, row_layout)
+    itemsize = ITEM_BYTES[spec.dtype]
     lane_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
@@ -168,7 +168,7 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             store_f32(out_scale_inv, divide(_ONE, factor))
 
     return Kernel(
-        f"normalize({norm}, {fp8}, {row_layout}, {observe=})",
+        f"normalize({spec}, {fp8}, {row_layout}, {observe=})",
         normalize,
         {
             **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale_inv"),
@@ -178,22 +178,22 @@ def normalize_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout, observe: b
         },
         THREADS,
         shared_bytes=160,
-        min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
+        min_blocks_per_sm=_min_blocks_per_sm(spec, row_layout),
     )
 
 
 @cache
-def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> Kernel:
+def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Kernel:
     """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
     predicated = replace(row_layout, full=False)
-    load_row = row_loader(norm.dtype, row_layout)
-    cast = _row_caster(norm, fp8, predicated)
-    num_registers = row_registers(norm.dtype, row_layout)
-    itemsize = ITEM_BYTES[norm.dtype]
-    has_mean = norm.mean
+    load_row = row_loader(spec.dtype, row_layout)
+    cast = _row_caster(spec, fp8, predicated)
+    num_registers = row_registers(spec.dtype, row_layout)
+    itemsize = ITEM_BYTES[spec.dtype]
+    has_mean = spec.has_mean
     fp8_max = FP8_MAX[fp8]
-    rstd_pointer = rstd_address(norm.mean)
+    rstd_pointer = rstd_address(spec.has_mean)
     lane_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
@@ -222,7 +222,7 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
-        f"cast_normalized({norm}, {fp8}, {row_layout})",
+        f"cast_normalized({spec}, {fp8}, {row_layout})",
         cast_normalized,
         {
             **typed(i64, "x stride weight bias statistics scale block_amax out out_scale_inv"),
@@ -234,5 +234,5 @@ def cast_normalized_kernel(norm: NormSpec, fp8: str, row_layout: RowLayout) -> K
         },
         THREADS,
         shared_bytes=32,
-        min_blocks_per_sm=_min_blocks_per_sm(norm, row_layout),
+        min_blocks_per_sm=_min_blocks_per_sm(spec, row_layout),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_kernels.device.codec import ITEM_BYTES, element_storer, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, element_storer, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
@@ -55,7 +55,7 @@ class RowLayout:
 
 
 def narrowest_row_layout(
-    dtypes: tuple[str, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
+    dtypes: tuple[DtypeName, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
 ) -> RowLayout | None:
     """The layout of a row of ``columns`` elements with the fewest threads; None where it does not fit.
 
@@ -75,12 +75,12 @@ def narrowest_row_layout(
     return None
 
 
-def cast_row_layout(dtype: str, columns: int) -> RowLayout | None:
+def cast_row_layout(dtype: DtypeName, columns: int) -> RowLayout | None:
     """The layout in blocks of :data:`THREADS`, with 32 registers per thread, or 64 for the longest rows of float32."""
     return narrowest_row_layout((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
-def row_loader(dtype: str, row_layout: RowLayout) -> Any:
+def row_loader(dtype: DtypeName, row_layout: RowLayout) -> Any:
     """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
@@ -150,12 +150,12 @@ def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
     return address_of
 
 
-def row_registers(dtype: str, row_layout: RowLayout) -> int:
+def row_registers(dtype: DtypeName, row_layout: RowLayout) -> int:
     """32-bit registers of a thread that hold its share of a row."""
     return quad_registers(dtype) * row_layout.quads_per_vec * row_layout.vecs_per_thread
 
 
-def quad_reader(dtype: str, aligned: bool) -> Any:
+def quad_reader(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(row_address, column, columns) -> four float32`` of that row; zeros beyond columns."""
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
@@ -173,7 +173,7 @@ def quad_reader(dtype: str, aligned: bool) -> Any:
     return quad
 
 
-def parameter_quad(dtype: str) -> Any:
+def parameter_quad(dtype: DtypeName) -> Any:
     """A device function ``(address, in_bounds) -> four float32`` of a vector that every row reads.
 
     It stays in the multiprocessor's first cache. Zeros where not ``in_bounds``.
@@ -193,7 +193,7 @@ def parameter_quad(dtype: str) -> Any:
     return quad
 
 
-def quad_storer(dtype: str, aligned: bool) -> Any:
+def quad_storer(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(address, column, columns, a, b, c, d)`` that rounds and stores four elements of a row.
 
     ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.

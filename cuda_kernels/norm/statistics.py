@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, decoded_maxima, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, from_bits, load_f32, shuffle, square_root, store_f32
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader, tensor_loader
@@ -40,22 +40,22 @@ class NormSpec:
     Attributes:
         dtype: dtype of x.
         weight_dtype: dtype of weight and bias.
-        mean: whether the mean is subtracted (LayerNorm).
-        bias: whether a bias is added.
+        has_mean: whether the mean is subtracted (LayerNorm).
+        has_bias: whether a bias is added.
     """
 
-    dtype: str
-    weight_dtype: str
-    mean: bool
-    bias: bool
+    dtype: DtypeName
+    weight_dtype: DtypeName
+    has_mean: bool
+    has_bias: bool
 
     def __str__(self) -> str:
-        return f"{self.dtype}, {self.weight_dtype}, mean={self.mean}, bias={self.bias}"
+        return f"{self.dtype}, {self.weight_dtype}, mean={self.has_mean}, bias={self.has_bias}"
 
 
-def normalizer(norm: NormSpec) -> Any:
+def normalizer(spec: NormSpec) -> Any:
     """A device function ``(x, mean, rstd, weight, bias) -> y``."""
-    subtract, add = norm.mean, norm.bias
+    subtract, add = spec.has_mean, spec.has_bias
 
     @device
     def normalize(x, mean, rstd, weight, bias):
@@ -67,19 +67,19 @@ def normalizer(norm: NormSpec) -> Any:
 
 
 @cache
-def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
+def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
     """The normalized tensor; elements outside it are zeros.
 
     Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.
     ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x = tensor_loader(norm.dtype, 4 if aligned else 1)
-    normalize = normalizer(norm)
-    rstd_pointer = rstd_address(norm.mean)
+    x = tensor_loader(spec.dtype, 4 if aligned else 1)
+    normalize = normalizer(spec)
+    rstd_pointer = rstd_address(spec.has_mean)
     load_x, decode_x = x.load, x.decode
-    parameters = quad_reader(norm.weight_dtype, aligned)
-    has_mean, has_bias = norm.mean, norm.bias
+    parameters = quad_reader(spec.weight_dtype, aligned)
+    has_mean, has_bias = spec.has_mean, spec.has_bias
     weight_registers = x.num_registers
     bias_registers = weight_registers + 4
     mean_register = bias_registers + (4 if has_bias else 0)
@@ -129,19 +129,19 @@ def normalized_loader(norm: NormSpec, aligned: bool) -> TileLoader:
             element(registers, quad_index, 3, d, m, r),
         )
 
-    min_blocks_per_sm = 2 if norm.dtype == "float32" else 3
-    return TileLoader(f"norm({norm}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
+    min_blocks_per_sm = 2 if spec.dtype == "float32" else 3
+    return TileLoader(f"norm({spec}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
 
 
-def rstd_address(mean: bool) -> Any:
+def rstd_address(has_mean: bool) -> Any:
     """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
 
     @device
     def rstd_of_rows(statistics, rows):
-        return statistics + i64(rows) * 4 if mean else statistics
+        return statistics + i64(rows) * 4 if has_mean else statistics
 
     return rstd_of_rows
 
@@ -151,7 +151,7 @@ def _rstd(squares, columns, eps):
     return divide(_ONE, square_root(divide(squares, f32(columns)) + eps))
 
 
-def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
+def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Any:
     """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
 
     ``shared``: two times 32 bytes.
@@ -166,7 +166,7 @@ def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
     @device
     def statistics(registers, columns, lane, eps, shared, thread):
         m, squares = _ZERO, _ZERO
-        if mean:
+        if has_mean:
             for quad in range(quads):
                 a, b, c, d = decode(registers, quad * num_registers)
                 m += (a + b) + (c + d)
@@ -180,7 +180,7 @@ def row_statistics(dtype: str, mean: bool, row_layout: RowLayout) -> Any:
     return statistics
 
 
-def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> Any:
+def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads: int) -> Any:
     """A device function ``(row_address, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd``.
 
     Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
@@ -207,13 +207,13 @@ def long_row_statistics(dtype: str, mean: bool, aligned: bool, threads: int) -> 
     def statistics(row_address, columns, in_bounds, lane, eps, shared, thread):
         registers = cuda.local.array(all_registers, u32)
         m, squares, start = _ZERO, _ZERO, i32(0)
-        while mean and start < columns:
+        while has_mean and start < columns:
             load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
                 a, b, c, d = decode(registers, index * num_registers)
                 m += (a + b) + (c + d)
             start += i32(columns_at_once)
-        if mean:
+        if has_mean:
             m = divide(total(m, shared, thread), f32(columns))
         start = i32(0)
         while start < columns:
@@ -240,16 +240,16 @@ _PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | t
 
 
 @cache
-def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> Kernel:
+def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Kernel:
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, row_layout)
-    statistics_of_row = row_statistics(dtype, mean, row_layout)
+    statistics_of_row = row_statistics(dtype, has_mean, row_layout)
     num_registers = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
     lane_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
-    rstd_pointer = rstd_address(mean)
+    rstd_pointer = rstd_address(has_mean)
 
     def statistics_of_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
@@ -260,12 +260,12 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
         load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, lane, registers)
         m, r = statistics_of_row(registers, columns, lane, eps, dynamic_shared(), thread)
         if lane == 0 and row < rows:
-            if mean:
+            if has_mean:
                 store_f32(statistics + i64(row) * 4, m)
             store_f32(rstd_pointer(statistics, rows) + i64(row) * 4, r)
 
     return Kernel(
-        f"statistics({dtype}, {mean=}, {row_layout})",
+        f"statistics({dtype}, mean={has_mean}, {row_layout})",
         statistics_of_rows,
         _PARAMETERS,
         THREADS,
@@ -275,23 +275,23 @@ def statistics_of_rows_kernel(dtype: str, mean: bool, row_layout: RowLayout) -> 
 
 
 @cache
-def statistics_of_long_rows_kernel(dtype: str, mean: bool, aligned: bool) -> Kernel:
+def statistics_of_long_rows_kernel(dtype: DtypeName, has_mean: bool, aligned: bool) -> Kernel:
     """The same of rows of any length and address, one a block; each is read once more for the variance."""
-    statistics_of_row = long_row_statistics(dtype, mean, aligned, THREADS)
+    statistics_of_row = long_row_statistics(dtype, has_mean, aligned, THREADS)
     itemsize = ITEM_BYTES[dtype]
-    rstd_pointer = rstd_address(mean)
+    rstd_pointer = rstd_address(has_mean)
 
     def statistics_of_long_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
         m, r = statistics_of_row(x + row * stride * itemsize, columns, True, thread, eps, dynamic_shared(), thread)
         if thread == 0:
-            if mean:
+            if has_mean:
                 store_f32(statistics + row * 4, m)
             store_f32(rstd_pointer(statistics, rows) + row * 4, r)
 
     return Kernel(
-        f"long_statistics({dtype}, {mean=}, {aligned=})",
+        f"long_statistics({dtype}, mean={has_mean}, {aligned=})",
         statistics_of_long_rows,
         _PARAMETERS,
         THREADS,

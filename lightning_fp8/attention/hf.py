@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
 from lightning_fp8.attention.owners import asked, current_owner, in_high_precision, note, owner_of
-from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_scale, why_not_tensors
+from lightning_fp8.attention.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 from lightning_fp8.functions.attention import fp8_attention
 from lightning_fp8.functions.sequence_tables import shared
 from lightning_fp8.ops.attention import Band
@@ -101,7 +101,7 @@ def _why_not(
             "its mask is neither causal nor a window, with padding at the end: packed sequences, padding at the "
             "start, or a mask of its own"
         )
-    return why_not_scale(scaling) or why_not_tensors(q, k, v, enable_gqa=True)
+    return why_not_softmax_scale(scaling) or why_not_tensors(q, k, v, enable_gqa=True)
 
 
 def mask(

@@ -76,17 +76,17 @@ def _why_not(
         )
     if dropout > 0:
         return f"scaled_dot_product_attention got dropout_p={dropout:g}; set the model's attention dropout to 0"
-    return why_not_scale(scale) or why_not_tensors(q, k, v, enable_gqa)
+    return why_not_softmax_scale(scale) or why_not_tensors(q, k, v, enable_gqa)
 
 
-def why_not_scale(scale: Any) -> str:
-    """Why attention with ``scale`` does not run in FP8, or an empty string where it does."""
-    if scale is None:
+def why_not_softmax_scale(softmax_scale: Any) -> str:
+    """Why attention with ``softmax_scale`` does not run in FP8, or an empty string where it does."""
+    if softmax_scale is None:
         return ""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        return f"its scale is a {type(scale).__name__}; make it a float"
-    way_out = "; negate the queries" if -math.inf < scale < 0 else ""
-    return "" if 0 < scale < math.inf else f"its scale is {scale}, not a finite number above 0{way_out}"
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        return f"its scale is a {type(softmax_scale).__name__}; make it a float"
+    way_out = "; negate the queries" if -math.inf < softmax_scale < 0 else ""
+    return "" if 0 < softmax_scale < math.inf else f"its scale is {softmax_scale}, not a finite number above 0{way_out}"
 
 
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:

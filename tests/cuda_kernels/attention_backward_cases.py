@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cuda_kernels.attention.backward.memory import FLUSH
-from cuda_kernels.attention.backward.statistics import CORRECTED, DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
+from cuda_kernels.attention.backward.statistics import (
+    CORRECTED,
+    DELTA,
+    GRADIENT_SCALE_INV,
+    QUERY_SCALE_INV,
+    STATISTICS,
+    TOTAL,
+)
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
 from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
@@ -106,7 +113,7 @@ class Given:
         p = torch.exp2(scores - total[..., None])
         rest = (p * (do @ v.mT - delta[..., None])).sum(3)
         blocks = (in_packed_rows(each, rows).scale_inv.repeat_interleave(ROWS, 1) for each in self.operands[:2])
-        found = dict(zip((GRADIENT_SCALE, QUERY_SCALE), blocks))
+        found = dict(zip((GRADIENT_SCALE_INV, QUERY_SCALE_INV), blocks))
         found |= {DELTA: self.in_rows(delta, 0.0), TOTAL: self.in_rows(total, torch.inf)}
         found[CORRECTED] = self.in_rows(delta + rest, 0.0)
         return torch.stack([found[which] for which in range(STATISTICS)], 1)
@@ -225,7 +232,7 @@ def error(actual: Tensor, right: Tensor) -> float:
 def check_delta(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
     actual, right = on.delta().cpu(), given(problem).statistics()
-    for which in (DELTA, TOTAL, GRADIENT_SCALE, QUERY_SCALE):
+    for which in (DELTA, TOTAL, GRADIENT_SCALE_INV, QUERY_SCALE_INV):
         torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5)
 
 

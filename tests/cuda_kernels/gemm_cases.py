@@ -19,7 +19,7 @@ from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.ops.gemm.problem import aligned_operand
@@ -130,7 +130,7 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
 
 
 def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **options: Any) -> Case:
-    words = [f"{key}={NAMES.get(value, value)}" for key, value in options.items() if key != "formats"]
+    words = [f"{key}={DTYPE_NAMES.get(value, value)}" for key, value in options.items() if key != "formats"]
     words += ["e5m2*e4m3"] * (options.get("formats") == (E5M2, E4M3)) + ["e4m3*e5m2"] * (
         options.get("formats") == (E4M3, E5M2)
     )

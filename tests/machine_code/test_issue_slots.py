@@ -135,7 +135,7 @@ class Work:
 
 
 QUADS, OCTETS = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
-RMS = NormSpec("bfloat16", "bfloat16", mean=False, bias=False)
+RMS = NormSpec("bfloat16", "bfloat16", has_mean=False, has_bias=False)
 READ, WRITTEN = 2 * TILE * TILE, TILE * TILE
 
 # Of a warp's 16 rows, in four or in eight columns a lane: loads, casts of two elements, stores row by row, transposed.

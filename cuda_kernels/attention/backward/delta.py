@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE, QUERY_SCALE, STATISTICS, TOTAL
+from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE_INV, QUERY_SCALE_INV, STATISTICS, TOTAL
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, TILE_OUT_ROW, TILE_ROW, TILE_SEQUENCE, TILE_VALID
 from cuda_kernels.attention.tiles import tile_of
 from cuda_kernels.device.language import cuda, device, i32, i64
@@ -47,9 +47,9 @@ def _products(total, codes, first, second):
 def attention_delta_kernel(head_dim: int) -> Kernel:
     """Statistics of queries of ``head_dim`` channels, but for ``CORRECTED``.
 
-    Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's scales, o in bfloat16, m, l and the
-    statistics (:mod:`.statistics`); the heads and the packed rows of queries; and the strides of o in elements, from a
-    sequence to the next, a row and a head, multiples of 8.
+    Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's ``scale_inv``, o in bfloat16, m, l
+    and the statistics (:mod:`.statistics`); the heads and the packed rows of queries; and the strides of o in elements,
+    from a sequence to the next, a row and a head, multiples of 8.
     """
     assert head_dim in HEAD_DIMS
     lanes = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # of a row, 16 channels each
@@ -75,12 +75,13 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         return total
 
     def attention_delta(
-        table, do, scale_do, scale_q, o, m, l, statistics, heads, rows_q, stride_b, stride_l, stride_h,  # noqa: E741
+        table, do, scale_inv_do, scale_inv_q, o, m, l, statistics,  # noqa: E741
+        heads, rows_q, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
         first_row, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
         block = (i64(head) * (rows_q >> 7) + (first_row >> 7)) * 4
-        gradient_scale = load_f32(scale_do + block)
+        gradient_scale_inv = load_f32(scale_inv_do + block)
         packed = i64(head) * rows_q + first_row
         mine = statistics + (i64(head) * STATISTICS * rows_q + first_row) * 4
         lane = remainder(cuda.threadIdx.x, i32(lanes))
@@ -89,18 +90,18 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
             place = i64(sequence) * stride_b + i64(out_row + row) * stride_l + i64(head) * stride_h
             total = dot(do + (packed + row) * head_dim, o + place * 2, row < valid, lane)
             if lane == 0:
-                store_f32(mine + (i64(DELTA) * rows_q + row) * 4, total * gradient_scale)
+                store_f32(mine + (i64(DELTA) * rows_q + row) * 4, total * gradient_scale_inv)
         row = cuda.threadIdx.x
         if row < ROWS:
             sum_of_row, total = load_f32(l + (packed + row) * 4), _INFINITY
             if row < valid and sum_of_row != _ZERO:
                 total = load_f32(m + (packed + row) * 4) + log2_approx(sum_of_row)
             store_f32(mine + (i64(TOTAL) * rows_q + row) * 4, total)
-            store_f32(mine + (i64(GRADIENT_SCALE) * rows_q + row) * 4, gradient_scale)
-            store_f32(mine + (i64(QUERY_SCALE) * rows_q + row) * 4, load_f32(scale_q + block))
+            store_f32(mine + (i64(GRADIENT_SCALE_INV) * rows_q + row) * 4, gradient_scale_inv)
+            store_f32(mine + (i64(QUERY_SCALE_INV) * rows_q + row) * 4, load_f32(scale_inv_q + block))
 
     parameters = {
-        **typed(i64, "table do scale_do scale_q o m l statistics"),
+        **typed(i64, "table do scale_inv_do scale_inv_q o m l statistics"),
         **typed(i32, "heads rows_q"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

@@ -39,8 +39,8 @@ from cuda_kernels.attention.backward.memory import (
 from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
-    GRADIENT_SCALE,
-    QUERY_SCALE,
+    GRADIENT_SCALE_INV,
+    QUERY_SCALE_INV,
     SMALLEST,
     STATISTICS,
     TOTAL,
@@ -110,8 +110,8 @@ def make_stage_statistics(offset: int) -> StageStatistics:
     @device
     def scales(smem, stage_idx, query):
         return (
-            from_bits(shared_load_4(smem + place(stage_idx, QUERY_SCALE, query))),
-            from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE, query))),
+            from_bits(shared_load_4(smem + place(stage_idx, QUERY_SCALE_INV, query))),
+            from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE_INV, query))),
         )
 
     return StageStatistics(load, statistic_address, scales)
@@ -124,8 +124,8 @@ class DkvTiles(NamedTuple):
         offsets: of the block's buffers in shared memory, with ``out`` among them.
         stages: of the ring.
         produce: a device function ``(smem, maps, tile, kv_head, shape)`` of the thread that copies.
-        consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch) ->
-            sums`` of this thread, without the softmax scale. ``key_factor``: K's scale times c.
+        consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch) ->
+            sums`` of this thread, without the softmax scale. ``key_factor``: K's ``scale_inv`` times c.
         store: a device function ``(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides)``.
     """
 
@@ -155,7 +155,8 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
     begin = make_warp_specialized(init_barriers, produce)
 
     def attention_dkv(
-        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
+        map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics,
+        table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = (
@@ -166,8 +167,8 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
         tile, head, wg_idx, warp = begin(smem, maps, table, heads, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
             block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
-            key_factor, value_scale = load_f32(scale_k + block) * c, load_f32(scale_v + block)
-            sums = consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch)
+            key_factor, value_scale_inv = load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block)
+            sums = consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch)
             if wide:
                 tile, head = tile_again(table, heads)
             strides = stride_b, stride_l, stride_h
@@ -176,7 +177,7 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
     attention_dkv.__name__ = attention_dkv.__qualname__ = function_name
     parameters = {
         **typed(tensor_map, "map_k map_v map_q map_do map_qt map_dot map_statistics"),
-        **typed(i64, "table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i64, "table scale_inv_k scale_inv_v dk_out dv_out scratch"),
         **typed(i32, "heads group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
@@ -186,14 +187,14 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
 
 @cache
 def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
-    """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out``.
+    """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
-    keys, which sees queries in tiles of 64, of the scales of K and V, of dk, dv and :func:`scratch_floats` for each
-    block; the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of the
-    band that a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of
-    dk and dv in elements, from a sequence to the next, a row and a head.
+    keys, which sees queries in tiles of 64, of the ``scale_inv`` of K and V, of dk, dv and :func:`scratch_floats` for
+    each block; the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of
+    the band that a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides
+    of dk and dv in elements, from a sequence to the next, a row and a head.
 
     Args:
         flush: a multiple of 128; see :data:`FLUSH`.
@@ -224,7 +225,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_own = make_own_load(spec.panels)
-    store_dv, store_dk = make_gradient_store(head_dim, spec.out), make_gradient_store(head_dim, spec.out, again=True)
+    store_dv = make_gradient_store(head_dim, spec.out_dtype)
+    store_dk = make_gradient_store(head_dim, spec.out_dtype, again=True)
     next_stage, _ = stage_counters(stages)
 
     @device
@@ -247,7 +249,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
+    def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):
         scratch += (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
@@ -274,21 +276,21 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     scores = scores_of(zero_scores(), desc_k, smem_descriptor(smem + q_offset + of_rows), 0)
                     dp = scores_of(zero_scores(), desc_v, smem_descriptor(smem + do_offset + of_rows), 0)
                     query = i32(half * QUERIES + column)
-                    query_scale, gradient_scale = scales_of(smem, stage_idx, query)
+                    query_scale_inv, gradient_scale_inv = scales_of(smem, stage_idx, query)
                     scores = scores_wait_1(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
-                    factor = float_max(key_factor * query_scale, SMALLEST)
+                    factor = float_max(key_factor * query_scale_inv, SMALLEST)
                     p = exp2(scores, factor, statistic(smem, stage_idx, TOTAL, query))
                     amax, amax_below = max_of(p)
-                    words, dv, p_limits = rounded(p, amax, amax_below, gradient_scale, dv, p_limits)
+                    words, dv, p_limits = rounded(p, amax, amax_below, gradient_scale_inv, dv, p_limits)
                     wgmma_fence()
                     dv = add_products(dv, words, smem_descriptor(smem + dot_offset + of_columns), 1)
                     dp = scores_wait_1(dp)
                     corrected = statistic(smem, stage_idx, CORRECTED, query)
-                    ds = gradients_of(dp, p, value_scale * gradient_scale, corrected)
+                    ds = gradients_of(dp, p, value_scale_inv * gradient_scale_inv, corrected)
                     amax, amax_below = amax_of(ds)
-                    words, dk, ds_limits = rounded(ds, amax, amax_below, query_scale, dk, ds_limits)
+                    words, dk, ds_limits = rounded(ds, amax, amax_below, query_scale_inv, dk, ds_limits)
                     wgmma_fence()
                     dk = add_products(dk, words, smem_descriptor(smem + qt_offset + of_columns), 1)
                     dv, dk = sums_wait_0(dv), sums_wait_0(dk)

@@ -55,7 +55,7 @@ _ONE = np.float32(1)
 
 @cache
 def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], flush: int = FLUSH) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
+    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written; and what dV does not depend
     on is not read for it.
@@ -83,7 +83,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     gradients_of, amax_of = score_gradients_columns(scores_count), rows_amax(scores_count)
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
-    load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out)
+    load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out_dtype)
     next_stage, _ = stage_counters(WIDE_STAGES)
 
     @device
@@ -122,7 +122,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                 stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, key_factor, value_scale, group, left, right, scratch):
+    def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
@@ -152,19 +152,19 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     if is_dk:
                         dp = scores_of(dp, desc_v, smem_descriptor(smem + ring + do_stage * WIDE_TILE + of_rows), 0)
                     query = i32(half * QUERIES + column)
-                    query_scale, gradient_scale = scales_of(smem, q_stage, query)
+                    query_scale_inv, gradient_scale_inv = scales_of(smem, q_stage, query)
                     scores = scores_wait_1(scores) if is_dk else scores_wait_0(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
-                    factor = float_max(key_factor * query_scale, SMALLEST)
+                    factor = float_max(key_factor * query_scale_inv, SMALLEST)
                     x = exp2(scores, factor, statistic(smem, q_stage, TOTAL, query))
-                    scale = gradient_scale
+                    x_factor = gradient_scale_inv
                     if is_dk:
                         corrected = statistic(smem, q_stage, CORRECTED, query)
-                        x = gradients_of(scores_wait_0(dp), x, value_scale * gradient_scale, corrected)
-                        scale = query_scale
+                        x = gradients_of(scores_wait_0(dp), x, value_scale_inv * gradient_scale_inv, corrected)
+                        x_factor = query_scale_inv
                     amax, amax_below = amax_of(x)
-                    words, sums, limits = rounded(x, amax, amax_below, scale, sums, limits)
+                    words, sums, limits = rounded(x, amax, amax_below, x_factor, sums, limits)
                     mbarrier_wait(smem + full + 8 * t_stage, (fill + copies - 1) >> 2 & 1)
                     wgmma_fence()
                     desc_t = smem_descriptor(smem + ring + t_stage * WIDE_TILE + half * QUERIES)

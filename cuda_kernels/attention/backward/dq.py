@@ -21,8 +21,8 @@ from cuda_kernels.attention.backward.dq_tiles import make_tiles
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
-    GRADIENT_SCALE,
-    QUERY_SCALE,
+    GRADIENT_SCALE_INV,
+    QUERY_SCALE_INV,
     STATISTICS,
     TOTAL,
 )
@@ -41,13 +41,13 @@ _ZERO = np.float32(0)
 
 @cache
 def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed ones of K; the addresses of the
-    table of tiles, of the scales of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how many of
-    them share one of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale times
-    log2(e), which is positive, and the softmax scale; and the strides of dq in elements, from a sequence to the next, a
-    row and a head.
+    table of tiles, of the ``scale_inv`` of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how
+    many of them share one of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale
+    times log2(e), which is positive, and the softmax scale; and the strides of dq in elements, from a sequence to the
+    next, a row and a head.
     """
     wide = spec.panels > 1
     tiles = make_wide_tiles(spec) if wide else make_tiles(spec)
@@ -69,7 +69,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     begin = make_warp_specialized(init_barriers, produce)
 
     def attention_dq(
-        map_q, map_do, map_k, map_v, map_kt, table, scale_k, scale_v, statistics, out,
+        map_q, map_do, map_k, map_v, map_kt, table, scale_inv_k, scale_inv_v, statistics, out,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = address_of(map_q), address_of(map_do), address_of(map_k), address_of(map_v), address_of(map_kt)
@@ -82,11 +82,13 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             line = i64(rows_q) * 4
             delta, delta_below = load_f32(mine + DELTA * line), load_f32(mine + DELTA * line + 32)
             row_terms = (
-                load_f32(mine + QUERY_SCALE * line) * c, load_f32(mine + GRADIENT_SCALE * line),
+                load_f32(mine + QUERY_SCALE_INV * line) * c, load_f32(mine + GRADIENT_SCALE_INV * line),
                 load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
             )  # fmt: skip
             key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
-            dq, rest, rest_below = consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right)
+            dq, rest, rest_below = consume(
+                smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right
+            )
             if wide:
                 tile, head = tile_again(table, heads)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
@@ -98,7 +100,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     parameters = {
         **typed(tensor_map, "map_q map_do map_k map_v map_kt"),
-        **typed(i64, "table scale_k scale_v statistics out"),
+        **typed(i64, "table scale_inv_k scale_inv_v statistics out"),
         **typed(i32, "heads group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),

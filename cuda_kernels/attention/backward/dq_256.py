@@ -90,7 +90,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     first_part, part = _part(spec, 64), _part(spec, 32)
     products_of = make_register_product(64, ROWS // 32)
     store_0, store_1, store_2, store_3 = (
-        make_gradient_store(64, spec.out, start, again=start > 0) for start in range(0, 256, 64)
+        make_gradient_store(64, spec.out_dtype, start, again=start > 0) for start in range(0, 256, 64)
     )
     gradients, amax_of, sum_of, codes = first_part
     gradients_32, amax_of_32, sum_of_32, codes_32 = part
@@ -139,9 +139,9 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
+    def consume(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale = row_terms[0], row_terms[1]
+        query_factor, gradient_scale_inv = row_terms[0], row_terms[1]
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         diagonal, _, end = visible_columns(tile, row, column, 0, 0)
@@ -152,12 +152,12 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
             of_block = i64(found_again(i32(first_block + j))) * 4
-            key_scale, value_scale = load_f32(scale_k + of_block), load_f32(scale_v + of_block)
+            key_scale_inv, value_scale_inv = load_f32(scale_inv_k + of_block), load_f32(scale_inv_v + of_block)
             fill = i32((j - first_tile) * 3)
             k_stage, v_stage, kt_stage = i32(fill & 3), i32((fill + 1) & 3), i32((fill + 2) & 3)
             k, v = smem + ring + k_stage * WIDE_TILE, smem + ring + v_stage * WIDE_TILE
-            factor = float_max(query_factor * key_scale, SMALLEST)
-            gradient_factor = gradient_scale * value_scale
+            factor = float_max(query_factor * key_scale_inv, SMALLEST)
+            gradient_factor = gradient_scale_inv * value_scale_inv
             hidden, start = j < whole_first or j >= whole_last, i32(j * ROWS)
             wait_for(smem, k_stage, fill >> 2 & 1)
             wait_for(smem, v_stage, (fill + 1) >> 2 & 1)
@@ -182,7 +182,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
                 codes(ds, scale, scale_below) + codes_32(ds_2, scale, scale_below) + codes_32(ds_3, scale, scale_below)
             )
             desc_kt = smem_descriptor(smem + ring + kt_stage * WIDE_TILE)
-            unit, unit_below = unit * key_scale, unit_below * key_scale
+            unit, unit_below = unit * key_scale_inv, unit_below * key_scale_inv
             mbarrier_wait(smem + full + 16 * kt_stage, (fill + 2) >> 2 & 1)
             wgmma_fence()
             part = sums_wait_0(products_of(zero_sums(), words, desc_kt, 0))

@@ -36,10 +36,10 @@ class DqTiles(NamedTuple):
         stages: of the ring.
         init_ring: a device function of shared memory's address: the barriers of the ring.
         load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` of the thread that copies.
-        consume: a device function ``(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right) -> dq,
-            rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both
-            rows. ``row_terms``: Q's scale times c, dO's, and of both rows the total and D; ``key_block``: the
-            sequence's first block of scales.
+        consume: a device function ``(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right)
+            -> dq, rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns
+            of both rows. ``row_terms``: Q's ``scale_inv`` times c, dO's, and of both rows the total and D;
+            ``key_block``: the sequence's first block of scales.
         store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, of what ``consume`` gives.
     """
 
@@ -86,29 +86,29 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
-    def consume(smem, tile, wg_idx, row_terms, scale_k, scale_v, key_block, left, right):
-        scale_k, scale_v = scale_k + key_block * 4, scale_v + key_block * 4
+    def consume(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right):
+        scale_inv_k, scale_inv_v = scale_inv_k + key_block * 4, scale_inv_v + key_block * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
+        query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
         thread = cuda.threadIdx.x & 127
         row, column = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row, column, left, right)
         own = wg_idx * HALF_TILE
         desc_q, desc_do = smem_descriptor(smem + q_offset + own), smem_descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
-        next_key_scale, next_value_scale = np.float32(1), np.float32(1)
+        next_key_scale_inv, next_value_scale_inv = np.float32(1), np.float32(1)
         if first_tile < last_tile:
-            next_key_scale, next_value_scale = (
-                load_f32(scale_k + i64(first_tile) * 4),
-                load_f32(scale_v + i64(first_tile) * 4),
+            next_key_scale_inv, next_value_scale_inv = (
+                load_f32(scale_inv_k + i64(first_tile) * 4),
+                load_f32(scale_inv_v + i64(first_tile) * 4),
             )
         stage_idx, phase = i32(0), i32(0)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
-            key_scale, value_scale = next_key_scale, next_value_scale
+            key_scale_inv, value_scale_inv = next_key_scale_inv, next_value_scale_inv
             # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
-            next_key_scale, next_value_scale = load_f32(scale_k + ahead), load_f32(scale_v + ahead)
+            next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
             mbarrier_wait(smem + full + 8 * stage_idx, phase)
             wgmma_fence()
             scores = scores_of(zero_scores(), desc_q, smem_descriptor(smem + k_offset + stage_idx * TILE), 0)
@@ -116,9 +116,9 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             scores = scores_wait_1(scores)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            p = exp2(scores, float_max(query_factor * key_scale, SMALLEST), -total, -total_below)
+            p = exp2(scores, float_max(query_factor * key_scale_inv, SMALLEST), -total, -total_below)
             dp = scores_wait_0(dp)
-            ds = gradients_of(dp, p, gradient_scale * value_scale, delta, delta_below)
+            ds = gradients_of(dp, p, gradient_scale_inv * value_scale_inv, delta, delta_below)
             more, more_below = sum_of(ds)
             rest, rest_below = rest + more, rest_below + more_below
             amax, amax_below = amax_of(ds)
@@ -129,8 +129,10 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             part = sums_wait_0(part)
             if thread == 0:
                 mbarrier_arrive(smem + empty + 8 * stage_idx)
-            dq = promote(dq, part, unit * key_scale, unit_below * key_scale)
+            dq = promote(dq, part, unit * key_scale_inv, unit_below * key_scale_inv)
             stage_idx, phase = next_stage(stage_idx, phase)
         return dq, rest, rest_below
 
-    return DqTiles(offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out))
+    return DqTiles(
+        offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out_dtype)
+    )

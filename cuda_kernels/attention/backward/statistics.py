@@ -18,9 +18,9 @@ CORRECTED = 1
 """``D`` plus the sum of the row of dS."""
 TOTAL = 2
 """``m + log2(l)``: ``2 ** (score - total)`` is a probability; inf where there is none."""
-GRADIENT_SCALE = 3
+GRADIENT_SCALE_INV = 3
 """dO's ``scale_inv``."""
-QUERY_SCALE = 4
+QUERY_SCALE_INV = 4
 """Q's ``scale_inv``."""
 
 LARGEST_CODE = FP8_MAX["e4m3"]

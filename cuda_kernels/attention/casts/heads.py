@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import ROWS, HeadSize
-from cuda_kernels.device.codec import ITEM_BYTES, quad_loader, quad_registers
+from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
 
@@ -24,7 +24,7 @@ class HeadsSpec(HeadSize):
         vector: 4 where the address and all strides are multiples of four elements, else 1.
     """
 
-    dtype: str
+    dtype: DtypeName
     vector: int
 
     @property

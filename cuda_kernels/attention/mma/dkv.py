@@ -24,9 +24,9 @@ from cuda_kernels.attention.backward.running_scale import START, refitted
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
-    GRADIENT_SCALE,
+    GRADIENT_SCALE_INV,
     LARGEST_CODE,
-    QUERY_SCALE,
+    QUERY_SCALE_INV,
     SMALLEST,
     STATISTICS,
     TOTAL,
@@ -133,7 +133,7 @@ def make_rounded(num_registers: int) -> Any:
 
 @cache
 def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Kernel:
-    """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out``.
+    """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out_dtype``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
     tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
@@ -166,7 +166,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         copy_statistics(smem, stage, statistics, head, rows_q, query)
 
     @device
-    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
+    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv, left, right):
         queries = tile[TILE_OTHERS]
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -188,17 +188,17 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 elif head + 1 < end:
                     copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
-                query_scale = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE, column)))
-                gradient_scale = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE, column)))
+                query_scale_inv = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE_INV, column)))
+                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE_INV, column)))
                 scores = product(in_k, in_b + q_offset + stage * _STAGE)
                 if i < whole_first or i >= whole_last:
                     scores = hide(scores, visible, i32(i * QUERIES))
-                factor = float_max(key_factor * query_scale, SMALLEST)
+                factor = float_max(key_factor * query_scale_inv, SMALLEST)
                 p = exp2(scores, factor, statistic(smem, stage, TOTAL, column))
                 half = stage << 6
                 if with_dv:
                     amax, amax_below = max_of(p)
-                    words, p_limits = rounded(p, gradient_scale, amax, amax_below, p_limits)
+                    words, p_limits = rounded(p, gradient_scale_inv, amax, amax_below, p_limits)
                     d = two_of_d(smem, stage)  # 0 times NaN is no 0
                     # A border for the assembler, too, which would start what follows early and run out of registers.
                     if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
@@ -206,11 +206,11 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                         dv = add_product(dv, words, (in_b + dot_offset) ^ half, unit, unit_below)
                 if with_dk:
                     ds = gradients_of(
-                        p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale * gradient_scale,
+                        p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale_inv * gradient_scale_inv,
                         statistic(smem, stage, CORRECTED, column),
                     )  # fmt: skip
                     amax, amax_below = amax_of(ds)
-                    words, ds_limits = rounded(ds, query_scale, amax, amax_below, ds_limits)
+                    words, ds_limits = rounded(ds, query_scale_inv, amax, amax_below, ds_limits)
                     if warp_any(amax != _ZERO or amax_below != _ZERO):
                         unit, unit_below = ds_limits[0] * CODE_UNIT, ds_limits[1] * CODE_UNIT
                         dk = add_product(dk, words, (in_b + qt_offset) ^ half, unit, unit_below)
@@ -224,16 +224,17 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
     """The kernel for dK and dV, or one of them, that goes over the queries as ``attend`` does.
 
     Args:
-        attend: a device function ``(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left,
-            right) -> dv, dk`` of this thread, the latter without the softmax scale; what ``result`` does not ask for is
-            not used. K, and behind it V, have begun to be copied to ``smem``. ``addresses``: of Q, dO, both transposed,
-            from the block's first channel on, and the statistics. ``key_factor``: K's scale times c.
+        attend: a device function ``(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv,
+            left, right) -> dv, dk`` of this thread, the latter without the softmax scale; what ``result`` does not ask
+            for is not used. K, and behind it V, have begun to be copied to ``smem``. ``addresses``: of Q, dO, both
+            transposed, from the block's first channel on, and the statistics. ``key_factor``: K's ``scale_inv`` times
+            c.
     """
     with_dv, with_dk, head_dim, v_offset = result != "dk", result != "dv", spec.head_dim, spec.panels * TILE
     copy_keys, part_of, store = make_row_copy(ROWS, head_dim), make_part_of(head_dim), make_gradient_store(spec)
 
     def mma_attention_dkv(
-        k, v, q, do, q_t, do_t, statistics, table, scale_k, scale_v, dk_out, dv_out, scratch,
+        k, v, q, do, q_t, do_t, statistics, table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
@@ -248,7 +249,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         of_channel = i64(first_channel) * rows_q
         dv, dk = attend(
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,
-            load_f32(scale_k + block) * c, load_f32(scale_v + block), left, right,
+            load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block), left, right,
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
@@ -259,7 +260,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             store(dk, softmax_scale, dk_out, tile, head, first_channel, strides)
 
     parameters = {
-        **typed(i64, "k v q do q_t do_t statistics table scale_k scale_v dk_out dv_out scratch"),
+        **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
         **typed(i32, "heads group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),

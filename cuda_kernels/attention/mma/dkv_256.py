@@ -19,8 +19,8 @@ from cuda_kernels.attention.backward.running_scale import START
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
-    GRADIENT_SCALE,
-    QUERY_SCALE,
+    GRADIENT_SCALE_INV,
+    QUERY_SCALE_INV,
     SMALLEST,
     TOTAL,
 )
@@ -49,7 +49,7 @@ _ZERO = np.float32(0)
 
 @cache
 def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out``.
+    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dkv.mma_attention_dkv_kernel`; a tile of a head has two
     blocks, one behind the other.
@@ -73,7 +73,7 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
         copy_statistics(smem, 0, addresses[4], head, rows_q, query)
 
     @device
-    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale, left, right):
+    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -97,24 +97,24 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 else:
                     copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
                 cp_async_commit()
-                query_scale = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE, column)))
-                gradient_scale = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE, column)))
+                query_scale_inv = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE_INV, column)))
+                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE_INV, column)))
                 scores = product(in_k, in_b + here)
                 if i < whole_first or i >= whole_last:
                     scores = hide(scores, visible, i32(i * QUERIES))
-                factor = float_max(key_factor * query_scale, SMALLEST)
+                factor = float_max(key_factor * query_scale_inv, SMALLEST)
                 x = exp2(scores, factor, statistic(smem, 0, TOTAL, column))
-                scale = gradient_scale
+                x_factor = gradient_scale_inv
                 if is_dk:
                     cp_async_wait(0)
                     cuda.syncthreads()  # dO is there, and all are done with Q
                     copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
                     cp_async_commit()
                     corrected = statistic(smem, 0, CORRECTED, column)
-                    x = gradients_of(x, in_k, in_b + there, value_scale * gradient_scale, corrected)
-                    scale = query_scale
+                    x = gradients_of(x, in_k, in_b + there, value_scale_inv * gradient_scale_inv, corrected)
+                    x_factor = query_scale_inv
                 amax, amax_below = amax_of(x)
-                words, limits = rounded(x, scale, amax, amax_below, limits)
+                words, limits = rounded(x, x_factor, amax, amax_below, limits)
                 d = _ZERO if is_dk else two_of_d(smem, 0)
                 cp_async_wait(0)
                 cuda.syncthreads()  # the transposed one is there, and all are done with the other stage

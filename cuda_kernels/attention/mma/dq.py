@@ -18,8 +18,8 @@ from typing import Any
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
-    GRADIENT_SCALE,
-    QUERY_SCALE,
+    GRADIENT_SCALE_INV,
+    QUERY_SCALE_INV,
     SMALLEST,
     STATISTICS,
     TOTAL,
@@ -57,7 +57,7 @@ KEYS = 32
 
 @cache
 def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
-    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
     tensor maps.
@@ -76,11 +76,11 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         copy_rows(smem + v_offset, v + offset, i64(head_dim))
 
     @device
-    def attend(smem, tile, operands, row_terms, scales, left, right):
+    def attend(smem, tile, operands, row_terms, scale_invs, left, right):
         q, do, k, v, k_t, rows_k = operands
-        scale_k, scale_v = scales
+        scale_inv_k, scale_inv_v = scale_invs
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale, total, total_below, delta, delta_below = row_terms
+        query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
         visible = visible_columns(tile, row, column, left, right)
@@ -97,11 +97,11 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
-            key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
+            key_scale_inv, value_scale_inv = load_f32(scale_inv_k + i64(j) * 4), load_f32(scale_inv_v + i64(j) * 4)
             partial = j < whole_first or j >= whole_last
             ds = gradients_of(
                 (in_q, in_q + do_offset, in_b + k_offset, in_b + v_offset),
-                (query_factor, key_scale, gradient_scale, value_scale),
+                (query_factor, key_scale_inv, gradient_scale_inv, value_scale_inv),
                 (total, total_below, delta, delta_below),
                 partial, visible, i32(j * ROWS),
             )  # fmt: skip
@@ -111,7 +111,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             if j + 1 < last_tile:
                 copy_keys(smem, k, v, j + 1)
             cp_async_commit()
-            dq = add_product(dq, words, in_b + kt_offset, unit * key_scale, unit_below * key_scale)
+            dq = add_product(dq, words, in_b + kt_offset, unit * key_scale_inv, unit_below * key_scale_inv)
         return dq, rest, rest_below
 
     return dq_pass(spec, attend, kt_offset + head_dim * LINE)
@@ -121,16 +121,16 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
     """The kernel for dQ that goes over the keys as ``attend`` does.
 
     Args:
-        attend: a device function ``(smem, tile, operands, row_terms, scales, left, right) -> dq, rest, rest_below``:
-            dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows. ``operands``:
-            addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K, from the
-            block's first channel on, and the last one's stride. ``row_terms``: Q's scale times c, dO's, and of both
-            rows the total and D. ``scales``: addresses of those of K and V, the sequence's first.
+        attend: a device function ``(smem, tile, operands, row_terms, scale_invs, left, right) -> dq, rest,
+            rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
+            ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K,
+            from the block's first channel on, and the last one's stride. ``row_terms``: Q's ``scale_inv`` times c,
+            dO's, and of both rows the total and D. ``scale_invs``: addresses of those of K and V, the sequence's first.
     """
     head_dim, part_of, store = spec.head_dim, make_part_of(spec.head_dim), make_gradient_store(spec)
 
     def mma_attention_dq(
-        q, do, k, v, k_t, table, scale_k, scale_v, statistics, out,
+        q, do, k, v, k_t, table, scale_inv_k, scale_inv_v, statistics, out,
         heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
@@ -141,7 +141,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
         of_each = i64(rows_q) * 4
         row_terms = (
-            load_f32(mine + QUERY_SCALE * of_each) * c, load_f32(mine + GRADIENT_SCALE * of_each),
+            load_f32(mine + QUERY_SCALE_INV * of_each) * c, load_f32(mine + GRADIENT_SCALE_INV * of_each),
             load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
             load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
         )  # fmt: skip
@@ -152,7 +152,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         dq, rest, rest_below = attend(
             smem, tile,
             (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
-            row_terms, (scale_k + block, scale_v + block), left, right,
+            row_terms, (scale_inv_k + block, scale_inv_v + block), left, right,
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
@@ -164,7 +164,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
     parameters = {
-        **typed(i64, "q do k v k_t table scale_k scale_v statistics out"),
+        **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
         **typed(i32, "heads group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
@@ -203,19 +203,19 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     others = _make_gradients(k_steps, start + KEYS)
 
     @device
-    def gradients(addresses, scales, row_terms, partial, visible, first_key):
-        return some(addresses, scales, row_terms, partial, visible, first_key) + others(
-            addresses, scales, row_terms, partial, visible, first_key
+    def gradients(addresses, scale_invs, row_terms, partial, visible, first_key):
+        return some(addresses, scale_invs, row_terms, partial, visible, first_key) + others(
+            addresses, scale_invs, row_terms, partial, visible, first_key
         )
 
     return gradients
 
 
 def make_gradients_of(product: Any, start: int) -> Any:
-    """A device function ``(addresses, scales, row_terms, partial, visible, first_key) -> ds`` of a warp's rows.
+    """A device function ``(addresses, scale_invs, row_terms, partial, visible, first_key) -> ds`` of a warp's rows.
 
     Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
-    ``product`` multiplies. ``scales``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
+    ``product`` multiplies. ``scale_invs``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
     ``partial``: whether ``visible`` matters. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
@@ -226,15 +226,15 @@ def make_gradients_of(product: Any, start: int) -> Any:
     )
 
     @device
-    def some(addresses, scales, row_terms, partial, visible, first_key):
+    def some(addresses, scale_invs, row_terms, partial, visible, first_key):
         in_q, in_do, in_k, in_v = addresses
-        query_factor, key_scale, gradient_scale, value_scale = scales
+        query_factor, key_scale_inv, gradient_scale_inv, value_scale_inv = scale_invs
         total, total_below, delta, delta_below = row_terms
         scores = product(in_q, in_k)
         if partial:
             scores = hide(scores, visible, i32(first_key + start))
-        factor = float_max(query_factor * key_scale, SMALLEST)
+        factor = float_max(query_factor * key_scale_inv, SMALLEST)
         p = exp2(scores, factor, -total, -total_below)
-        return gradients_of(product(in_do, in_v), p, gradient_scale * value_scale, delta, delta_below)
+        return gradients_of(product(in_do, in_v), p, gradient_scale_inv * value_scale_inv, delta, delta_below)
 
     return some

@@ -29,7 +29,7 @@ _STAGE = CHANNELS * LINE
 
 @cache
 def make_wide_dq(spec: AttentionSpec) -> Kernel:
-    """``dq`` of the reference's ``backward``, in ``spec.out``, and ``CORRECTED``.
+    """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dq.mma_attention_dq_kernel`; a tile of a head has two
     blocks, one behind the other.
@@ -59,7 +59,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         is_last = start + KEYS == ROWS
 
         @device
-        def some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
+        def some(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key):
             smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
@@ -71,16 +71,16 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
             in_stage = in_b + here
             addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
-            return gradients_of(addresses, scales, row_terms, partial, visible, first_key)
+            return gradients_of(addresses, scale_invs, row_terms, partial, visible, first_key)
 
         if is_last:
             return some
         others = make_gradients(start + KEYS)
 
         @device
-        def gradients(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key):
-            return some(ring_of, here, operands, in_a, scales, row_terms, partial, visible, first_key) + others(
-                ring_of, here ^ _STAGE, operands, in_a, scales, row_terms, partial, visible, first_key
+        def gradients(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key):
+            return some(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scale_invs, row_terms, partial, visible, first_key
             )
 
         return gradients
@@ -88,8 +88,8 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     gradients_of = make_gradients(0)
 
     @device
-    def attend(smem, tile, operands, row_terms, scales, left, right):
-        scale_k, scale_v = scales
+    def attend(smem, tile, operands, row_terms, scale_invs, left, right):
+        scale_inv_k, scale_inv_v = scale_invs
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
@@ -105,10 +105,11 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         cp_async_commit()
         for j in range(first_tile, last_tile):
             # Loaded here, they are there when the products are.
-            key_scale, value_scale = load_f32(scale_k + i64(j) * 4), load_f32(scale_v + i64(j) * 4)
+            key_scale_inv, value_scale_inv = load_f32(scale_inv_k + i64(j) * 4), load_f32(scale_inv_v + i64(j) * 4)
             partial = j < whole_first or j >= whole_last
             ds = gradients_of(
-                ring_of, stage, operands, in_a, (row_terms[0], key_scale, row_terms[1], value_scale), row_terms[2:],
+                ring_of, stage, operands, in_a,
+                (row_terms[0], key_scale_inv, row_terms[1], value_scale_inv), row_terms[2:],
                 partial, visible, i32(j * ROWS),
             )  # fmt: skip
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
@@ -118,7 +119,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             if j + 1 < last_tile:
                 copy_keys(shared + (stage ^ _STAGE), operands, j * ROWS, ROWS)
             cp_async_commit()
-            dq = add_product(dq, words, in_b + stage, unit * key_scale, unit_below * key_scale)
+            dq = add_product(dq, words, in_b + stage, unit * key_scale_inv, unit_below * key_scale_inv)
             stage = i32(stage ^ _STAGE)
         return dq, rest, rest_below
 

@@ -71,7 +71,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         return i32(stage + stage_bytes) if stage < first_stage + prefetch * stage_bytes else first_stage
 
     @device
-    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
+    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
@@ -96,14 +96,14 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
-            key_scale, value_scale = load_f32(scales[0] + block), load_f32(scales[1] + block)
+            key_scale_inv, value_scale_inv = load_f32(scale_invs[0] + block), load_f32(scale_invs[1] + block)
             scores = scores_of(in_a, stage + in_b)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            factor = float_max(query_factor * key_scale, SMALLEST)
+            factor = float_max(query_factor * key_scale_inv, SMALLEST)
             words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
             out = rescale(out, alpha, alpha_below)
-            out = add_product(out, words, stage + TILE + in_b, value_scale, value_scale)
+            out = add_product(out, words, stage + TILE + in_b, value_scale_inv, value_scale_inv)
             stage, free_stage = next_stage(stage, first_stage), stage
         return out, softmax_state
 
@@ -115,17 +115,17 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
     """The forward pass that goes over the keys as ``attend`` does.
 
     Args:
-        attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right) ->
+        attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right) ->
             out, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
             ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
-            scale times c. ``key_block``: of K's and V's scales, the sequence's first.
+            ``scale_inv`` times c. ``key_block``: the sequence's first among the ``scale_invs`` of K and V.
     """
-    head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
+    head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2
     finish = scale_seen_rows(channels // 2)
-    store = store_fragment_global(channels // 2, spec.out, True, False)
+    store = store_fragment_global(channels // 2, spec.out_dtype, True, False)
 
     def mma_attention_forward(
-        q, k, v_t, table, scale_q, scale_k, scale_v, out, m, l,  # noqa: E741
+        q, k, v_t, table, scale_inv_q, scale_inv_k, scale_inv_v, out, m, l,  # noqa: E741
         heads, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
@@ -139,7 +139,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             q + (i64(head) * rows_q + row) * head_dim,
             k + (i64(kv_head) * rows_k + others) * head_dim,
             v_t + i64(kv_head) * head_dim * rows_k + others,
-            i64(rows_k), load_f32(scale_q + query_block) * c, (scale_k, scale_v), key_block, left, right,
+            i64(rows_k), load_f32(scale_inv_q + query_block) * c, (scale_inv_k, scale_inv_v), key_block, left, right,
         )  # fmt: skip
         tile, head = tile_again(table, heads)
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
@@ -153,7 +153,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
         )  # fmt: skip
 
     parameters = {
-        **typed(i64, "q k v_t table scale_q scale_k scale_v out m l"),
+        **typed(i64, "q k v_t table scale_inv_q scale_inv_k scale_inv_v out m l"),
         **typed(i32, "heads group rows_q rows_k left right"),
         "c": f32,
         **typed(i64, "stride_b stride_l stride_h"),

@@ -37,7 +37,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)
 
     @device
-    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scales, key_block, left, right):
+    def attend(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
@@ -56,19 +56,20 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             cp_async_commit()
             # Loaded here, they are there when the products are.
             block = i64(i32(key_block + j)) * 4
-            key_scale, value_scale = load_f32(scales[0] + block), load_f32(scales[1] + block)
+            key_scale_inv, value_scale_inv = load_f32(scale_invs[0] + block), load_f32(scale_invs[1] + block)
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
             words, softmax_state, alpha, alpha_below = softmax(
-                scores, float_max(query_factor * key_scale, SMALLEST), softmax_state
+                scores, float_max(query_factor * key_scale_inv, SMALLEST), softmax_state
             )
             cp_async_wait(0)
             cuda.syncthreads()  # V is there, and all are done with K
             if j + 1 < last_tile:
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
-            out = add_product(rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale, value_scale)
+            out = rescale(out, alpha, alpha_below)
+            out = add_product(out, words, in_b + v_offset, value_scale_inv, value_scale_inv)
         return out, softmax_state
 
     return attend, v_offset + CHANNELS * LINE

@@ -38,14 +38,15 @@ def make_part_of(head_dim: int) -> Any:
 
 @cache
 def make_gradient_store(spec: AttentionSpec) -> Any:
-    """A device function ``(acc, factor, out, tile, head, first_channel, strides)``: a warp's sums, in ``spec.out``.
+    """A device function ``(acc, factor, out, tile, head, first_channel, strides)``: a warp's sums, in ``out_dtype``.
 
     Rows beyond the sequence are 0. ``out``: the address of the result; ``strides``: its strides in elements, from a
     sequence to the next, a row and a head.
     """
-    channels, item = min(spec.head_dim, CHANNELS), 4 if spec.out == "float32" else 2
+    channels, item = min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2
     num_registers = channels // 2
-    finish, store_rows = scale_seen_rows(num_registers), store_fragment_global(num_registers, spec.out, True, False)
+    finish = scale_seen_rows(num_registers)
+    store_rows = store_fragment_global(num_registers, spec.out_dtype, True, False)
 
     @device
     def store(acc, factor, out, tile, head, first_channel, strides):

@@ -15,6 +15,7 @@ from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.launchers.attention_kernels import forward_kernels, operand_on
 from cuda_kernels.host.launchers.attention_tiles import (
@@ -146,10 +147,12 @@ class AttentionProblem:
         """Raises:
         ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
         """
-        item = 4 if self.spec.out == "float32" else 2
+        item = 4 if self.spec.out_dtype == "float32" else 2
         for strides_of_tensor in strides:
             if any(stride * item % 16 for stride in strides_of_tensor):
-                raise ValueError(f"strides={strides_of_tensor} of {self.spec.out}: rows begin at multiples of 16 bytes")
+                raise ValueError(
+                    f"strides={strides_of_tensor} of {self.spec.out_dtype}: rows begin at multiples of 16 bytes"
+                )
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
         """See :meth:`Visible.tiles_of_queries`."""
@@ -176,7 +179,7 @@ class CastLaunch:
     def __init__(
         self,
         head_dim: int,
-        dtype: str,
+        dtype: DtypeName,
         heads: int,
         space: RowSpace,
         strides: Strides,

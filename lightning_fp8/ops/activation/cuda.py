@@ -24,7 +24,7 @@ from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize.cuda import Loaders, planned_cast
 from lightning_fp8.ops.quantize.launches import (
@@ -41,7 +41,7 @@ def activation_loaders(options_text: str, x: TensorKey) -> Loaders:
     """The loaders of the activations of a tensor."""
     name = parse_activation_options(options_text).name
     _, columns = activated_shape(name, x.shape)
-    return activation_loader(name, NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
+    return activation_loader(name, DTYPE_NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
 
 
 activation_quantize = planned_cast(reference.activate, activation_loaders)
@@ -68,7 +68,7 @@ class ActivationBackwardLaunches:
     def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationOptions, variant: CastVariant) -> None:
         device = x.device
         aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
-        loader = activation_backward_loader(options.name, NAMES[x.dtype], NAMES[dy.dtype], aligned)
+        loader = activation_backward_loader(options.name, DTYPE_NAMES[x.dtype], DTYPE_NAMES[dy.dtype], aligned)
         store_loader = None
         self._sums = None
         if options.bias_dtype:

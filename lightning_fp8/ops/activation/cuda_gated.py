@@ -14,7 +14,7 @@ from lightning_fp8.ops.activation import reference
 from lightning_fp8.ops.activation.schema import parse_activation_options
 from lightning_fp8.ops.core.checks import require
 from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, key_and_device
 from lightning_fp8.ops.quantize.launches import cast_launches, cast_variant, overflow_counts_key
 from lightning_fp8.ops.quantize.outputs import Outputs, with_kernel_strides
@@ -42,7 +42,7 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
         if not all(tensor.has_contiguous_rows for tensor in tensors):
             return lambda *args: run(*(tensor.contiguous() for tensor in args[:-2]), *args[-2:])
         aligned = all(tensor.is_vectorizable(4) for tensor in tensors)
-        loader = loader_of(parse_activation_options(options_text).name, NAMES[x.dtype], aligned)
+        loader = loader_of(parse_activation_options(options_text).name, DTYPE_NAMES[x.dtype], aligned)
         launches = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
         pointer = launch.address_on(device)
         strides = [tensor.stride for tensor in tensors]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.core.options import DTYPES, NAMES, parse_options
+from lightning_fp8.ops.core.options import DTYPE_NAMES, DTYPES, parse_options
 from lightning_fp8.ops.core.registration import fake, refuse_vmap
 from lightning_fp8.ops.quantize.options import parse_quantize_options
 from lightning_fp8.ops.quantize.outputs import Outputs, fake_outputs
@@ -59,9 +59,9 @@ def format_activation_options(name: str, bias_dtype: torch.dtype | None = None) 
     Raises:
         TypeError: ``bias_dtype`` is not bfloat16, float16 or float32.
     """
-    if bias_dtype is not None and bias_dtype not in NAMES:
-        raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, NAMES))}")
-    return name if bias_dtype is None else f"{name} bias={NAMES[bias_dtype]}"
+    if bias_dtype is not None and bias_dtype not in DTYPE_NAMES:
+        raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, DTYPE_NAMES))}")
+    return name if bias_dtype is None else f"{name} bias={DTYPE_NAMES[bias_dtype]}"
 
 
 @lru_cache

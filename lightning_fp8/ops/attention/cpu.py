@@ -27,7 +27,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
     lengths = None if q_lengths is None or k_lengths is None else Lengths(q_lengths, k_lengths)
     q8, v8 = cast(q_heads, False, q_lengths), cast(v_heads, False, k_lengths)
     k8 = cast(k_heads, centered, k_lengths, rows_of_mean(band))
-    o, m, l = forward(q8, k8, v8, call.scale_of(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
+    o, m, l = forward(q8, k8, v8, call.softmax_scale_of(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
     of_queries = Packing.of(q, qkv_format, call.cu_seqlens_q)
     of_keys = Packing.of(k, qkv_format, call.cu_seqlens_kv)
     codes = of_queries.pack_codes(q8), of_keys.pack_codes(k8), of_keys.pack_codes(v8)
@@ -48,8 +48,9 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
     q8 = of_queries.unpack_codes(kept.q8, kept.q_scale_inv)
     k8, v8 = of_keys.unpack_codes(kept.k8, kept.k_scale_inv), of_keys.unpack_codes(kept.v8, kept.v_scale_inv)
     m, l = of_queries.unpack(kept.m, -torch.inf), of_queries.unpack(kept.l)  # noqa: E741
-    scale, do8 = call.scale_of(do.shape[-1]), cast(do_heads, lengths=q_lengths)
-    dq, dk, dv = backward(do8, q8, k8, v8, o_heads, m, l, scale, band, lengths, do.dtype)
+    softmax_scale = call.softmax_scale_of(do.shape[-1])
+    do8 = cast(do_heads, lengths=q_lengths)
+    dq, dk, dv = backward(do8, q8, k8, v8, o_heads, m, l, softmax_scale, band, lengths, do.dtype)
     dq = from_heads(dq, qkv_format, call.cu_seqlens_q, len(do))
     dk, dv = (from_heads(gradient, qkv_format, call.cu_seqlens_kv, key_rows) for gradient in (dk, dv))
     return dq, dk, dv

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.host.launch import architecture_of, name_of
 from cuda_kernels.host.launchers.attention import (
     AttentionProblem,
@@ -33,7 +34,7 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.attention.casts import rows_of_mean
 from lightning_fp8.ops.attention.masks import Band
 from lightning_fp8.ops.attention.schema import AttentionCall, Gradients, Kept, parse_attention_options
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey
 
 Rows = tuple[PackedRows, PackedRows]
@@ -52,7 +53,7 @@ class Heads(NamedTuple):
         aligned: whether its address is a multiple of four elements.
     """
 
-    dtype: str
+    dtype: DtypeName
     heads: int
     head_dim: int
     space: RowSpace
@@ -72,7 +73,7 @@ class Heads(NamedTuple):
         else:
             space, (of_row, of_sequence) = RowSpace(shape[1], shape[0], False), outer
         aligned = alignment % (4 * dtype.itemsize) == 0
-        return cls(NAMES[dtype], shape[-2], shape[-1], space, (of_sequence, of_row, of_head), aligned)
+        return cls(DTYPE_NAMES[dtype], shape[-2], shape[-1], space, (of_sequence, of_row, of_head), aligned)
 
     def contiguous(self, qkv_format: str, heads: int, rows: int) -> Heads:
         """A contiguous tensor of other ``heads`` and ``rows``, otherwise alike."""
@@ -112,8 +113,11 @@ class LaunchedProblem(NamedTuple):
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
         """That of queries (or of the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = parse_attention_options(call.options_text)
-        spec, scale = AttentionSpec(q.head_dim, q.dtype), call.scale_of(q.head_dim)
-        kernels = AttentionProblem(spec, (q.heads, k.heads), q.space, k.space, visible(band), scale, longest_query)
+        spec = AttentionSpec(q.head_dim, q.dtype)
+        softmax_scale = call.softmax_scale_of(q.head_dim)
+        kernels = AttentionProblem(
+            spec, (q.heads, k.heads), q.space, k.space, visible(band), softmax_scale, longest_query
+        )
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
     @property

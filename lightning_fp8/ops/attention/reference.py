@@ -74,7 +74,7 @@ def forward(
     call = TiledCall(q, k, softmax_scale, band, lengths)
     queries, keys, values = call.grouped(q.decode()), _flat(k.decode()), _flat(v.decode())
     score_of_row, score_of_key = call.grouped(q.by_row()) * call.c, _flat(k.scale_inv)
-    value_scale = _flat(v.scale_inv)
+    value_scale_inv = _flat(v.scale_inv)
 
     one = queries.new_ones(())
     out = queries.new_zeros(*queries.shape[:3], values.shape[2])
@@ -95,7 +95,7 @@ def forward(
         # The sum is that of the probabilities before the cast below rounds them.
         total[:, :, query_slice] = total[:, :, query_slice] * alpha + probability.sum(3)
         codes = decode(saturating_cast(probability, one, E4M3)).float()
-        part = _product(codes, values[:, key_slice]) * value_scale[:, block, None, None, None]
+        part = _product(codes, values[:, key_slice]) * value_scale_inv[:, block, None, None, None]
         out[:, :, query_slice] = out[:, :, query_slice] * alpha[..., None] + part
     blind = total == 0
     out = torch.where(blind[..., None], 0.0, out / total[..., None])  # both are 2**TOP as large as they should be
@@ -134,21 +134,22 @@ def _dq(
     """dQ, and each row's sum of dS: what is missing in D for the rows of the exact gradient to sum to 0."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())
-    score_of_row, gradient_scale = call.grouped(q.by_row()) * call.c, call.grouped(do.by_row())
-    key_scale, value_scale = _flat(k.scale_inv), _flat(v.scale_inv)
+    score_of_row, gradient_scale_inv = call.grouped(q.by_row()) * call.c, call.grouped(do.by_row())
+    key_scale_inv, value_scale_inv = _flat(k.scale_inv), _flat(v.scale_inv)
 
     dq, rest = torch.zeros_like(queries), torch.zeros_like(total)
     for block, query_slice, key_slice in call.tiles_of_keys():
         scores = _product(queries[:, :, query_slice], keys[:, key_slice].mT)
-        scores *= (score_of_row[:, :, query_slice] * key_scale[:, block, None, None])[..., None]
+        scores *= (score_of_row[:, :, query_slice] * key_scale_inv[:, block, None, None])[..., None]
         call.hide(scores, query_slice, key_slice)
         ds = _product(gradients[:, :, query_slice], values[:, key_slice].mT)
-        ds *= (gradient_scale[:, :, query_slice] * value_scale[:, block, None, None])[..., None]
+        ds *= (gradient_scale_inv[:, :, query_slice] * value_scale_inv[:, block, None, None])[..., None]
         ds -= delta[:, :, query_slice, None]
         ds *= scores.sub_(total[:, :, query_slice, None]).exp2_()
         rest[:, :, query_slice] += ds.sum(3)
         codes, inverse = round_rows(ds)
-        dq[:, :, query_slice] += _product(codes, keys[:, key_slice]) * (inverse * key_scale[:, block, None, None, None])
+        unit = inverse * key_scale_inv[:, block, None, None, None]
+        dq[:, :, query_slice] += _product(codes, keys[:, key_slice]) * unit
     return dq.mul_(call.softmax_scale), rest
 
 
@@ -158,25 +159,25 @@ def _dk_dv(
     """dK and dV: the heads that share a key one after the other, the queries of each in tiles."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())
-    query_scale, gradient_scale = call.grouped(q.scale_inv), call.grouped(do.scale_inv)
-    score_of_key, value_scale = _flat(k.by_row()) * call.c, _flat(v.by_row())
+    query_scale_inv, gradient_scale_inv = call.grouped(q.scale_inv), call.grouped(do.scale_inv)
+    score_of_key, value_scale_inv = _flat(k.by_row()) * call.c, _flat(v.by_row())
 
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     fitted_p, fitted_ds = keys.new_zeros(*keys.shape[:2], 1), keys.new_zeros(*keys.shape[:2], 1)
     for head in range(call.group):
         for block, query_slice, key_slice in call.tiles_of_queries():
             q_tile, do_tile = queries[:, head, query_slice], gradients[:, head, query_slice]
-            q_scale, do_scale = (x[:, head, block, None, None] for x in (query_scale, gradient_scale))
-            p = torch.bmm(keys[:, key_slice], q_tile.mT) * (score_of_key[:, key_slice, None] * q_scale)
+            q_scale_inv, do_scale_inv = (x[:, head, block, None, None] for x in (query_scale_inv, gradient_scale_inv))
+            p = torch.bmm(keys[:, key_slice], q_tile.mT) * (score_of_key[:, key_slice, None] * q_scale_inv)
             call.hide(p[:, None].mT, query_slice, key_slice)
             p.sub_(total[:, head, None, query_slice]).exp2_()
-            ds = torch.bmm(values[:, key_slice], do_tile.mT) * (value_scale[:, key_slice, None] * do_scale)
+            ds = torch.bmm(values[:, key_slice], do_tile.mT) * (value_scale_inv[:, key_slice, None] * do_scale_inv)
             ds -= delta[:, head, None, query_slice]
             ds *= p
             # the right operand's scale goes into the left one: all tiles' products are then in the row's one unit
-            codes, inverse = round_rows_running(p.mul_(do_scale), fitted_p[:, key_slice])
+            codes, inverse = round_rows_running(p.mul_(do_scale_inv), fitted_p[:, key_slice])
             dv[:, key_slice] += torch.bmm(codes, do_tile) * inverse
-            codes, inverse = round_rows_running(ds.mul_(q_scale), fitted_ds[:, key_slice])
+            codes, inverse = round_rows_running(ds.mul_(q_scale_inv), fitted_ds[:, key_slice])
             dk[:, key_slice] += torch.bmm(codes, q_tile) * inverse
     return dk.mul_(call.softmax_scale), dv
 

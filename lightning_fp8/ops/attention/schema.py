@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
     cu_seqlens_kv: Tensor | None = None
     tables: Tensor | None = None
 
-    def scale_of(self, channels: int) -> float:
+    def softmax_scale_of(self, channels: int) -> float:
         """``c`` for heads of so many channels."""
         return channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 

@@ -9,7 +9,7 @@ from cuda_kernels.casts.column_sums import COLUMNS, column_sums_kernel
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.allocation import allocator
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 
 
 class ColumnSums:
@@ -26,7 +26,7 @@ class ColumnSums:
         self._allocate = allocator(device)
         self._partials = (num_sets * n * self.stride,), (1,), torch.float32
         blocks = num_sets * ceil_div(columns, COLUMNS)
-        self.reduce = launch.Launch(column_sums_kernel(NAMES[dtype]), blocks, (n, columns), device).run
+        self.reduce = launch.Launch(column_sums_kernel(DTYPE_NAMES[dtype]), blocks, (n, columns), device).run
 
     def partials(self) -> Tensor:
         """Allocate the partial sums, uninitialized."""

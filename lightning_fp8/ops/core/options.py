@@ -10,11 +10,13 @@ from collections.abc import Collection
 
 import torch
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from cuda_kernels.device.codec import DtypeName
+
+DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Names of the dtypes that are not FP8, in option strings and for kernels."""
 
-HIGH_PRECISION = tuple(NAMES)
+HIGH_PRECISION = tuple(DTYPE_NAMES)
 """The dtypes that ops cast from, and give GEMMs' results in."""
 
 

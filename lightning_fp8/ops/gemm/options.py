@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fp8.ops.core.options import DTYPES, NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES, DTYPES
 from lightning_fp8.scaled import Layout
 
 
@@ -30,7 +30,7 @@ def format_scaled_mm_options(
     layout_a: Layout, layout_b: Layout, out_dtype: torch.dtype, fast_accum: bool = False
 ) -> str:
     """The text form of a GEMM's options."""
-    return f"{layout_a.value} {layout_b.value} {NAMES[out_dtype]}" + " fast" * fast_accum
+    return f"{layout_a.value} {layout_b.value} {DTYPE_NAMES[out_dtype]}" + " fast" * fast_accum
 
 
 @lru_cache

@@ -19,7 +19,7 @@ from lightning_fp8.ops.core.alignment import (
     is_aligned_result,
     operand_allocations,
 )
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
 from lightning_fp8.ops.gemm.schema import Operand
@@ -132,8 +132,8 @@ def bind_gemm(
         float8_of(a.data.dtype).name.lower(),
         float8_of(b.data.dtype).name.lower(),
         SCALINGS[a.layout, b.layout],
-        NAMES[options.out_dtype],
-        bias_dtype=None if bias is None else NAMES[bias.dtype],
+        DTYPE_NAMES[options.out_dtype],
+        bias_dtype=None if bias is None else DTYPE_NAMES[bias.dtype],
         accumulate=out is not None,
         promote=not options.fast_accum,
         amax=has_amax,

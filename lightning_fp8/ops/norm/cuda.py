@@ -12,7 +12,7 @@ from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import NormSpec
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
 from lightning_fp8.ops.norm.launches import BandNorm, NormLaunches, OneReadNorm, TwoReadNorm
@@ -62,20 +62,20 @@ def _plan(
     check_not_empty(x.shape)
     if not x.has_contiguous_rows:
         return lambda x, weight, bias, options_text, io: norm_quantize(x.contiguous(), weight, bias, options_text, *io)
-    norm, cast = parse_norm_options(options_text), variant.options
-    spec = NormSpec(NAMES[x.dtype], NAMES[weight_dtype], not norm.rms, has_bias)
+    norm_options, cast_options = parse_norm_options(options_text), variant.options
+    spec = NormSpec(DTYPE_NAMES[x.dtype], DTYPE_NAMES[weight_dtype], not norm_options.rms, has_bias)
     aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
     row_layout = None
     if x.is_vectorizable(8, ALIGNMENT) and weight.is_vectorizable(8, ALIGNMENT):
         row_layout = cast_row_layout(spec.dtype, x.columns)
-    one_scale = cast.layout.has_one_scale and not variant.has_overflow_counts
+    one_scale = cast_options.layout.has_one_scale and not variant.has_overflow_counts
     launches: NormLaunches
-    if row_layout and one_scale and cast.rowwise and not cast.columnwise:
-        launches = OneReadNorm(x, spec, norm, row_layout, variant)
-    elif one_scale and variant.scale_is_known and cast.columnwise:
-        launches = BandNorm(x, spec, norm, aligned, variant)
+    if row_layout and one_scale and cast_options.rowwise and not cast_options.columnwise:
+        launches = OneReadNorm(x, spec, norm_options, row_layout, variant)
+    elif one_scale and variant.scale_is_known and cast_options.columnwise:
+        launches = BandNorm(x, spec, norm_options, aligned, variant)
     else:
-        launches = TwoReadNorm(x, spec, norm, row_layout, aligned, variant)
+        launches = TwoReadNorm(x, spec, norm_options, row_layout, aligned, variant)
     return launches.run
 
 

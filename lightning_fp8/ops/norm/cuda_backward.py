@@ -15,7 +15,7 @@ from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
 from lightning_fp8.ops.core.column_sums import ColumnSums
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.norm import reference
@@ -39,8 +39,8 @@ class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
     def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
-        spec = NormSpec(NAMES[x.dtype], NAMES[weight.dtype], not options.rms, options.bias)
-        device, inputs, dy_dtype = x.device, (x, dy, weight), NAMES[dy.dtype]
+        spec = NormSpec(DTYPE_NAMES[x.dtype], DTYPE_NAMES[weight.dtype], not options.rms, options.bias_gradient)
+        device, inputs, dy_dtype = x.device, (x, dy, weight), DTYPE_NAMES[dy.dtype]
         row_layout = None
         if all(key.is_vectorizable(8, 16) for key in inputs):
             row_layout = backward_row_layout((spec.dtype, dy_dtype), x.columns)
@@ -57,10 +57,10 @@ class NormBackwardLaunches:
         self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
         self._dweight = (x.columns,), (1,), weight.dtype
         self._strides = x.stride, dy.stride
-        self._no_bias = None if options.bias else empty_tensor(device, weight.dtype)
+        self._no_bias = None if options.bias_gradient else empty_tensor(device, weight.dtype)
         scalars = x.rows, x.columns, float(options.zero_centered)
         self._run = launch.Launch(kernel, blocks, scalars, device).run
-        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias)
+        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias_gradient)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer

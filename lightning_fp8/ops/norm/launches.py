@@ -31,13 +31,13 @@ from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io
 class NormLaunches:
     """The launches that normalize and cast; what its subclasses share."""
 
-    def __init__(self, x: TensorKey, norm: NormOptions) -> None:
+    def __init__(self, x: TensorKey, norm_options: NormOptions) -> None:
         self._device = x.device
         self._pointer = launch.address_on(x.device)
         self._allocate = allocator(x.device)
         self._stride = x.stride
-        self._offset = int(norm.zero_centered)
-        self._statistics = (norm.num_statistics, x.rows), (x.rows, 1), torch.float32
+        self._offset = int(norm_options.zero_centered)
+        self._statistics = (norm_options.num_statistics, x.rows), (x.rows, 1), torch.float32
         self._checked = CheckedAddresses(x.device)
         self._parameter_shape = (x.columns,)
 
@@ -67,9 +67,9 @@ class OneReadNorm(NormLaunches):
     """
 
     def __init__(
-        self, x: TensorKey, spec: NormSpec, norm: NormOptions, row_layout: RowLayout, variant: CastVariant
+        self, x: TensorKey, spec: NormSpec, norm_options: NormOptions, row_layout: RowLayout, variant: CastVariant
     ) -> None:
-        super().__init__(x, norm)
+        super().__init__(x, norm_options)
         options, device = variant.options, x.device
         fp8 = options.float8.name.lower()
         self._outputs = CastOutputs(device, options, x.rows, x.columns)
@@ -77,7 +77,7 @@ class OneReadNorm(NormLaunches):
         num_groups = ceil_div(x.rows * row_layout.threads_per_row, THREADS)
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         stride = self._outputs.strides[0]
-        scalars = x.rows, x.columns, float(self._offset), norm.eps
+        scalars = x.rows, x.columns, float(self._offset), norm_options.eps
         self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).run
         self._cast_again: Callable[..., None] | None = None
         self._block_amaxes = (blocks,), (1,), torch.float32
@@ -110,13 +110,15 @@ class BandNorm(NormLaunches):
     One scale, which is given and not 0.
     """
 
-    def __init__(self, x: TensorKey, spec: NormSpec, norm: NormOptions, aligned: bool, variant: CastVariant) -> None:
-        super().__init__(x, norm)
+    def __init__(
+        self, x: TensorKey, spec: NormSpec, norm_options: NormOptions, aligned: bool, variant: CastVariant
+    ) -> None:
+        super().__init__(x, norm_options)
         options, device = variant.options, x.device
         self._outputs = CastOutputs(device, options, x.rows, x.columns)
         kernel = normalize_bands_kernel(spec, aligned, options.float8.name.lower(), options.rowwise, variant.has_amax)
         stride, _, stride_t, _ = self._outputs.strides
-        scalars = x.rows, x.columns, norm.eps, stride, stride_t
+        scalars = x.rows, x.columns, norm_options.eps, stride, stride_t
         self._run = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).run
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
@@ -138,20 +140,20 @@ class TwoReadNorm(NormLaunches):
         self,
         x: TensorKey,
         spec: NormSpec,
-        norm: NormOptions,
+        norm_options: NormOptions,
         row_layout: RowLayout | None,
         aligned: bool,
         variant: CastVariant,
     ) -> None:
-        super().__init__(x, norm)
+        super().__init__(x, norm_options)
         device = x.device
         if row_layout:
-            kernel = statistics_of_rows_kernel(spec.dtype, spec.mean, row_layout)
+            kernel = statistics_of_rows_kernel(spec.dtype, spec.has_mean, row_layout)
             blocks = ceil_div(x.rows * row_layout.threads_per_row, THREADS)
         else:
-            kernel = statistics_of_long_rows_kernel(spec.dtype, spec.mean, x.is_vectorizable(4))
+            kernel = statistics_of_long_rows_kernel(spec.dtype, spec.has_mean, x.is_vectorizable(4))
             blocks = x.rows
-        self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm.eps), device).run
+        self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm_options.eps), device).run
         loader = normalized_loader(spec, aligned)
         self._cast = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
 

@@ -46,7 +46,7 @@ def norm_backward(
     if not options.rms:
         dx = dx - g.mean(1, keepdim=True)
     dweight = (dy * normalized).sum(0).to(weight.dtype)
-    dbias = dy.sum(0).to(weight.dtype) if options.bias else weight.new_empty(0)
+    dbias = dy.sum(0).to(weight.dtype) if options.bias_gradient else weight.new_empty(0)
     return (dx * rstd[:, None]).to(x.dtype), dweight, dbias
 
 

@@ -39,13 +39,13 @@ class NormOptions(NamedTuple):
         rms: RMSNorm, not LayerNorm; it has no mean.
         eps: added to the variance.
         zero_centered: the weight holds the factor minus 1.
-        bias: the gradient of a bias is asked for.
+        bias_gradient: whether the gradient of a bias is asked for.
     """
 
     rms: bool
     eps: float
     zero_centered: bool
-    bias: bool
+    bias_gradient: bool
 
     @property
     def num_statistics(self) -> int:
@@ -53,9 +53,11 @@ class NormOptions(NamedTuple):
         return 1 if self.rms else 2
 
 
-def format_norm_options(rms: bool, eps: float, zero_centered: bool, bias: bool = False) -> str:
+def format_norm_options(rms: bool, eps: float, zero_centered: bool, bias_gradient: bool = False) -> str:
     """The text form of a norm's options."""
-    return f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias
+    return (
+        f"{'rms' if rms else 'layer'} eps={float(eps)!r}" + " zero_centered" * zero_centered + " bias" * bias_gradient
+    )
 
 
 @lru_cache
@@ -98,5 +100,5 @@ def _norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, options_text:
 def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bias_shape = weight.shape if parse_norm_options(options_text).bias else 0
+    bias_shape = weight.shape if parse_norm_options(options_text).bias_gradient else 0
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(bias_shape)

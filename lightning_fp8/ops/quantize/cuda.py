@@ -17,7 +17,7 @@ from cuda_kernels.device.tile import TileLoader, tensor_loader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.core.checks import CheckedAddresses
 from lightning_fp8.ops.core.dispatch import Op, check_not_empty, current_device, planned
-from lightning_fp8.ops.core.options import HIGH_PRECISION, NAMES
+from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
 from lightning_fp8.ops.quantize import reference
@@ -72,8 +72,8 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
 def tensor_loaders(options_text: str, x: TensorKey) -> Loaders:
     """The loaders of a tensor's own values."""
     vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
-    wide = tensor_loader(NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None
-    return tensor_loader(NAMES[x.dtype], min(vector, 4)), wide, x.columns
+    wide = tensor_loader(DTYPE_NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None
+    return tensor_loader(DTYPE_NAMES[x.dtype], min(vector, 4)), wide, x.columns
 
 
 quantize = planned_cast(reference.cast, tensor_loaders)
@@ -93,7 +93,7 @@ def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Te
         return lambda x, amax: observe(x.reshape(-1, shape[-1] if shape else 1), amax)
     if key_of_x.dtype == torch.float64:
         return lambda x, amax: observe(x.float(), amax)
-    if key_of_x.dtype not in NAMES:
+    if key_of_x.dtype not in DTYPE_NAMES:
         raise TypeError(f"cannot observe {key_of_x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
     if not key_of_x.has_contiguous_rows:
         return lambda x, amax: observe(x.contiguous(), amax)
