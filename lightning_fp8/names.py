@@ -14,11 +14,11 @@ def clean_name(name: str) -> str:
     return name
 
 
-def gemm_name(module: str, gemm: str) -> str:
-    """The name of one GEMM of the module called ``module``: ``layers.0.mlp.fc1``; the module's own where it has one."""
-    return f"{module}.{gemm}".strip(".")
+def gemm_name(module_name: str, gemm: str) -> str:
+    """The name of one GEMM of a module: ``layers.0.mlp.fc1``; the module's own where it has only one."""
+    return f"{module_name}.{gemm}".strip(".")
 
 
-def slot_name(module: str, role: Role) -> str:
-    """The name of the slot of ``role`` in the module, or its GEMM, called ``module``: ``layers.0.fc1.input``."""
-    return f"{module}.{role.value}" if module else role.value
+def slot_name(module_name: str, role: Role) -> str:
+    """The name of the slot of ``role`` in the module, or its GEMM, called ``module_name``: ``layers.0.fc1.input``."""
+    return f"{module_name}.{role.value}" if module_name else role.value

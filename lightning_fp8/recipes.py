@@ -95,11 +95,13 @@ class DelayedScaling(RecipeFields):
 
     Attributes:
         margin: binary digits of head room kept above the window's amax; at most 18, E4M3 has no more.
-        interval: recompute the scales every so many optimizer steps.
+        interval: recompute a tensor's scale every so many optimizer steps whose amax of it was finite and not 0. Until
+            the first time its scale is 0, and it is cast by its own amax, as ``Float8CurrentScaling`` does.
         fp8_format: ``HYBRID`` or ``E4M3``.
         amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
         amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
-        reduce_amax: take the maximum over all ranks, or those of ``fp8_group``, so that they share their scales.
+        reduce_amax: take the maximum over all ranks, or those of ``fp8_group``, so that they share their scales. All
+            must hold the same layers. Under a plugin, its own recipe's counts.
     """
 
     margin: int = 0

@@ -22,6 +22,11 @@ def floor_power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
+def is_usable(amax: Tensor) -> Tensor:
+    """Whether a scale may be computed from ``amax``, element by element: it is neither 0, inf nor NaN."""
+    return (amax > 0) & torch.isfinite(amax)
+
+
 def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
     """Scale of a tensor, row or block from its own amax: ``fp8_max / max(amax, epsilon)``.
 
@@ -35,9 +40,8 @@ def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: 
         float32 of amax's shape, finite and positive.
     """
     amax = amax.clamp(min=epsilon) if epsilon else amax
-    usable = (amax > 0) & torch.isfinite(amax)
     # Tensor by tensor: torch turns a number divided by a tensor into a reciprocal, which rounds twice.
-    scale = torch.where(usable, torch.full_like(amax, fp8_max) / amax, 1.0).clamp(max=FLOAT32_MAX)
+    scale = torch.where(is_usable(amax), torch.full_like(amax, fp8_max) / amax, 1.0).clamp(max=FLOAT32_MAX)
     return floor_power_of_2(scale) if power_2 else scale
 
 
@@ -53,9 +57,8 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
         fp8_max: the format's largest value, one number or float32 ``[n]``.
         margin: binary digits of head room.
     """
-    usable = (amax > 0) & torch.isfinite(amax)
     largest = torch.as_tensor(fp8_max, dtype=torch.float32, device=amax.device)
-    return torch.where(usable, ((largest * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX), scale)
+    return torch.where(is_usable(amax), ((largest * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX), scale)
 
 
 def updated_scales(
@@ -77,7 +80,7 @@ def updated_scales(
     Returns:
         New scales and the new history, whose first step is 0: that amax counted for the last time.
     """
-    usable = (amax > 0) & torch.isfinite(amax)
+    usable = is_usable(amax)
     amax_history = torch.where(usable, torch.cat([amax_history[1:], amax[None]]), amax_history)
     largest = amax_history.amax(0) if algorithm == "max" else amax_history[-1]
     scale = torch.where(usable, delayed_scale(largest, scale, fp8_max, margin), scale)

@@ -1,7 +1,9 @@
 """Sums of columns in two stages, in an order that does not depend on the order of blocks.
 
-In the first stage, kernels that hold the values also store partial sums, float32 ``[n, stride]``. The second stage adds
-them up.
+In the first stage, kernels that hold the values also store partial sums, float32 ``[n, stride]``: casts those of
+:func:`summed_loader`, norms those of ``cuda_kernels/norm/backward.py``. In the second stage :func:`column_sums_kernel`
+adds them up: warp w of a block adds partial sums w, w + 32, w + 64, ... one after the other, then its first warp the
+sums of warps 0 to 31.
 """
 
 from __future__ import annotations

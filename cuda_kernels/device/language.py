@@ -92,7 +92,7 @@ def asm(template: str, result: Any = void, *operands: Any, pure: bool = False) -
 class Lowered:
     """What a module that knows LLVM makes of some arguments; the module is imported when a kernel is compiled."""
 
-    module: str
+    module_name: str
     name: str
     arguments: tuple[Any, ...] = ()
 

@@ -2,7 +2,7 @@
 
 | a launch needs machine code, and gets it from | |
 |---|---|
-| its kernel's handle, loaded on this device before | ``host/launch.py``, ``_loaded`` |
+| its kernel's handle, loaded on this device before | :func:`loaded`, which a launch calls first |
 | the folder of kernels that were compiled elsewhere | :func:`cubin`; files: ``host/cache_folder.py`` |
 | this process's memory, or the folder of the cache | :func:`built`; files: ``host/cache_folder.py`` |
 | Numba, which compiles to LTO-IR, and nvJitLink, which links that | ``lowering/compiler.py``: ``ltoir``, ``link`` |
@@ -34,12 +34,24 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device.language import Cuda, Device, Instruction, Lowered, Type, UniTuple
-from cuda_kernels.host.cache_folder import cached, carried
+from cuda_kernels.host.cache_folder import cached, carried, is_cached, is_carried
 from cuda_kernels.host.toolchain import TOOLS, versions
 from cuda_kernels.kernel import Kernel, KernelError
 from cuda_kernels.references import references
 
 _ROOT = Path(__file__).parents[1]
+
+
+def loaded(kernel: Kernel, index: int, load: Callable[[], int]) -> int:
+    """The handle of ``kernel`` on CUDA device ``index``; ``load``, called once, makes it of :func:`cubin`."""
+    if index not in kernel._loaded:
+        kernel._loaded[index] = load()
+    return kernel._loaded[index]
+
+
+def is_compiled(kernel: Kernel, arch: str) -> bool:
+    """Whether :func:`cubin` finds machine code of ``kernel`` for ``arch``, unless its file is damaged."""
+    return is_carried(source_key(kernel, "cubin", arch)) or is_cached(cache_key(kernel, "cubin", arch))
 
 
 def cubin(kernel: Kernel, arch: str) -> bytes:
@@ -150,7 +162,7 @@ def _text_of(word: Any, code_text: Callable[[CodeType], str]) -> str:
     if isinstance(word, Instruction):
         return repr((word.template, word.result, word.operands, word.pure))
     if isinstance(word, Lowered):
-        return f"{word} {source_hash(word.module)}"
+        return f"{word} {source_hash(word.module_name)}"
     if isinstance(word, tuple) and not hasattr(word, "_fields"):  # names of fields are not in their values
         return f"({', '.join(_text_of(part, code_text) for part in word)})"
     if isinstance(word, np.generic):  # whose own text is another with each NumPy

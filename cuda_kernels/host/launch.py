@@ -54,7 +54,7 @@ class Launch:
         self._handle = 0
         if is_cuda_device(device):
             self._index = device.index or 0
-            self._handle = _loaded(kernel, self._index)
+            self._handle = compile_cache.loaded(kernel, self._index, partial(_load, kernel, self._index))
             self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
@@ -254,28 +254,25 @@ def _install() -> str:
     return f'pip install "lightning-fp8[{extra}]"'
 
 
-def _loaded(kernel: Kernel, index: int) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``, which is the current one."""
-    handle = kernel._loaded.get(index)
-    if handle is None:
-        try:
-            handle = _load(kernel, index)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch keeps what it frees, and the driver needs some of it
-            handle = _load(kernel, index)
-        kernel._loaded[index] = handle
-    return handle
-
-
 _OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY"""
 
 
 def _load(kernel: Kernel, index: int) -> int:
-    driver = _driver()
-    arch = architecture(index)
+    """Load ``kernel`` on CUDA device ``index``, which is the current one, and return its handle."""
+    _driver()  # where it is missing nothing need be compiled
+    code = _machine_code(kernel, architecture(index))
     try:
-        code = compile_cache.cubin(kernel, arch)
+        return _load_code(kernel, index, code)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()  # torch keeps what it frees, and the driver needs some of it
+        return _load_code(kernel, index, code)
+
+
+def _machine_code(kernel: Kernel, arch: str) -> bytes:
+    """What ``compile_cache`` gives; where it fails, the error says what to install."""
+    try:
+        return compile_cache.cubin(kernel, arch)
     except KernelError:
         raise
     except Exception as error:  # of compilers, whatever they raise
@@ -283,6 +280,10 @@ def _load(kernel: Kernel, index: int) -> int:
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
         ways_out = conflicts(versions()) or [_install()] * missing
         raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
+
+
+def _load_code(kernel: Kernel, index: int, code: bytes) -> int:
+    driver = _driver()
     entry = re.search(rb"\.text\.(\w+)", code)
     assert entry is not None
     enter_context(index)

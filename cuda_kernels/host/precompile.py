@@ -10,7 +10,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from cuda_kernels.host import compile_cache
-from cuda_kernels.host.cache_folder import is_cached, is_carried
 from cuda_kernels.kernel import Kernel
 
 Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
@@ -20,12 +19,7 @@ Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
 def missing(builds: Iterable[Build], arch: str) -> list[Build]:
     """Builds whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
     kernels = {function(*arguments): (function, arguments) for function, arguments in builds}
-    return [
-        build
-        for kernel, build in kernels.items()
-        if not is_carried(compile_cache.source_key(kernel, "cubin", arch))
-        and not is_cached(compile_cache.cache_key(kernel, "cubin", arch))
-    ]
+    return [build for kernel, build in kernels.items() if not compile_cache.is_compiled(kernel, arch)]
 
 
 def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:

@@ -74,7 +74,7 @@ def _made(word: Device | Instruction | Lowered) -> Any:
         return cuda.jit(device=True, inline="always", debug=False, opt=True)(_function_in_numba(word.function))
     if isinstance(word, Instruction):
         return _instruction(word)
-    return getattr(import_module(word.module), word.name)(*word.arguments)
+    return getattr(import_module(word.module_name), word.name)(*word.arguments)
 
 
 def _function_in_numba(function: FunctionType) -> FunctionType:

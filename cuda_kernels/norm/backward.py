@@ -2,9 +2,9 @@
 
 With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``,
 ``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is dropped (Ba et al.,
-arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Each block takes every n-th row and
-stores its part of the sums over rows as partial sums, float32 ``[blocks, stride]``, dweight's and then dbias's; the
-kernel of ``cuda_kernels/casts/column_sums.py`` adds them up.
+arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Block b of n takes rows b, b + n,
+b + 2n, ... one after the other, and stores its part of the sums over rows as partial sums, float32 ``[n, stride]``,
+dweight's and then dbias's; the kernel of ``cuda_kernels/casts/column_sums.py`` adds them up.
 """
 
 from __future__ import annotations

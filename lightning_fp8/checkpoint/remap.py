@@ -17,7 +17,7 @@ from lightning_fp8.checkpoint.report import Entry, LoadReport, Outcome
 from lightning_fp8.modules import MultiheadAttention
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.names import clean_name, gemm_name, slot_name
+from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 from lightning_fp8.te.keys import (
     is_grouped,
@@ -26,10 +26,11 @@ from lightning_fp8.te.keys import (
     module_of_state,
     prefix_of,
     prefix_renamer,
-    projection_parameters,
+    slots_of_gemms,
     state_key,
     stem_of,
 )
+from lightning_fp8.te.projections import projection_parameters
 from lightning_fp8.te.te_state import TensorState, TEState, read_te_state
 from lightning_fp8.te.torch_file import TensorRecord
 from lightning_fp8.te.unpickle import CheckpointError
@@ -262,7 +263,8 @@ def _place(
         where = f"{type(modules[owner]).__name__} has no slots" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    placed = {slot_name(name, role): state.tensor_state(role, gemm) for gemm, name in in_fp8 for role in LINEAR_ROLES}
+    slots = slots_of_gemms(in_fp8, LINEAR_ROLES)
+    placed = {slot: state.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
     if not placed:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
     return placed, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
@@ -276,11 +278,8 @@ def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 def _slots_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Module]) -> dict[str, tuple[Role, int]]:
     """Names of the slots of a module, with the role and the index of the GEMM that each is for."""
-    return {
-        slot_name(gemm_name(owner, gemm), role): (role, index)
-        for index, gemm in enumerate(_gemms_of(owner, modules))
-        for role in roles
-    }
+    names = [gemm_name(owner, gemm) for gemm in _gemms_of(owner, modules)]
+    return slots_of_gemms(enumerate(names), roles)
 
 
 def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.delayed import instances
-from lightning_fp8.delayed.marks import compared_marks, new_mark
-from lightning_fp8.delayed.nonzero_scales import NonzeroScales
-from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.host_knowledge import NonzeroScales, compared_marks, new_mark
+from lightning_fp8.delayed.saved import saved_steps, steps_in, validated_state
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of
 from lightning_fp8.recipes import DelayedScaling
@@ -42,10 +41,11 @@ class AmaxHistory:
         amax: float32 ``[n]``, the largest \\|x\\| since the last update.
         amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` steps, the
             newest among them, and then clears the oldest: between updates the first step is 0.
-        scale: float32 ``[n]``; 0 until the first update, which casts the tensor by its own amax.
+        scale: float32 ``[n]``; 0, which casts the tensor by its own amax, until it is computed for the first time: at
+            the tensor's first usable amax, with an ``interval`` of n at the n-th.
         updates: how many updates there were.
-        num_observed: float32 ``[n]``, in how many updates a tensor had an amax; what ``interval`` counts.
-        steps: optimizer steps since the last update; -1 where no optimizer that owns the weights has stepped yet.
+        num_observed: float32 ``[n]``, in how many updates a tensor had a usable amax; what ``interval`` counts.
+        steps: optimizer steps since the last update; ``None`` where no optimizer that owns the weights has stepped yet.
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
         waited: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
@@ -87,7 +87,7 @@ class AmaxHistory:
         self.scale = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self.num_observed = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self.updates = 0
-        self.steps = -1
+        self.steps: int | None = None
         self.waited = 0
         self.nonzero_scales = NonzeroScales()
         self._register()
@@ -143,7 +143,7 @@ class AmaxHistory:
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps = -1
+        self.steps = None
         self.stepped = False
         self.trained_in_eval = False
         self.unobserved = 0
@@ -230,7 +230,7 @@ class AmaxHistory:
             "updates": self.updates,
             "seen": self.amax.clone(),
             "counts": self.num_observed.clone(),
-            "steps": self.steps,
+            **saved_steps(self.steps),
             **saved_span(self.span),
         }
 
@@ -271,6 +271,6 @@ class AmaxHistory:
             self.num_observed[own_slots] = (
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
-        self.steps = state.get("steps", -1)
+        self.steps = steps_in(state)
         self.waited = 0
         return [name for name in names if name not in saved_index]

@@ -1,4 +1,4 @@
-"""The update of delayed scaling, once per optimizer step: who calls for it, amaxes reduced over ranks, new scales.
+"""The update of delayed scaling, once per optimizer step: who calls for it, and new scales.
 
 | an optimizer steps | the update is called for by |
 |---|---|
@@ -7,21 +7,21 @@
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
 | without a plugin | the next outermost ``fp8_autocast``, which calls :func:`update_without_plugin` |
 
-:func:`update_of_plugin` and :func:`update_without_plugin` sort histories by recipe; :func:`reduce_and_update`
-takes the maximum of the amaxes over the ranks, in one collective for all histories. :func:`_advance` then pushes them
-into each history, whose maximum, or newest step, gives the scales: ``ops.update_scales``, one launch, by the formulas
-of :func:`lightning_fp8.scaling.updated_scales`, which the kernel in ``cuda_kernels/casts/update_scales.py`` has, too.
+Amaxes are reduced over ranks first, by ``delayed/over_ranks.py``; whether they are is for the recipe to say that all
+ranks have alike, the plugin's or the region's. :func:`_advance` then pushes them into each history, by the recipe that
+they were observed under, and its maximum, or newest step, gives the scales: ``ops.update_scales``, one launch, by the
+formulas of :func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ from lightning_fp8 import ops
 from lightning_fp8.delayed import regions
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.instances import all_histories, collect_unreachable
+from lightning_fp8.delayed.over_ranks import are_several_ranks, reduce_amaxes
 from lightning_fp8.delayed.spans import Span, span_of, span_ratio
 from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.scaling import FLOAT32_MAX, is_usable
 
 UPDATES_IN_EVAL = 100
 """Updates after which a warning says that the model trains in eval mode."""
@@ -54,16 +55,12 @@ def reduce_and_update(
         histories: each then pushes its amaxes into its window and computes new scales.
         recipe: the margin, interval, history length and algorithm.
         group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+
+    Raises:
+        RuntimeError: ranks are to share the scales of unlike tensors.
     """
-    if not histories:
-        return
-    if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        amaxes = torch.cat([history.amax for history in histories])
-        # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
-        torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-        for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
-            history.amax.copy_(amax)
+    if recipe.reduce_amax:
+        reduce_amaxes(histories, group)
     for history in histories:
         _advance(history, recipe)
 
@@ -72,7 +69,8 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     """Push the amaxes of ``history``, reduced over ranks already, into its window and compute new scales."""
     history.resize(recipe.amax_history_len)
     history.updates += 1
-    history.steps = min(history.steps, 0)
+    if history.steps is not None:
+        history.steps = 0
     history.waited = 0
     _watch_mode(history)
     _rescale_to(history, span_of(recipe))
@@ -80,8 +78,8 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     previous_scale: Tensor | None = None
     if recipe.interval > 1:
         previous_scale = history.scale.clone()
-        # An update that did not see a tensor brings it no nearer to its next scale.
-        history.num_observed += history.amax != 0
+        # An update that passes over a tensor, which did not run or overflowed, brings it no nearer to its next scale.
+        history.num_observed += is_usable(history.amax)
     ops.update_scales(
         history.amax,
         history.amax_history,
@@ -135,20 +133,30 @@ def _fp8_max(history: AmaxHistory, recipe: DelayedScaling) -> Tensor:
 
 
 def update_of_plugin(histories: Iterable[AmaxHistory], recipe: Recipe) -> None:
-    """Update the histories of a plugin, over all ranks, with one collective for each recipe.
+    """Update the histories of a plugin: with one collective over all ranks, or none where its recipe keeps no state.
 
     Args:
-        recipe: the plugin's; where it keeps no state, each history is updated by the recipe that its amaxes were
-            observed under, if any.
+        recipe: the plugin's; where it keeps no state, each history is updated by the recipe of the region inside that
+            its amaxes were observed under, if any. Whether such a region ran, a rank knows only of itself, and ranks
+            that decide unlike on a collective would wait for ever: each then has its own scales.
     """
-    histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
+    if isinstance(recipe, DelayedScaling):
+        reduce_and_update(list(histories), recipe)
+        return
     for history in histories:
-        # Under another recipe than delayed scaling a region inside may have it, and knows how.
-        observed_under = recipe if isinstance(recipe, DelayedScaling) else history.recipe
-        if observed_under is not None:
-            histories_by_recipe.setdefault(observed_under, []).append(history)
-    for observed_under, alike in histories_by_recipe.items():
-        reduce_and_update(alike, observed_under)
+        if (observed_under := history.recipe) is not None:
+            if observed_under.reduce_amax and are_several_ranks():
+                _warn_of_own_scales(recipe.name)
+            _advance(history, observed_under)
+
+
+@cache
+def _warn_of_own_scales(name: str) -> None:
+    warnings.warn(
+        f"each rank has its own scales for a region of delayed scaling inside recipe={name!r}: reduce_amax=True is "
+        "ignored there. To share them, give the plugin recipe='delayed', and fp8_autocast the other recipe",
+        stacklevel=2,
+    )
 
 
 def update_without_plugin(
@@ -160,21 +168,24 @@ def update_without_plugin(
     region that calls this as it begins is then noted in :mod:`~lightning_fp8.delayed.regions`.
 
     Args:
-        recipe: for histories whose amaxes were observed under no other recipe.
+        recipe: of the region that calls; for histories whose amaxes were observed under no other recipe. It says
+            whether the amaxes of all are reduced over ranks: which other regions ran, a rank knows only of itself.
         group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
         calibrated: the amaxes come from calibration, which waits for no optimizer.
     """
-    histories_by_recipe: dict[DelayedScaling, list[AmaxHistory]] = {}
+    due: list[AmaxHistory] = []
     collect_unreachable(group)
     # Ranks order their collectives themselves: a lock that is held in one could make them wait for each other.
     with nullcontext() if dist.is_available() and dist.is_initialized() else regions.one_thread:
         for history in all_histories():
             if history.after_step is None and _is_due(history, calibrated):
-                histories_by_recipe.setdefault(history.recipe or recipe, []).append(history)
+                due.append(history)
             elif history.after_step is None:
                 history.wait()
-        for observed_under, histories in histories_by_recipe.items():
-            reduce_and_update(histories, observed_under, group)
+        if recipe.reduce_amax:
+            reduce_amaxes(due, group)
+        for history in due:
+            _advance(history, history.recipe or recipe)
         if not calibrated:
             regions.enter()  # before another thread looks which histories are due
 
@@ -186,14 +197,15 @@ def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     thread trains it is known once a forward was observed; until then it may be any that is inside a region. Ranks must
     find the same histories due, and threads are not in step with those of other ranks: there it may be none.
     """
-    if history.steps > 0:
+    if history.steps:
         return True
+    no_optimizer_known = history.steps is None
     threads = history.observed_in
     if not threads and not calibrated and regions.another_thread_inside():
-        return history.steps < 0 and dist.is_available() and dist.is_initialized()
+        return no_optimizer_known and dist.is_available() and dist.is_initialized()
     if len(threads) == 1 and threading.get_ident() not in threads and regions.running(threads):
         return False
-    return history.steps < 0 or calibrated
+    return no_optimizer_known or calibrated
 
 
 # --- Optimizer steps, counted where they happen: in torch.optim, whoever calls step and however -----------------------
@@ -232,9 +244,9 @@ def _overflowed(optimizer: Optimizer) -> bool:
 # A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(history.steps < 0 for history in all_histories()):
+    if any(history.steps is None for history in all_histories()):
         for history in _stepped(optimizer):
-            history.steps = max(history.steps, 0)  # an optimizer is known: what its closure runs belongs to its step
+            history.steps = history.steps or 0  # an optimizer is known: what its closure runs belongs to its step
 
 
 @torch.compiler.disable
@@ -245,7 +257,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     stepped = _stepped(optimizer)
     for history in stepped:
-        history.steps = history.steps + 1
+        history.steps = (history.steps or 0) + 1
         history.stepped = True
     for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
         update()

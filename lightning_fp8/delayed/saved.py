@@ -1,4 +1,4 @@
-"""Validation of a saved FP8 state."""
+"""Validation of a saved FP8 state, and how it holds optimizer steps."""
 
 from __future__ import annotations
 
@@ -47,11 +47,27 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
         if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
-    if isinstance(state.get("steps", 0), bool) or not isinstance(state.get("steps", 0), int):
-        raise ValueError(f"FP8 state's 'steps' must be a count or -1, not {state['steps']!r}")
+    steps_in(state)
     span_in(state)
     for key in ("seen", "counts"):  # amaxes that wait may be infinite or NaN: the next update passes over them
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
             raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},) where it is there")
     return names, scale.detach(), amax_history.detach(), updates
+
+
+def saved_steps(steps: int | None) -> dict[str, int]:
+    """The entry of a saved state that holds optimizer steps since the last update: -1 where no optimizer is known."""
+    return {"steps": -1 if steps is None else steps}
+
+
+def steps_in(state: dict[str, Any]) -> int | None:
+    """What :func:`saved_steps` was given; ``None`` for states of older versions and of others, which lack it.
+
+    Raises:
+        ValueError: it is no number of steps.
+    """
+    steps = state.get("steps", -1)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ValueError(f"FP8 state's 'steps' must be a count or -1, not {steps!r}")
+    return None if steps < 0 else steps

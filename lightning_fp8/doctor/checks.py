@@ -33,13 +33,13 @@ def runs_kernels(driver: Driver) -> bool:
     return any(card.capability >= FP8_CAPABILITY for card in driver.cards)
 
 
-def packages(versions: Mapping[str, str], oldest: Mapping[str, str], torch: Torch | None) -> Iterator[Finding]:
+def packages(versions: Mapping[str, str], oldest: Mapping[str, str], torch_build: Torch | None) -> Iterator[Finding]:
     """The installed packages that take part, compared with ``oldest``, the versions that are asked for."""
-    if torch is None:
+    if torch_build is None:
         yield Finding("torch", "not installed", FAIL, "pip install torch")
     else:
-        built = f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA"
-        yield _new_enough("torch", torch.version, f"{torch.version}, built {built}", oldest)
+        built = f"for CUDA {torch_build.cuda_version}" if torch_build.cuda_version else "without CUDA"
+        yield _new_enough("torch", torch_build.version, f"{torch_build.version}, built {built}", oldest)
     if "lightning" not in versions:
         instead = versions.get("pytorch-lightning")
         found = f"not installed; a Trainer of pytorch-lightning {instead} refuses our plugins" if instead else ""
@@ -55,10 +55,10 @@ def _new_enough(name: str, version: str, value: str, oldest: Mapping[str, str]) 
     return Finding(name, value)
 
 
-def cards(driver: Driver, torch: Torch | None, variables: Mapping[str, str]) -> Iterator[Finding]:
+def cards(driver: Driver, torch_build: Torch | None, variables: Mapping[str, str]) -> Iterator[Finding]:
     """The driver, what it drives, and whether torch can use it."""
-    known = _dotted(driver.cuda) if driver.cuda else "an unknown version"
-    if driver.version or driver.cuda:
+    known = _dotted(driver.cuda_version) if driver.cuda_version else "an unknown version"
+    if driver.version or driver.cuda_version:
         yield Finding("driver", f"{driver.version or 'of unknown version'}, for CUDA up to {known}")
     if not driver.cards:
         yield _no_card(driver, variables.get("CUDA_VISIBLE_DEVICES"))
@@ -70,12 +70,17 @@ def cards(driver: Driver, torch: Torch | None, variables: Mapping[str, str]) -> 
         else:
             value += f"; FP8's tensor cores begin with {_dotted(FP8_CAPABILITY)}: the numerics run, slower than BF16"
             yield Finding(f"card {index}", value, WARN, "train on it in BF16")
-    if torch is not None and torch.cuda is None:
-        problem = f"{torch.version} is built without CUDA and sees no card"
+    if torch_build is not None and torch_build.cuda_version is None:
+        problem = f"{torch_build.version} is built without CUDA and sees no card"
         yield Finding("torch and driver", problem, FAIL, "install a torch that is built for CUDA")
-    elif torch is not None and torch.cuda and driver.cuda and numbers(torch.cuda)[0] > driver.cuda[0]:
-        problem = f"torch is built for CUDA {torch.cuda}, and the driver supports CUDA up to {known}"
-        way_out = f"update the driver, or install a torch that is built for CUDA {driver.cuda[0]}"
+    elif (
+        torch_build is not None
+        and torch_build.cuda_version
+        and driver.cuda_version
+        and numbers(torch_build.cuda_version)[0] > driver.cuda_version[0]
+    ):
+        problem = f"torch is built for CUDA {torch_build.cuda_version}, and the driver supports CUDA up to {known}"
+        way_out = f"update the driver, or install a torch that is built for CUDA {driver.cuda_version[0]}"
         yield Finding("torch and driver", problem, FAIL, way_out)
 
 
@@ -93,12 +98,12 @@ def _no_card(driver: Driver, visible: str | None) -> Finding:
     return Finding("card", "none: the reference runs here, FP8's numerics in plain torch; kernels can be compiled")
 
 
-def seen_by_torch(torch: Finding, driver: Driver) -> Finding:
+def seen_by_torch(finding: Finding, driver: Driver) -> Finding:
     """The GPUs that torch says it sees, where the driver has some."""
-    if torch.value != SEES_NONE or not driver.cards:
-        return torch
+    if finding.value != SEES_NONE or not driver.cards:
+        return finding
     way_out = "install a torch that is built for a CUDA that the driver supports"
-    return Finding(torch.what, f"{SEES_NONE}, and the driver has {len(driver.cards)}", FAIL, way_out)
+    return Finding(finding.what, f"{SEES_NONE}, and the driver has {len(driver.cards)}", FAIL, way_out)
 
 
 def kernel_packages(versions: Mapping[str, str], driver: Driver, wanted: bool) -> Iterator[Finding]:
@@ -109,8 +114,10 @@ def kernel_packages(versions: Mapping[str, str], driver: Driver, wanted: bool) -
     for problem, way_out in known_conflicts(versions):
         yield Finding("versions", problem, _severity(wanted), way_out)
     ours = [numbers(versions[name])[0] for name in ("nvidia-nvjitlink", "cuda-bindings") if name in versions]
-    if driver.cuda and max(ours, default=0) > driver.cuda[0]:
-        problem = f"kernels are made by libraries of CUDA {max(ours)}, and the driver supports {_dotted(driver.cuda)}"
+    if driver.cuda_version and max(ours, default=0) > driver.cuda_version[0]:
+        problem = (
+            f"kernels are made by libraries of CUDA {max(ours)}, and the driver supports {_dotted(driver.cuda_version)}"
+        )
         yield Finding("versions", problem, _severity(wanted), f"update the driver, or {_install(driver)}")
 
 
@@ -214,7 +221,8 @@ _AFTER_A_HANG = {
 
 
 def _install(driver: Driver) -> str:
-    return f'pip install "lightning-fp8[{"cuda12" if driver.cuda and driver.cuda[0] == 12 else "cuda"}]"'
+    extra = "cuda12" if driver.cuda_version and driver.cuda_version[0] == 12 else "cuda"
+    return f'pip install "lightning-fp8[{extra}]"'
 
 
 def _severity(wanted: bool) -> Verdict:

@@ -25,12 +25,12 @@ def looked_at(machine: Machine, compiling: bool) -> Iterator[Finding]:
     """The findings of the first second, without torch. ``compiling``: kernels are wanted, card or not."""
     yield Finding("lightning-fp8", machine.system)
     versions = machine.versions()
-    torch = machine.torch()
-    yield from checks.packages(versions, machine.requirements(), torch)
+    torch_build = machine.torch_build()
+    yield from checks.packages(versions, machine.requirements(), torch_build)
     driver = machine.driver()
     carried = machine.carried()
     wanted = compiling or (checks.runs_kernels(driver) and not (carried and carried.kernels))
-    yield from checks.cards(driver, torch, machine.variables)
+    yield from checks.cards(driver, torch_build, machine.variables)
     yield from checks.kernel_packages(versions, driver, wanted)
     yield from checks.compilers(machine.compilers(), versions, driver, wanted)
     yield from checks.environment(machine.variables, wanted)
@@ -45,8 +45,8 @@ def started(machine: Machine, seconds: float, compiling: bool) -> Iterator[Findi
     def probed(what: str, probe: str, **variables: str) -> Finding:
         return checks.probed(what, machine.probe(probe, variables), seconds)
 
-    yield (torch := checks.seen_by_torch(probed("torch", "torch"), machine.driver()))
-    if torch.verdict is Verdict.FAIL:
+    yield (finding := checks.seen_by_torch(probed("torch", "torch"), machine.driver()))
+    if finding.verdict is Verdict.FAIL:
         return
     yield probed("cast", "cast")
     if checks.runs_kernels(machine.driver()):

@@ -19,40 +19,40 @@ COMPUTE_CAPABILITY = 75, 76
 def driver_says(load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
     """The fields of :class:`lightning_fp8.doctor.machine.Driver`; ``load`` opens a library by name."""
     facts: dict[str, Any] = {"version": _version(load)}
-    cuda = _opened(load, "libcuda.so.1", "nvcuda.dll")
-    if cuda is None:
+    libcuda = _opened(load, "libcuda.so.1", "nvcuda.dll")
+    if libcuda is None:
         return facts | {"problem": "no libcuda.so.1"}
     number = c_int()
-    if cuda.cuDriverGetVersion(byref(number)) == 0:
+    if libcuda.cuDriverGetVersion(byref(number)) == 0:
         facts["cuda"] = [number.value // 1000, number.value % 1000 // 10]
-    status = cuda.cuInit(0)
+    status = libcuda.cuInit(0)
     if status:
-        return facts | {"problem": _name_of(cuda, status), "status": status}
+        return facts | {"problem": _name_of(libcuda, status), "status": status}
     count = c_int()
-    status = cuda.cuDeviceGetCount(byref(count))
+    status = libcuda.cuDeviceGetCount(byref(count))
     if status:
-        return facts | {"problem": _name_of(cuda, status), "status": status}
-    return facts | {"cards": [_card(cuda, index) for index in range(count.value)]}
+        return facts | {"problem": _name_of(libcuda, status), "status": status}
+    return facts | {"cards": [_card(libcuda, index) for index in range(count.value)]}
 
 
-def _card(cuda: Any, index: int) -> list[Any]:
+def _card(libcuda: Any, index: int) -> list[Any]:
     device = c_int()
     name = create_string_buffer(256)
     size = c_size_t()
-    cuda.cuDeviceGet(byref(device), index)
-    cuda.cuDeviceGetName(name, len(name), device)
-    cuda.cuDeviceTotalMem_v2(byref(size), device)
+    libcuda.cuDeviceGet(byref(device), index)
+    libcuda.cuDeviceGetName(name, len(name), device)
+    libcuda.cuDeviceTotalMem_v2(byref(size), device)
     capability = []
     for attribute in COMPUTE_CAPABILITY:
         number = c_int()
-        cuda.cuDeviceGetAttribute(byref(number), attribute, device)
+        libcuda.cuDeviceGetAttribute(byref(number), attribute, device)
         capability.append(number.value)
     return [name.value.decode(errors="replace"), capability, size.value]
 
 
-def _name_of(cuda: Any, status: int) -> str:
+def _name_of(libcuda: Any, status: int) -> str:
     name = c_char_p()
-    cuda.cuGetErrorName(status, byref(name))
+    libcuda.cuGetErrorName(status, byref(name))
     return name.value.decode() if name.value else f"error {status}"
 
 

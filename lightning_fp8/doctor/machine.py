@@ -36,11 +36,11 @@ class Torch:
 
     Attributes:
         version: ``torch.__version__``; its package's says less.
-        cuda: CUDA's version, None for a build without.
+        cuda_version: CUDA's version, None for a build without.
     """
 
     version: str
-    cuda: str | None
+    cuda_version: str | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Driver:
 
     Attributes:
         version: of the driver, e.g. ``580.159.03``.
-        cuda: the newest CUDA that it supports, e.g. ``(13, 0)``.
+        cuda_version: the newest CUDA that it supports, e.g. ``(13, 0)``.
         cards: in the order of CUDA, as far as ``CUDA_VISIBLE_DEVICES`` lets them be seen.
         problem: why there are none.
         status: cuInit's, where that is the problem.
@@ -65,7 +65,7 @@ class Driver:
     """
 
     version: str | None = None
-    cuda: tuple[int, int] | None = None
+    cuda_version: tuple[int, int] | None = None
     cards: tuple[Card, ...] = ()
     problem: str = ""
     status: int = 0
@@ -92,7 +92,7 @@ class Machine:
         variables: of the environment.
         requirements: the oldest versions that this package asks for.
         versions: of the packages that take part, as installed.
-        torch: None if it is not installed.
+        torch_build: None if torch is not installed.
         compilers: see :func:`lightning_fp8.doctor.compilers.found_compilers`.
         cache: of kernels compiled here.
         carried: kernels compiled elsewhere, if they are to be taken.
@@ -103,7 +103,7 @@ class Machine:
     variables: Mapping[str, str] = field(default_factory=dict)
     requirements: Callable[[], Mapping[str, str]] = dict
     versions: Callable[[], Mapping[str, str]] = dict
-    torch: Callable[[], Torch | None] = lambda: None
+    torch_build: Callable[[], Torch | None] = lambda: None
     driver: Callable[[], Driver] = Driver
     compilers: Callable[[], Mapping[str, Mapping[str, str]]] = dict
     cache: Callable[[], Cache] = lambda: Cache("")
@@ -118,7 +118,7 @@ def this_machine(probe_seconds: float) -> Machine:
         variables=os.environ,
         requirements=lambda: oldest(_requirements()),
         versions=lambda: toolchain.versions(PACKAGES),
-        torch=torch_build,
+        torch_build=torch_build,
         driver=cache(lambda: driver_of(ask("driver", limit=DRIVER_SECONDS), any(Path("/dev").glob("nvidia[0-9]*")))),
         compilers=lambda: compilers_of(ask("compilers", limit=COMPILER_SECONDS)),
         cache=lambda: cache_in(cache_folder()),
@@ -160,10 +160,10 @@ def driver_of(answer: Answer, devices: bool) -> Driver:
         return Driver(problem=problem, hangs=True, devices=devices)
     told = json.loads(answer.output)
     cards = tuple(Card(name, (major, minor), size) for name, (major, minor), size in told.get("cards", ()))
-    cuda = tuple(told["cuda"]) if told.get("cuda") else None
+    cuda_version = tuple(told["cuda"]) if told.get("cuda") else None
     problem = told.get("problem", "")
     status = told.get("status", 0)
-    return Driver(told["version"], cuda, cards, problem, status, devices=devices)
+    return Driver(told["version"], cuda_version, cards, problem, status, devices=devices)
 
 
 def compilers_of(answer: Answer) -> dict[str, dict[str, str]]:

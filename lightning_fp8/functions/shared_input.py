@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.delayed.marks import new_mark
+from lightning_fp8.delayed.host_knowledge import new_mark
 from lightning_fp8.delayed.slot import Slot
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.saved import saved_steps, validated_state
 from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name
@@ -29,7 +29,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
         ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
-        (float32 ``[n]``, in how many updates a tensor had an amax), ``updates`` and ``steps``, and as far as known
+        (float32 ``[n]``, in how many updates a tensor had an amax that counts), ``updates`` and ``steps``, and as known
         ``fp8_format`` and ``margin``, for which the scales were made. Loads with ``torch.load(weights_only=True)``.
 
     Raises:
@@ -42,7 +42,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     amaxes: list[Tensor] = []
     num_observed: list[Tensor] = []
     updates = 0
-    steps = -1
+    steps: int | None = None
     span: Span | None = None
     for name, module in fp8_modules(model):
         for slot_name, slot in module.named_slots(name):
@@ -53,7 +53,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
             amaxes.append(slot.amax.detach().clone())
             num_observed.append(slot.history.num_observed[slot.index])
             updates = max(updates, slot.history.updates)
-            steps = max(steps, slot.history.steps)
+            if slot.history.steps is not None:
+                steps = max(steps or 0, slot.history.steps)
     length = max((len(history) for history in histories), default=0)
     padded = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
     return {
@@ -63,7 +64,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "updates": updates,
         "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        "steps": steps,
+        **saved_steps(steps),
         **saved_span(span),
     }
 

@@ -220,7 +220,7 @@ class FP8FabricPrecision(FabricPrecision):
                 for history in self.histories.values():
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
-                if any(history.steps > 0 for history in self.histories.values()):
+                if any(history.steps for history in self.histories.values()):
                     self.update_scales()  # of steps inside the backward pass
                 for history in self.histories.values():
                     history.wait()
@@ -244,11 +244,11 @@ class FP8FabricPrecision(FabricPrecision):
 
     def _report_first_steps(self) -> None:
         """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
-        one_stepped = any(history.steps > 0 for history in self.histories.values())
+        one_stepped = any(history.steps for history in self.histories.values())
         for history, first_step in list(self._first_steps.items()):
             if not history.owners:  # its model is gone
                 del self._first_steps[history]
-            elif history.steps > 0 or not one_stepped:
+            elif history.steps or not one_stepped:
                 if (summary := first_step.after_step()) is not None:
                     self.report_first_step(summary)
                 if first_step.settled:

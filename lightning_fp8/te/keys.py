@@ -16,7 +16,8 @@ Parameters and states of a module called ``p``:
 | LayerNorm, RMSNorm from 2.0 on | ``p._extra_state``, always empty | nothing |
 | GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
 
-A state's value has a column for each tensor: :func:`column_of`; :mod:`lightning_fp8.te.te_state` reads it.
+A state's value has a column for each tensor: :func:`column_of` says which, and :func:`slots_of_gemms` whose slot it
+fills. The rows of attention's projections, fused or not, by heads or by names: :mod:`lightning_fp8.te.projections`.
 :mod:`lightning_fp8.checkpoint.remap` finds the modules of a model that keys are for. Modules of ours have these keys
 themselves, and take their states by :func:`take_state` in torch's own ``load_state_dict``.
 """
@@ -25,12 +26,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
-
-from lightning_fp8.scaled import Role
+from lightning_fp8.names import slot_name
+from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 
 # --- States -----------------------------------------------------------------------------------------------------------
 
@@ -61,6 +61,30 @@ def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
     return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
 
 
+def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> dict[str, tuple[Role, int]]:
+    """Names of slots, each with the role and the GEMM whose column it takes: ``layers.0.mlp.fc1.input``.
+
+    Args:
+        gemms: the index of each GEMM in the state, and the name it has here: its module's, and its own behind that
+            where the module has several.
+        roles: of the module.
+    """
+    return {slot_name(name, role): (role, gemm) for gemm, name in gemms for role in roles}
+
+
+def slots_of_state(module_name: str, num_gemms: int) -> dict[str, tuple[Role, int]]:
+    """As :func:`slots_of_gemms` of a state alone, where no model says what ``module_name`` is.
+
+    One GEMM is a linear layer's, two are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more there are
+    no slots.
+    """
+    if num_gemms == ATTENTION_GEMMS:
+        return slots_of_gemms([(0, module_name)], ATTENTION_ROLES)
+    halves = [f"{module_name}.{half}".lstrip(".") for half in ("fc1", "fc2")]
+    names_of_gemms = {1: [module_name], 2: halves}.get(num_gemms, [])
+    return slots_of_gemms(enumerate(names_of_gemms), LINEAR_ROLES)
+
+
 def is_state(key: str) -> bool:
     """Whether ``key`` is that of a module's FP8 state."""
     return key.rpartition(".")[2] == EXTRA_STATE
@@ -76,10 +100,10 @@ def is_grouped(owner: str, names: Container[str]) -> bool:
     return f"{prefix_of(owner)}weight0" in names
 
 
-def state_key(module: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
-    """The key under which ``version`` keeps the state of ``module``, which is attention's or another's."""
+def state_key(module_name: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
+    """The key under which ``version`` keeps a module's state; ``attention``: whether it is attention's."""
     middle = f"{FUSED_ATTENTION}." if attention and version < (1, 8) else ""
-    return f"{prefix_of(module)}{middle}{EXTRA_STATE}"
+    return f"{prefix_of(module_name)}{middle}{EXTRA_STATE}"
 
 
 def module_of_state(key: str, modules: Container[str]) -> str:
@@ -107,9 +131,9 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
 _PARAMETER = re.compile(r"(?:(\w+)_)?(weight|bias)")
 
 
-def prefix_of(module: str) -> str:
+def prefix_of(module_name: str) -> str:
     """The prefix of the names of a module's parameters: ``layers.0.``."""
-    return f"{module}." if module else ""
+    return f"{module_name}." if module_name else ""
 
 
 def is_parameter(leaf: str) -> bool:
@@ -120,75 +144,6 @@ def is_parameter(leaf: str) -> bool:
 def stem_of(leaf: str) -> str:
     """``fc1`` of ``fc1_weight``; ``""`` of ``weight``."""
     return leaf.removesuffix("weight").removesuffix("bias").rstrip("_")
-
-
-class RowOrder(Protocol):
-    """The order of the rows of a projection to several tensors: their numbers by name, and parameters cut by it."""
-
-    def with_order(self, interleaved: bool) -> RowOrder:
-        """The same rows by groups of heads, or by names."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Rows by name: ``query``, ``key``, ``value``, or some of them."""
-
-    def split_parameter(self, fused: Tensor) -> dict[str, Tensor]:
-        """A weight ``[rows, in]`` or a bias ``[rows]`` by names."""
-
-    def join_parameters(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """What :meth:`split_parameter` takes, of what it gives."""
-
-
-class Projecting(Protocol):
-    """Attention with projections, as our ``MultiheadAttention`` is.
-
-    Attributes:
-        projection_rows: the order of each projection's rows, by the name of its module.
-        fuse_qkv_params: a projection to several tensors has one weight.
-        qkv_weight_interleaved: its rows are by groups of heads.
-    """
-
-    fuse_qkv_params: bool
-    qkv_weight_interleaved: bool
-
-    @property
-    def projection_rows(self) -> Mapping[str, RowOrder]: ...
-
-
-def projection_parameters(attention: Projecting, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
-
-    Args:
-        projection: the name of its module in ``attention``.
-        parameters: by name, without prefix; what fits nothing stays as it is.
-    """
-    if (order := attention.projection_rows.get(projection)) is None:
-        return dict(parameters)
-    split = not attention.fuse_qkv_params and projection != "query_layer"
-    return _split_or_joined(parameters, order.with_order(attention.qkv_weight_interleaved), split)
-
-
-def _split_or_joined(parameters: Mapping[str, Any], order: RowOrder, split: bool) -> dict[str, Any]:
-    """Parameters of a projection as one that is ``split``, or is not, names them.
-
-    Args:
-        parameters: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
-        order: of the projection's rows.
-        split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
-    """
-    sizes = order.sizes
-    renamed = dict(parameters)
-    for leaf in ("weight", "bias"):
-        parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
-        fused = renamed.get(leaf)
-        if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
-            del renamed[leaf]
-            renamed |= {f"{name}_{leaf}": part for name, part in order.split_parameter(fused).items()}
-        elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
-            split_names = {f"{name}_{leaf}" for name in sizes}
-            renamed = {name: value for name, value in renamed.items() if name not in split_names}
-            renamed[leaf] = order.join_parameters(parts)  # type: ignore[arg-type]
-    return renamed
 
 
 # --- Prefixes ---------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
-from lightning_fp8.te.keys import ATTENTION_GEMMS, BACKWARD_SLOTS, FORWARD_SLOTS, column_of
+from lightning_fp8.scaled import Role
+from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, slots_of_state
 from lightning_fp8.te.torch_file import TensorRecord, read_archive, read_pickle
 from lightning_fp8.te.unpickle import CheckpointError, Standin
 
@@ -110,18 +110,10 @@ class TEState:
         amax_history = te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
-    def named_tensor_states(self, module: str) -> dict[str, TensorState]:
-        """The tensors that are cast, under the names that the module called ``module`` gives its history's slots.
-
-        Two GEMMs are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more GEMMs there are none.
-        """
-        owners = {0: [], 1: [module], 2: [f"{module}.fc1", f"{module}.fc2"], ATTENTION_GEMMS: [module]}
-        roles = ATTENTION_ROLES if self.num_gemms == ATTENTION_GEMMS else LINEAR_ROLES
-        return {
-            f"{owner}.{role.value}".lstrip("."): self.tensor_state(role, gemm)
-            for gemm, owner in enumerate(owners.get(self.num_gemms, []))
-            for role in roles
-        }
+    def named_tensor_states(self, module_name: str) -> dict[str, TensorState]:
+        """The tensors that are cast, by :func:`~lightning_fp8.te.keys.slots_of_state` of ``module_name``."""
+        slots = slots_of_state(module_name, self.num_gemms)
+        return {slot: self.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
 
 
 def read_te_state(value: Any) -> TEState:

@@ -210,14 +210,14 @@ class _Machine:
         self._set_items(popped)
 
     def op_global(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self._push_global(f"{module}.{name}")
+        module_name, _, name = argument.partition(" ")
+        self._push_global(f"{module_name}.{name}")
 
     def op_stack_global(self, _: None) -> None:
-        module, name = self._pop(2)
-        if not isinstance(module, str) or not isinstance(name, str):
+        module_name, name = self._pop(2)
+        if not isinstance(module_name, str) or not isinstance(name, str):
             raise TypeError("a global's name is no text")
-        self._push_global(f"{module}.{name}")
+        self._push_global(f"{module_name}.{name}")
 
     def _push_global(self, name: str) -> None:
         constructor = self.lookup(name)

@@ -114,6 +114,15 @@ def test_an_earlier_state_without_waiting_amaxes_loads() -> None:
     assert loaded["steps"] == -1
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(-1, None), (0, 0), (2, 2)])
+def test_files_hold_an_unknown_number_of_steps_as_before(saved: int, loaded: int | None) -> None:
+    linear = Linear(16, 8)
+    load_fp8_state_dict(linear, {**fp8_state_dict(linear), "steps": saved})
+    assert linear.history is not None
+    assert linear.history.steps == loaded
+    assert fp8_state_dict(linear)["steps"] == linear.history.state_dict()["steps"] == saved
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -39,8 +39,8 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, ranks: l
     largest = max(first["amax"][0][0], second["amax"][0][0])
     assert first["scales"][accumulate - 1][0] == pytest.approx(448 / largest, rel=1e-6)
     for rank in (first, second):
-        assert rank["updates"] == [["all_reduce"]] * steps
-        assert rank["more_than_bf16"] == {"all_reduce": steps}
+        assert rank["updates"] == [["all_gather", "all_reduce"], *[["all_reduce"]] * (steps - 1)]  # names, once
+        assert rank["more_than_bf16"] == {"all_reduce": steps, "all_gather": 1}
 
 
 def test_resume_is_bit_for_bit(ranks: list[Any]) -> None:

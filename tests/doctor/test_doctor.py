@@ -33,12 +33,12 @@ COMPILERS = {
 }
 H200_CARD = Card("NVIDIA H200", (9, 0), 141 << 30)
 H200_DRIVER = Driver("580.159.03", (13, 0), (H200_CARD,), devices=True)
-OLD_DRIVER = replace(H200_DRIVER, version="570.1", cuda=(12, 8))
+OLD_DRIVER = replace(H200_DRIVER, version="570.1", cuda_version=(12, 8))
 
 
 def machine(
     versions: Mapping[str, str | None] | None = None,
-    torch: Torch | None = Torch("2.11.0+cu130", "13.0"),  # noqa: B008
+    torch_build: Torch | None = Torch("2.11.0+cu130", "13.0"),  # noqa: B008
     driver: Driver = H200_DRIVER,
     compilers: Mapping[str, Mapping[str, str]] | None = None,
     cache: Cache = Cache("/cache", 12, 34567),  # noqa: B008
@@ -52,7 +52,7 @@ def machine(
         variables or {},
         lambda: {"torch": "2.8", "lightning": "2.5"},
         lambda: installed,
-        lambda: torch,
+        lambda: torch_build,
         lambda: driver,
         lambda: {**COMPILERS, **(compilers or {})},
         lambda: cache,
@@ -73,22 +73,24 @@ OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 
 BROKEN: dict[str, tuple[Machine, str, Verdict, str, str]] = {
     # machine, what is found, how bad, a part of what is said, a part of the way out
-    "no torch": (machine(torch=None), "torch", FAIL, "not installed", "pip install torch"),
-    "old torch": (machine(torch=Torch("2.7.1+cu126", "12.6")), "torch", FAIL, "2.8 is the oldest", "-U"),
+    "no torch": (machine(torch_build=None), "torch", FAIL, "not installed", "pip install torch"),
+    "old torch": (machine(torch_build=Torch("2.7.1+cu126", "12.6")), "torch", FAIL, "2.8 is the oldest", "-U"),
     "no lightning": (machine({"lightning": None}), "lightning", FAIL, "not installed", "pip install lightning"),
     "old lightning": (machine({"lightning": "2.4.0"}), "lightning", FAIL, "2.5 is the oldest", "-U"),
     "pytorch_lightning": (
         machine({"lightning": None, "pytorch-lightning": "2.6.0"}), "lightning", FAIL, "refuses our plugins",
         "pip install lightning",
     ),
-    "CPU torch on a card": (machine(torch=CPU_TORCH), "torch and driver", FAIL, "built without CUDA", "built for CUDA"),
+    "CPU torch on a card": (
+        machine(torch_build=CPU_TORCH), "torch and driver", FAIL, "built without CUDA", "built for CUDA"
+    ),
     "torch newer than the driver": (
         machine(driver=OLD_DRIVER, versions={"cuda-bindings": "12.9.1", "nvidia-nvjitlink": None, "nvidia-nvvm": None}),
         "torch and driver", FAIL, "torch is built for CUDA 13.0, and the driver supports CUDA up to 12.8",
         "built for CUDA 12",
     ),
     "kernels newer than the driver": (
-        machine(driver=OLD_DRIVER, torch=Torch("2.11.0+cu128", "12.8")), "versions", FAIL,
+        machine(driver=OLD_DRIVER, torch_build=Torch("2.11.0+cu128", "12.8")), "versions", FAIL,
         "libraries of CUDA 13, and the driver supports 12.8", "lightning-fp8[cuda12]",
     ),
     "Ampere": (
@@ -210,7 +212,7 @@ def test_what_is_broken_is_found_with_a_way_out(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["no numba-cuda", "numba older than numpy", "nvvm newer than nvJitLink", "no libnvvm"])
 def test_without_a_card_nothing_of_the_kernels_fails_unless_they_are_wanted(case: str) -> None:
-    of = replace(BROKEN[case][0], driver=lambda: NO_CARD, torch=lambda: CPU_TORCH)
+    of = replace(BROKEN[case][0], driver=lambda: NO_CARD, torch_build=lambda: CPU_TORCH)
     assert FAIL not in {finding.verdict for finding in findings_of(of)}
     assert [finding.what for finding in findings_of(of, compiling=True) if finding.verdict is FAIL] == [BROKEN[case][1]]
 

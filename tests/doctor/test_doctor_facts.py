@@ -64,7 +64,7 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_driver")
 def test_the_driver_is_asked() -> None:
     found = machine.this_machine(1).driver()
-    assert (found.version, found.cuda, found.problem, found.status) == ("580.159.03", (13, 1), "", 0)
+    assert (found.version, found.cuda_version, found.problem, found.status) == ("580.159.03", (13, 1), "", 0)
     assert found.cards == (Card("NVIDIA H200", (9, 0), 141 << 30), Card("NVIDIA A100", (8, 0), 141 << 30))
     assert checks.runs_kernels(found)
 

@@ -181,6 +181,17 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
     assert scales == [0, 0, 112, 112, 112, 448]  # 0: cast by the tensor's own amax
 
 
+@pytest.mark.parametrize("unusable", [0.0, INF, NAN])
+def test_an_update_that_passes_over_a_tensor_is_none_of_its_interval(unusable: float) -> None:
+    """One overflow would else cost the whole interval: its update computes nothing, and the next is not due."""
+    recipe, history, scales = DelayedScaling(interval=2, amax_history_len=4), AmaxHistory([("x", Role.INPUT)]), []
+    for amax in [4, unusable, 2, unusable, 1, 8]:
+        history.amax.fill_(amax)
+        reduce_and_update([history], recipe)
+        scales.append(history.scale.item())
+    assert scales == [0, 0, 112, 112, 112, 56]
+
+
 def test_the_host_learns_which_scales_are_not_0() -> None:
     """After an update that a tensor took part in, until a state is loaded; a copy asks again."""
     history = AmaxHistory([("a", Role.INPUT), ("b", Role.INPUT)])

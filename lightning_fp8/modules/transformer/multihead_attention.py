@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from lightning_fp8.arguments import one_of, require_bools, require_number, require_positive_or_none
 from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention import DotProductAttention
-from lightning_fp8.modules.attention.arguments import Sizes, check_layer_number
+from lightning_fp8.modules.attention.arguments import check_layer_number
 from lightning_fp8.modules.fused import LayerNormLinear
 from lightning_fp8.modules.fused.arguments import checked_norm
 from lightning_fp8.modules.linear import Linear
@@ -29,10 +29,9 @@ from lightning_fp8.modules.transformer.arguments import (
 )
 from lightning_fp8.modules.transformer.head_norms import head_norms
 from lightning_fp8.modules.transformer.inference import Batch
-from lightning_fp8.modules.transformer.projections import ProjectionRows
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
 from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.te.keys import projection_parameters
+from lightning_fp8.te.projections import has_split_parameters, projection_parameters, rows_of_projections
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
@@ -147,7 +146,9 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         sizes = head_sizes(hidden_size, num_attention_heads, kv_channels, num_gqa_groups)
         self.qkv_weight_interleaved = qkv_weight_interleaved
         interleaved = fuse_qkv_params and qkv_weight_interleaved
-        self.projection_rows = _projection_rows(sizes, attention_type, interleaved, input_layernorm)
+        self.projection_rows = rows_of_projections(
+            sizes.heads, sizes.groups, sizes.channels, attention_type == "self", interleaved, input_layernorm
+        )
 
         shared: dict[str, Any] = {
             "bias": bias,
@@ -158,7 +159,7 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         }
         for name, order in self.projection_rows.items():
             projection = {"init_method": init_method or default_init_method, **shared}
-            if not fuse_qkv_params and name != "query_layer":
+            if has_split_parameters(name, fuse_qkv_params):
                 projection["parameters_split"] = order.sizes
             out_features = sum(order.sizes.values())
             if name.startswith("layernorm"):
@@ -302,19 +303,3 @@ def _starts(call: Mapping[str, Any], of: str) -> Tensor | None:
     """Where sequences of ``"q"`` or ``"kv"`` start."""
     padded: Tensor | None = call.get(f"cu_seqlens_{of}_padded")
     return call.get(f"cu_seqlens_{of}") if padded is None else padded
-
-
-def _projection_rows(
-    sizes: Sizes, attention_type: str, interleaved: bool, input_layernorm: bool
-) -> dict[str, ProjectionRows]:
-    """The rows of each projection, by the name of its module."""
-    share = sizes.heads // sizes.groups
-    of = (sizes.groups, sizes.channels, interleaved)
-    if attention_type == "self":
-        name = "layernorm_qkv" if input_layernorm else "qkv"
-        return {name: ProjectionRows(("query", "key", "value"), (share, 1, 1), *of)}
-    name = "layernorm_query" if input_layernorm else "query_layer"
-    return {
-        name: ProjectionRows(("query",), (share,), *of),
-        "key_value": ProjectionRows(("key", "value"), (1, 1), *of),
-    }

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from cuda_kernels.casts.activation import activation_backward_loader, activation_loader
 from cuda_kernels.casts.column_sums import summed_loader
-from cuda_kernels.device.sizes import ceil_div
-from cuda_kernels.device.tile import WARP_ROWS
 from cuda_kernels.host import launch
 from lightning_fp8.ops.activation import reference
 from lightning_fp8.ops.activation.schema import (
@@ -22,7 +20,7 @@ from lightning_fp8.ops.activation.schema import (
 )
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import require
-from lightning_fp8.ops.core.column_sums import ColumnSums
+from lightning_fp8.ops.core.column_sums import ColumnSums, num_tile_sums
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.tensor_keys import PlainKey, TensorKey, tensor_key
@@ -73,8 +71,7 @@ class ActivationBackwardLaunches:
         self._sums = None
         if options.bias_dtype:
             store_loader = summed_loader(loader)
-            num_partials = ceil_div(x.rows, WARP_ROWS)
-            self._sums = ColumnSums(device, num_partials, x.columns, options.bias_dtype, num_sets=1)
+            self._sums = ColumnSums(device, num_tile_sums(x.rows), x.columns, options.bias_dtype, num_sets=1)
         self._cast = cast_launches(variant.options.layout)(
             device, loader, x.rows, x.columns, variant, store_loader
         ).cast

@@ -1,4 +1,12 @@
-"""Sums over rows in two stages: kernels store partial sums, and a second kernel adds them up in a fixed order."""
+"""Sums over rows, float32, in two stages, whose order depends on shapes and on the number of multiprocessors alone.
+
+| | a bias' gradient, beside its cast | gradients of a norm's weight and bias |
+|---|---|---|
+| first stage, in ``cuda_kernels`` | ``casts/column_sums.py``, ``summed_loader`` | ``norm/backward.py`` |
+| a partial sum is of | 16 rows that follow each other | a block's rows: every n-th |
+| n, how many there are | :func:`num_tile_sums` | :func:`num_block_sums`, the blocks of the grid |
+| second stage | ``casts/column_sums.py``, ``column_sums_kernel`` | the same |
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,21 @@ from torch import Tensor
 
 from cuda_kernels.casts.column_sums import COLUMNS, column_sums_kernel
 from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.tile import WARP_ROWS
 from cuda_kernels.host import launch
+from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.core.allocation import allocator
 from lightning_fp8.ops.core.options import DTYPE_NAMES
+
+
+def num_tile_sums(rows: int) -> int:
+    """The number of partial sums where each is of :data:`WARP_ROWS` rows that follow each other, as a warp has them."""
+    return ceil_div(rows, WARP_ROWS)
+
+
+def num_block_sums(kernel: Kernel, rows: int, device: torch.device) -> int:
+    """The number of partial sums where each is of a block's rows: so many blocks run at once, and each has a row."""
+    return min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
 
 
 class ColumnSums:

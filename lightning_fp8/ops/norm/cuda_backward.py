@@ -13,7 +13,7 @@ from cuda_kernels.norm.statistics import NormSpec
 from lightning_fp8.ops.core.alignment import ALIGNMENT
 from lightning_fp8.ops.core.allocation import allocator, empty_tensor
 from lightning_fp8.ops.core.checks import CheckedAddresses, require, require_contiguous
-from lightning_fp8.ops.core.column_sums import ColumnSums
+from lightning_fp8.ops.core.column_sums import ColumnSums, num_block_sums
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned
 from lightning_fp8.ops.core.options import DTYPE_NAMES, HIGH_PRECISION
 from lightning_fp8.ops.core.registration import implement
@@ -48,7 +48,7 @@ class NormBackwardLaunches:
             kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
         else:
             kernel = long_norm_backward_kernel(spec, dy_dtype, all(key.is_vectorizable(4) for key in inputs))
-        blocks = min(x.rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
+        blocks = num_block_sums(kernel, x.rows, device)
         self._pointer = launch.address_on(device)
         self._allocate = allocator(device)
         self._checked = CheckedAddresses(device)
