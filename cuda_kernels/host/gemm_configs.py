@@ -50,7 +50,7 @@ class GemmProblem:
         spec: what is computed: formats, scales, the dtype of the result.
         architecture: ``"90a"``, ``"89"``, ...
         multiprocessors: of the GPU.
-        out_aligned: TMA can store the result, whose rows begin at multiples of 16 bytes; operands always are aligned.
+        out_aligned: TMA can store the result where it lies; operands always are aligned.
         even: two neighbouring elements of the result can be written at once, and of what has its columns, read.
     """
 

@@ -2,7 +2,7 @@
 
 - Operands: :func:`is_aligned_operand`, which our kernels and cuBLASLt ask. Casts write no others
   (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`.
-  The sizes may be any: a row is padded, not K.
+  Sizes may be any: rows are padded in memory, K is not.
 - Sizes: ``cublaslt_takes`` of :mod:`cuda_kernels.host.gemm_configs`, which cuBLASLt alone asks. Where it refuses, our
   kernels multiply, or the reference, as :mod:`cuda_kernels.host.gemm_selection` chooses.
 - The result: :func:`is_aligned_result` and :func:`has_aligned_pairs`. Otherwise our kernels store it in smaller pieces.

@@ -1,6 +1,7 @@
 """FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
 
-What no kernel computes, ``torch._scaled_mm`` does, and what that refuses, the reference, slower and with a warning.
+What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies. The reference computes what ``torch._scaled_mm`` then
+refuses, and what nothing else takes, slower and with a warning.
 """
 
 from __future__ import annotations
