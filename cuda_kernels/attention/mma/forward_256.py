@@ -68,8 +68,9 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             if j + 1 < last_tile:
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
-            out = rescale(out, alpha, alpha_below)
-            out = add_product(out, words, in_b + v_offset, value_scale_inv, value_scale_inv)
+            out = add_product(
+                rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale_inv, value_scale_inv
+            )
         return out, softmax_state
 
     return attend, v_offset + CHANNELS * LINE
