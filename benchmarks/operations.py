@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.core.registration import op
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.ops.norm.schema import format_norm_options
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.ops.quantize.options import format_quantize_options
@@ -190,7 +190,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
         def of(x: Tensor) -> Arguments:
             options_text = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
             data, scale_inv, *_ = reference.quantize(x, options_text)
-            operand, scale = with_kernel_strides((data, scale_inv), layout)
+            operand, scale = aligned_operand((data, scale_inv), layout)
             named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
             if accumulate:
                 return {

@@ -25,7 +25,7 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
+from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, aligned_operand, bind_gemm
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout, ScaledTensor
 
@@ -261,7 +261,7 @@ def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
     options_text = f"e4m3 {layout} power_2 rowwise"
     quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
     data, scale_inv, *_ = quantize(x, options_text)
-    return ScaledTensor(*with_kernel_strides((data, scale_inv), Layout(layout)), Layout(layout))
+    return ScaledTensor(*aligned_operand((data, scale_inv), Layout(layout)), Layout(layout))
 
 
 def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import update_amax
+from cuda_kernels.device.codec import DtypeName, update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
@@ -52,10 +52,10 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
         visitors.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
-    if spec.bias:
-        visitors.append(_make_bias_adder(num_registers, spec.bias, even))
+    if spec.bias_dtype:
+        visitors.append(_make_bias_adder(num_registers, spec.bias_dtype, even))
     if spec.amax:
-        visitors.append(_make_amax_observer(num_registers, spec.out))
+        visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
     return _composed(visitors)
 
 
@@ -111,9 +111,9 @@ def _make_row_scaler(num_registers: int, even: bool) -> Any:
     return scale_rows_and_columns
 
 
-def _make_amax_observer(num_registers: int, out: str) -> Any:
+def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
     largest = largest_of_rows(num_registers)
-    rounded = round_to[out]
+    rounded = round_to[out_dtype]
 
     @device
     def observe_amax(acc, epi_args, row, m, column, n):
@@ -139,7 +139,7 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
         return _make_smem_store(0, spec, config)
     num_registers = config.tile_n // 2
     finish = make_epilogue(spec, num_registers, config.even)
-    store = store_fragment_global(num_registers, spec.out, config.even, spec.accumulate)
+    store = store_fragment_global(num_registers, spec.out_dtype, config.even, spec.accumulate)
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
@@ -156,7 +156,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
 
     The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
     """
-    columns = epi_tile_columns(spec.out)
+    columns = epi_tile_columns(spec.out_dtype)
     epi_tiles = num_epi_tiles(config, spec)
     start = min(epi_tile * columns, config.tile_n - columns)
     num_registers = columns // 2
@@ -169,7 +169,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
     slice_epi_tile = slice_fragment(config.tile_n // 2, start // 2, num_registers)
     finish = make_epilogue(spec, num_registers, config.even)
-    copy_r2s = make_swizzled_store(num_registers, spec.out)
+    copy_r2s = make_swizzled_store(num_registers, spec.out_dtype)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
 

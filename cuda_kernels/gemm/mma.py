@@ -255,7 +255,7 @@ def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
     finish = make_epilogue(spec, num_registers, even)
-    store = store_fragment_global(num_registers, spec.out, even, spec.accumulate)
+    store = store_fragment_global(num_registers, spec.out_dtype, even, spec.accumulate)
 
     @device
     def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
+from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.device.swizzle import ROW_BYTES
 
@@ -92,8 +93,8 @@ class GemmSpec:
     Attributes:
         a, b: FP8 formats, ``e4m3`` or ``e5m2``.
         scaling: which scales A and B have.
-        out: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
-        bias: the bias's dtype, or None.
+        out_dtype: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
+        bias_dtype: dtype of the bias, or None where none is added.
         accumulate: add to ``out``, which is float32.
         promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
             bits (DeepSeek-V3, arXiv:2412.19437). Always true where scales change along K.
@@ -103,8 +104,8 @@ class GemmSpec:
     a: str
     b: str
     scaling: Scaling
-    out: str
-    bias: str | None = None
+    out_dtype: DtypeName
+    bias_dtype: DtypeName | None = None
     accumulate: bool = False
     promote: bool = True
     amax: bool = False
@@ -114,8 +115,8 @@ class GemmSpec:
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
-        parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out]
-        parts += [f"bias={self.bias}"] * bool(self.bias)
+        parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out_dtype]
+        parts += [f"bias={self.bias_dtype}"] * bool(self.bias_dtype)
         parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
         return " ".join(parts)
 
@@ -235,14 +236,14 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
     return {**offsets, "end": end}
 
 
-def epi_tile_columns(out: str) -> int:
+def epi_tile_columns(out_dtype: DtypeName) -> int:
     """Columns of an epilogue tile: 128 bytes of a row of the result."""
-    return 32 if out == "float32" else 64
+    return 32 if out_dtype == "float32" else 64
 
 
 def num_epi_tiles(config: GemmConfig, spec: GemmSpec) -> int:
     """Epilogue tiles side by side in ``config``."""
-    return ceil_div(config.tile_n, epi_tile_columns(spec.out))
+    return ceil_div(config.tile_n, epi_tile_columns(spec.out_dtype))
 
 
 WARP_COLUMNS = 32

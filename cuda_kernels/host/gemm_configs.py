@@ -1,7 +1,6 @@
 """The configs in which our kernels compute a GEMM, and an estimate of their time. Pure functions of numbers.
 
-:mod:`cuda_kernels.host.gemm_selection` chooses among them and the libraries: it takes what was measured on this GPU,
-then cuBLASLt where that computes the GEMM, and only then the config of least estimated time.
+:mod:`cuda_kernels.host.gemm_selection` chooses among them and the libraries.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class GemmProblem:
         spec: what is computed: formats, scales, the dtype of the result.
         architecture: ``"90a"``, ``"89"``, ...
         multiprocessors: of the GPU.
-        aligned: rows of the result begin at multiples of 16 bytes.
-        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
+        out_aligned: TMA can store the result where it lies; operands always are aligned.
+        even: two neighbouring elements of the result can be written at once, and of what has its columns, read.
     """
 
     m: int
@@ -63,8 +62,12 @@ class GemmProblem:
     spec: GemmSpec
     architecture: str
     multiprocessors: int
-    aligned: bool
+    out_aligned: bool
     even: bool
+
+
+CUBLASLT_MULTIPLE = 16
+"""What N and K are multiples of in a GEMM that ``torch._scaled_mm`` takes; our kernels take any sizes."""
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
@@ -83,15 +86,15 @@ def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
 def cublaslt_takes(problem: GemmProblem) -> bool:
     """Whether ``torch._scaled_mm`` computes the problem on every GPU with FP8.
 
-    It wants n and k in multiples of 16, and scales of rows only for E4M3 and results in bfloat16.
+    It wants n and k in multiples of :data:`CUBLASLT_MULTIPLE`; scales of rows only for E4M3 and results in bfloat16.
     """
     spec = problem.spec
-    if problem.n % 16 or problem.k % 16 or spec.a == spec.b == "e5m2":
+    if problem.n % CUBLASLT_MULTIPLE or problem.k % CUBLASLT_MULTIPLE or spec.a == spec.b == "e5m2":
         return False
-    if spec.bias is not None and (spec.bias != spec.out or spec.out == "float32"):
+    if spec.bias_dtype is not None and (spec.bias_dtype != spec.out_dtype or spec.out_dtype == "float32"):
         return False
     if spec.scaling is Scaling.ROW:
-        return spec.a == spec.b == "e4m3" and spec.out == "bfloat16"
+        return spec.a == spec.b == "e4m3" and spec.out_dtype == "bfloat16"
     return spec.scaling is Scaling.TENSOR
 
 
@@ -116,13 +119,13 @@ _SHAPES = (
 def _hopper_configs(problem: GemmProblem) -> Iterator[GemmConfig]:
     for mma_warpgroups, waves, tile_n, pingpong in _SHAPES:
         config = GemmConfig(
-            mma_warpgroups, waves, tile_n, stages=4, smem_epilogue=problem.aligned, even=problem.even, pingpong=pingpong
+            mma_warpgroups, waves, tile_n, stages=4, smem_epilogue=problem.out_aligned, even=problem.even,
+            pingpong=pingpong,
         )  # fmt: skip
-        shared = replace(config, cluster=2, multicast_a=config.tile_m > tile_n)
-        for clustered in (config, shared)[: problem.multiprocessors]:
-            fitted = _fitted(clustered, problem.spec)
-            if fitted:
-                yield fitted
+        candidates = [config]
+        if problem.multiprocessors > 1:  # each block of a cluster fills one
+            candidates.append(replace(config, cluster=2, multicast_a=config.tile_m > tile_n))
+        yield from filter(None, (_fitted(candidate, problem.spec) for candidate in candidates))
 
 
 def _fitted(config: GemmConfig, spec: GemmSpec) -> GemmConfig | None:

@@ -1,11 +1,22 @@
-"""The choice of the kernel and tile, or library, that computes a GEMM.
+"""The choice of the kernel and tile, or library, that computes a GEMM: :func:`choose_gemm_on`, in four steps.
 
-It rests on measurements, where there are any (:mod:`cuda_kernels.host.gemm_measurements`), and else on an estimate.
+1. The backend that the user names by :data:`CHOICE_VARIABLE`: ``cublaslt`` wherever it computes the GEMM; ``numba``
+   leaves the other steps our kernels alone, wherever one does.
+2. What was fastest in a measurement on this GPU (:mod:`cuda_kernels.host.gemm_measurements`) of a GEMM that differs in
+   its sizes alone, by less than a factor of 2.
+3. cuBLASLt, where it computes the GEMM (:func:`~cuda_kernels.host.gemm_configs.cublaslt_takes`).
+4. The tile of least estimated time (:func:`~cuda_kernels.host.gemm_configs.fastest_by_estimate`).
+
+Only what is legal is chosen (:func:`~cuda_kernels.host.gemm_configs.legal_choices`); where no kernel is, that is
+cuBLASLt, or else the reference in plain torch. An op asks once for operands of one dtype, shape and memory layout. They
+are aligned, since it copies others first, and their layouts of scales are a :class:`~cuda_kernels.gemm.spec.Scaling`:
+it leaves other pairs to the reference.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +31,7 @@ from cuda_kernels.host.gemm_configs import (
     legal_choices,
     legal_configs,
 )
-from cuda_kernels.host.gemm_measurements import Measurement
+from cuda_kernels.host.gemm_measurements import Measurement, measured_on
 
 if TYPE_CHECKING:
     from cuda_kernels.host.precompile import Build
@@ -32,6 +43,17 @@ BACKENDS = "numba", "cublaslt"
 
 _NEAR = 2.0
 """A measurement counts for a problem whose sizes differ by less than this factor."""
+
+
+def choose_gemm_on(card: str, problem: GemmProblem) -> GemmChoice:
+    """Choose as :func:`choose_gemm`, by the measurements on GPUs named ``card`` and the user's environment variable.
+
+    Both are read here, at each call; an op keeps the choice until its plans are cleared.
+
+    Raises:
+        ValueError: the variable names another backend.
+    """
+    return choose_gemm(problem, measured_on(card), os.environ.get(CHOICE_VARIABLE) or None)
 
 
 def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), backend: str | None = None) -> GemmChoice:

@@ -27,7 +27,7 @@ from cuda_kernels.host.precompile import compile_ahead, missing
 from lightning_fp8.ops.core.dispatch import clear_plan_cache
 from lightning_fp8.ops.gemm.launches import build_gemm
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, bind_gemm, with_kernel_strides
+from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm
 from lightning_fp8.ops.gemm.schema import Operand
 from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
@@ -83,7 +83,7 @@ def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmCh
         cast = recipe.cast(role)
         x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
         data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, format_quantize_options(cast))
-        return with_kernel_strides((data, scale_inv), cast.layout)
+        return aligned_operand((data, scale_inv), cast.layout)
 
     a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
 

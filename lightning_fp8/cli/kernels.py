@@ -105,12 +105,12 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
     forward, of_input, of_weight = gemms_of(inputs, outputs, tokens)
     asked: tuple[tuple[LayerGemm, dict[str, Any]], ...] = (
         (forward, {}),
-        (forward, {"bias": "bfloat16"}),
-        (forward, {"bias": "float32"}),
+        (forward, {"bias_dtype": "bfloat16"}),
+        (forward, {"bias_dtype": "float32"}),
         (of_input, {}),
         (of_weight, {}),
-        (of_weight, {"out": "float32"}),
-        (of_weight, {"out": "float32", "accumulate": True}),
+        (of_weight, {"out_dtype": "float32"}),
+        (of_weight, {"out_dtype": "float32", "accumulate": True}),
     )
     for gemm, options in asked:
         if not has_kernels(gemm, recipe):  # it is multiplied in BF16

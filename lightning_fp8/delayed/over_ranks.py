@@ -43,14 +43,14 @@ def are_several_ranks(group: dist.ProcessGroup | None = None) -> bool:
 
 
 _compared: weakref.WeakKeyDictionary[AmaxHistory, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""By the first of them, the lists of histories whose names were compared: their group and creation indices."""
+"""By the first of them, the lists of histories whose names were compared: group, creation indices, numbers of slots."""
 
 
 @torch.compiler.disable
 def _compare_names(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | None) -> None:
     """Compare the names of slots over ``group``, once for each list of histories; the host waits for a GPU."""
     compared = _compared.setdefault(histories[0], set())
-    key = id(group), *(history.creation_index for history in histories)
+    key = id(group), *((history.creation_index, len(history.names)) for history in histories)
     device = histories[0].amax.device
     if key in compared or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return

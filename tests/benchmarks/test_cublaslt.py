@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import cublaslt
 from benchmarks.cublaslt import Matmul
-from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.benchmarks import cublaslt_stand_in as library
 from tests.benchmarks.cublaslt_stand_in import CublasLt, Refused, stand_in
@@ -49,7 +49,7 @@ def operands(
         sizes = torch.randint(-3, 4, (-(-rows // 16), -(-k // 128)), generator=generator).float().exp2()
         sizes = sizes.repeat_interleave(16, 0)[:rows].repeat_interleave(128, 1)[:, :k]
         plain = operand(numbers(rows, k, seed, exact=True) * sizes, dtype, layout, power_2=True)
-        made.append(ScaledTensor(*with_kernel_strides((plain.data, plain.scale_inv), plain.layout), plain.layout))
+        made.append(ScaledTensor(*aligned_operand((plain.data, plain.scale_inv), plain.layout), plain.layout))
     return made[0], made[1]
 
 

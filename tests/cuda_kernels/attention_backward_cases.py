@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cuda_kernels.attention.backward import statistics as rows_of_statistics
+from cuda_kernels.attention.backward import statistics as fields
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
@@ -106,13 +106,10 @@ class Given:
         p = torch.exp2(scores - total[..., None])
         rest = (p * (do @ v.mT - delta[..., None])).sum(3)
         blocks = (in_packed_rows(each, rows).scale_inv.repeat_interleave(ROWS, 1) for each in self.operands[:2])
-        found = dict(zip((rows_of_statistics.GRADIENT_SCALE_INV, rows_of_statistics.QUERY_SCALE_INV), blocks))
-        found |= {
-            rows_of_statistics.DELTA: self.in_rows(delta, 0.0),
-            rows_of_statistics.TOTAL: self.in_rows(total, torch.inf),
-        }
-        found[rows_of_statistics.CORRECTED] = self.in_rows(delta + rest, 0.0)
-        return torch.stack([found[which] for which in range(rows_of_statistics.STATISTICS)], 1)
+        found = dict(zip((fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV), blocks))
+        found |= {fields.DELTA: self.in_rows(delta, 0.0), fields.TOTAL: self.in_rows(total, torch.inf)}
+        found[fields.CORRECTED] = self.in_rows(delta + rest, 0.0)
+        return torch.stack([found[which] for which in range(fields.STATISTICS)], 1)
 
 
 @cache
@@ -228,12 +225,7 @@ def error(actual: Tensor, right: Tensor) -> float:
 def check_delta(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
     actual, right = on.delta().cpu(), given(problem).statistics()
-    for which in (
-        rows_of_statistics.DELTA,
-        rows_of_statistics.TOTAL,
-        rows_of_statistics.GRADIENT_SCALE_INV,
-        rows_of_statistics.QUERY_SCALE_INV,
-    ):
+    for which in (fields.DELTA, fields.TOTAL, fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV):
         torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5)
 
 
@@ -241,10 +233,10 @@ def check_dq(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
     right = given(problem).statistics()
     statistics = right.to(device, copy=True)
-    statistics[:, rows_of_statistics.CORRECTED] = torch.nan
+    statistics[:, fields.CORRECTED] = torch.nan
     on.run_dq(statistics)
     on.assert_near("dq")
-    tolerance = 1e-4 * float(right[:, rows_of_statistics.CORRECTED].abs().max())
+    tolerance = 1e-4 * float(right[:, fields.CORRECTED].abs().max())
     torch.testing.assert_close(statistics.cpu(), right, rtol=1e-4, atol=tolerance)
 
 

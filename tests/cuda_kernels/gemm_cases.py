@@ -22,7 +22,7 @@ from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import with_kernel_strides
+from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
@@ -79,9 +79,7 @@ def check_product(
     size = float(right.abs().max())
     for more in (added, before):
         right = right if more is None else right + more.double()
-    on = [
-        with_kernel_strides((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)
-    ]
+    on = [aligned_operand((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)]
     operands = *on[0], *on[1], format_scaled_mm_options(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)

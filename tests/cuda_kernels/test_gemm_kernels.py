@@ -16,7 +16,7 @@ from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.gemm import cuda as gemm
 from lightning_fp8.ops.gemm import reference as gemm_reference
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import GemmOperand, operand_key, with_kernel_strides
+from lightning_fp8.ops.gemm.problem import GemmOperand, aligned_operand, operand_key
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.ops.quantize.options import format_quantize_options
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
@@ -125,7 +125,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
         a = operand(x, E4M3, "tensor", True)
         right = a.dequantize().double() @ a.dequantize().double().t()
         with multiplying("90a", 1, 1, 64, 1):
-            data, scale = with_kernel_strides((a.data, a.scale_inv), Layout.TENSOR)
+            data, scale = aligned_operand((a.data, a.scale_inv), Layout.TENSOR)
             options_text = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
             actual = gemm.scaled_mm(data, scale, data, scale, options_text)
         errors.append(float(((actual - right) / right).abs().max()))
@@ -139,9 +139,7 @@ def test_the_amax_of_what_is_not_finite(tile: tuple[Any, ...], value: float) -> 
     """It is seen; what lies beside the last row and column, zeros times infinity, is not."""
     a, b, one, amax = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0), torch.tensor(0.0)
     a[7, 5] = value
-    operands = [
-        part for x in (a, b) for part in with_kernel_strides((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)
-    ]
+    operands = [part for x in (a, b) for part in aligned_operand((x.to(E5M2 if x is a else E4M3), one), Layout.TENSOR)]
     with multiplying(*tile):
         options_text = format_scaled_mm_options(Layout.TENSOR, Layout.TENSOR, torch.float32)
         out = gemm.scaled_mm_observed(*operands, options_text, None, amax)
@@ -257,7 +255,7 @@ def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
     dispatch.clear_plan_cache()
-    data, scale = with_kernel_strides((b.data, b.scale_inv), Layout.TENSOR)
+    data, scale = aligned_operand((b.data, b.scale_inv), Layout.TENSOR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -282,7 +280,7 @@ def test_a_bias_with_gaps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None
     dispatch.clear_plan_cache()
     a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
     bias = torch.arange(64).bfloat16()[::2]
-    placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+    placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         actual = gemm.scaled_mm(*placed, "tensor tensor bfloat16", bias)
@@ -315,7 +313,7 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
         for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
             a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
             right = (a.dequantize() @ b.dequantize().t()).bfloat16()
-            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+            placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
             torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
     dispatch.clear_plan_cache()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
@@ -334,7 +332,7 @@ def test_what_no_kernel_multiplies_is_said_once(
         for columns in (64, 128):
             x = torch.randint(-3, 4, (32, columns)).float()
             a, b = (operand(x, E4M3, layout, True) for layout in layouts.split())
-            placed = [part for each in (a, b) for part in with_kernel_strides((each.data, each.scale_inv), each.layout)]
+            placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
             actual = gemm.scaled_mm(*placed, f"{layouts} bfloat16")
             assert torch.equal(actual, (a.dequantize() @ b.dequantize().t()).bfloat16())
     dispatch.clear_plan_cache()

@@ -69,7 +69,7 @@ def test_every_plan_of_a_problem() -> None:
     """All tiles that are legal give the same bits."""
     card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
     product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
-    problem = GemmProblem(1000, 1040, 1500, product, *card, aligned=True, even=True)
+    problem = GemmProblem(1000, 1040, 1500, product, *card, out_aligned=True, even=True)
     for plan in gemm_configs.legal_choices(problem):
         if not isinstance(plan, Library):
             numbers = (plan.tile_m, plan.tile_n)

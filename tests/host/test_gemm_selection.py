@@ -23,8 +23,13 @@ from lightning_fp8.ops.quantize import reference
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
-    lambda formats, scaling, out, bias, accumulate, promote: GemmSpec(
-        *formats, scaling, "float32" if accumulate else out, None if accumulate else bias, accumulate, promote
+    lambda formats, scaling, out_dtype, bias_dtype, accumulate, promote: GemmSpec(
+        *formats,
+        scaling,
+        out_dtype="float32" if accumulate else out_dtype,
+        bias_dtype=None if accumulate else bias_dtype,
+        accumulate=accumulate,
+        promote=promote,
     ),
     st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]),
     st.sampled_from(Scaling),
@@ -77,7 +82,7 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
                 == 0
             )
             assert (choice.tile_m if choice.multicast_a else choice.tile_n) // choice.cluster % 8 == 0
-            assert problem.aligned or not choice.smem_epilogue
+            assert problem.out_aligned or not choice.smem_epilogue
             assert problem.even or not choice.even
             if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
                 assert all(-(-(j + 1) * choice.tile_n // 128) - j * choice.tile_n // 128 <= 2 for j in range(128))

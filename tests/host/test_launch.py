@@ -33,7 +33,7 @@ from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.core.alignment import empty_operand
-from lightning_fp8.ops.quantize import cuda, reference
+from lightning_fp8.ops.quantize import cuda, launches, reference
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import executing, ptx_of
 from tests.cuda_kernels.kernel_cases import BF16, assert_same, sample
@@ -460,3 +460,27 @@ def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(TypeError, match=r"has the parameters x, scale, amax, rows, columns; it is bound with x"):
             bind(kernel, 7, card.device, addresses, **scalars)
+
+
+@pytest.mark.parametrize(
+    ("maker", "options_text"),
+    [
+        ("quantize_tensor_kernel", "e4m3 tensor rowwise columnwise"),
+        ("quantize_rows_kernel", "e4m3 row rowwise columnwise"),
+        ("quantize_blocks_kernel", "e4m3 1x128 rowwise columnwise"),
+    ],
+)
+def test_casts_are_bound_by_name(maker: str, options_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that takes two strides in the other order, neither is given for the other."""
+    make, other = getattr(launches, maker), {"out_stride": "out_t_stride", "out_t_stride": "out_stride"}
+
+    def exchanged(*args: Any) -> Kernel:
+        kernel = make(*args)
+        names = [other.get(name, name) for name in kernel.parameters]
+        function = eval(f"lambda {', '.join(names)}: None")
+        return Kernel(kernel.name, function, {name: kernel.parameters[name] for name in names}, kernel.threads)
+
+    monkeypatch.setattr(launches, maker, exchanged)
+    dispatch.clear_plan_cache()
+    with executing(lambda *args: None), pytest.raises(TypeError, match="out_t_stride.* out_stride.*; it is bound with"):
+        cuda.quantize(sample(4, 4, BF16), options_text)

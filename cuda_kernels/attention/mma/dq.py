@@ -24,7 +24,7 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
@@ -79,7 +79,6 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     @device
     def attend(smem, tile, operands, row_terms, scale_invs, left, right):
         q, do, k, v, k_t, rows_k = operands
-        scale_inv_k, scale_inv_v = scale_invs
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -98,7 +97,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
-            key_scale_inv, value_scale_inv = load_f32(scale_inv_k + i64(j) * 4), load_f32(scale_inv_v + i64(j) * 4)
+            key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
             partial = j < whole_first or j >= whole_last
             ds = gradients_of(
                 (in_q, in_q + do_offset, in_b + k_offset, in_b + v_offset),

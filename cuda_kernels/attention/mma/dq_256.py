@@ -13,14 +13,14 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.mma.dq import KEYS, dq_pass, make_gradients_of, make_rounded
-from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import visible_columns, visited_tiles
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
-from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, load_f32
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel
 
@@ -90,7 +90,6 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
 
     @device
     def attend(smem, tile, operands, row_terms, scale_invs, left, right):
-        scale_inv_k, scale_inv_v = scale_invs
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, column = own_place()
@@ -106,7 +105,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         cp_async_commit()
         for j in range(first_tile, last_tile):
             # Loaded here, they are there when the products are.
-            key_scale_inv, value_scale_inv = load_f32(scale_inv_k + i64(j) * 4), load_f32(scale_inv_v + i64(j) * 4)
+            key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
             partial = j < whole_first or j >= whole_last
             ds = gradients_of(
                 ring_of, stage, operands, in_a,

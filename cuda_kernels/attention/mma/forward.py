@@ -16,7 +16,7 @@ from typing import Any
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.forward_256 import make_wide_attend
-from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_copy
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
 from cuda_kernels.attention.spec import (
@@ -96,8 +96,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
                 copy_values(free_stage + TILE, v_t + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
-            block = i64(i32(key_block + j)) * 4
-            key_scale_inv, value_scale_inv = load_f32(scale_invs[0] + block), load_f32(scale_invs[1] + block)
+            key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, i32(key_block + j))
             scores = scores_of(in_a, stage + in_b)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))

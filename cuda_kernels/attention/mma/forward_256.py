@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy
+from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.softmax import START, make_softmax
@@ -20,7 +20,7 @@ from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import scale_rows, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
-from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max, load_f32
+from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, float_max
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 
 
@@ -56,8 +56,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             copy_values(smem + v_offset, v_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
             # Loaded here, they are there when the products are.
-            block = i64(i32(key_block + j)) * 4
-            key_scale_inv, value_scale_inv = load_f32(scale_invs[0] + block), load_f32(scale_invs[1] + block)
+            key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, i32(key_block + j))
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))

@@ -11,7 +11,7 @@ from typing import Any
 
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.device.language import cuda, device, i64
-from cuda_kernels.device.ptx import cp_async_16
+from cuda_kernels.device.ptx import cp_async_16, load_f32
 from cuda_kernels.device.swizzle import ROW_BYTES, swizzle_128b
 from cuda_kernels.kernel import Kernel
 
@@ -97,3 +97,10 @@ def _make_copy(rows: int, row_bytes: int) -> Any:
 def attention_by_mma(name: str, function: Any, parameters: Mapping[str, Any], shared_bytes: int) -> Kernel:
     """The declaration of a kernel whose warps multiply by mma."""
     return Kernel(name, function, parameters, THREADS, shared_bytes=shared_bytes, architectures=ARCHITECTURES)
+
+
+@device
+def scale_invs_of_block(scale_invs, block):
+    """K's and V's ``scale_inv`` of a tile of keys; ``scale_invs``: their addresses, from block 0 on."""
+    offset = i64(block) * 4
+    return load_f32(scale_invs[0] + offset), load_f32(scale_invs[1] + offset)

@@ -29,7 +29,7 @@ class GemmStrides(NamedTuple):
     """Strides of a GEMM's tensors in elements.
 
     Attributes:
-        a, b: from a row to the next; multiples of 16.
+        a, b: from a row to the next.
         scale_inv_a, scale_inv_b: of a row's scales along K from one to the next, of 128x128 scales from one row of
             blocks to the next, else 0.
         out: from a row to the next.
@@ -47,9 +47,9 @@ def bind_gemm_kernel(
 ) -> GemmStart:
     """Bind ``config``'s kernel to the sizes of ``problem`` and these strides: a function that starts it.
 
-    A launch takes FP8 codes ``a [m, k]`` and ``b [n, k]``, whose addresses are multiples of 16; their float32 scales;
-    ``bias [n]``, ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are
-    None where it has none.
+    A launch takes aligned operands, FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
+    ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are None where it
+    has none.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
@@ -64,7 +64,7 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     map_of = partial(map_on, device)
     map_a = map_of(Box(config.a_rows_loaded, TILE_K))
     map_b = map_of(Box(config.b_rows_loaded, TILE_K))
-    map_out = map_of(Box(64, epi_tile_columns(spec.out))) if config.smem_epilogue else None
+    map_out = map_of(Box(64, epi_tile_columns(spec.out_dtype))) if config.smem_epilogue else None
     map_scale_inv_a = _scale_inv_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
     map_scale_inv_b = _scale_inv_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)
     launch = bind(

@@ -1,6 +1,11 @@
-"""How an FP8 GEMM operand lies in memory: the alignment that kernels want, and operands allocated so.
+"""The alignment that an FP8 GEMM asks of its operands and its result, and what happens where it is missing.
 
-Casts write operands as :func:`operand_allocations` says; a GEMM takes any that :func:`is_aligned`, and copies others.
+- Operands: :func:`is_aligned_operand`, which our kernels and cuBLASLt ask. Casts write no others
+  (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`.
+  Sizes may be any: rows are padded in memory, K is not.
+- Sizes: ``cublaslt_takes`` of :mod:`cuda_kernels.host.gemm_configs`, which cuBLASLt alone asks. Where it refuses, our
+  kernels multiply, or the reference, as :mod:`cuda_kernels.host.gemm_selection` chooses.
+- The result: :func:`is_aligned_result` and :func:`has_aligned_pairs`. Otherwise our kernels store it in smaller pieces.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.ops.core.allocation import Allocation
+from lightning_fp8.ops.core.allocation import Allocation, copy_bits
 from lightning_fp8.scaled import Layout
 
 if TYPE_CHECKING:
@@ -21,7 +26,7 @@ ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
 
 
-def is_aligned(layout: Layout, data: TensorKey, scale_inv: TensorKey) -> bool:
+def is_aligned_operand(layout: Layout, data: TensorKey, scale_inv: TensorKey) -> bool:
     """Whether each row of an operand's codes, and each line of its scales, starts where a kernel's copies can start.
 
     Args:
@@ -62,3 +67,25 @@ def empty_operand(
     """Allocate ``data`` and ``scale_inv`` as :func:`operand_allocations` says."""
     data, scale_inv = operand_allocations(layout, dtype, rows, columns)
     return data.empty(device), scale_inv.empty(device)
+
+
+def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy an operand to where :func:`operand_allocations` puts it."""
+    copies = empty_operand(data.device, layout, data.dtype, *data.shape)
+    copy_bits(data, copies[0])
+    copy_bits(scale_inv, copies[1])
+    return copies
+
+
+def is_aligned_result(out: TensorKey) -> bool:
+    """Whether TMA can store the result of a GEMM: its rows begin at multiples of 16 bytes."""
+    return out.is_vectorizable(1, ALIGNMENT)
+
+
+def has_aligned_pairs(out: TensorKey, *of_columns: TensorKey | None) -> bool:
+    """Whether a GEMM may write two neighbouring elements of its result at once, and read two of ``of_columns``.
+
+    Args:
+        of_columns: what has an element for each column of the result, a bias or B's scales, if there is one.
+    """
+    return out.is_vectorizable(2) and all(each is None or each.misalignment % 8 == 0 for each in of_columns)

@@ -1,18 +1,18 @@
 """FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
 
-What no kernel computes, ``torch._scaled_mm`` does, and what that refuses, the reference, slower and with a warning.
+What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies. The reference computes what ``torch._scaled_mm`` then
+refuses, and what nothing else takes, slower and with a warning.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cuda_kernels.host import gemm_measurements, gemm_selection, launch
-from cuda_kernels.host.gemm_configs import Library
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import CUBLASLT_MULTIPLE, Library
 from lightning_fp8.ops.core.dispatch import check_not_empty, current_device, planned, warn_once
 from lightning_fp8.ops.core.registration import implement
 from lightning_fp8.ops.core.tensor_keys import KeyAndDevice, TensorKey, key_and_device, memoryless_key
@@ -23,9 +23,9 @@ from lightning_fp8.ops.gemm.problem import (
     SCALINGS,
     GemmOperand,
     OperandKey,
+    aligned_operand,
     bind_gemm,
     operand_key,
-    with_kernel_strides,
 )
 from lightning_fp8.ops.gemm.schema import Gemm, Operand, check_epilogue, gemm_ops
 from lightning_fp8.scaled import Layout
@@ -58,10 +58,7 @@ def _plan_gemm(
     amax_key: KeyAndDevice | None,
     kernels: bool = True,
 ) -> Gemm:
-    """Choose what multiplies: our kernels, if ``kernels``, or a library.
-
-    The variable and the measurements are read here, once for operands of one key: to make a change of either count in
-    this process, call ``clear_plan_cache`` of :mod:`lightning_fp8.ops.core.dispatch`.
+    """Plan what :mod:`cuda_kernels.host.gemm_selection` chooses: one of our kernels, if ``kernels``, or a library.
 
     Raises:
         TypeError, ValueError: ``bias``, ``out`` or ``amax`` do not fit.
@@ -79,15 +76,13 @@ def _plan_gemm(
         if kernels:
             _warn_of_reference(device, layouts)
         return reference.gemm
-    if not (a.is_kernel_aligned and b.is_kernel_aligned):
-        return _align_first
+    if not (a.is_aligned and b.is_aligned):
+        return _multiply_aligned_copies
     bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None, kernels)
-    backend = (os.environ.get(gemm_selection.CHOICE_VARIABLE) or None) if kernels else "cublaslt"
-    measured = gemm_measurements.measured_on(launch.name_of(device))
-    choice = gemm_selection.choose_gemm(bound.problem, measured, backend)
+    choice = gemm_selection.choose_gemm_on(launch.name_of(device), bound.problem)
     if choice is Library.REFERENCE and kernels:
         _warn_of_reference(device, layouts)
-    return build_gemm(bound, choice) if kernels or isinstance(choice, Library) else reference.gemm
+    return build_gemm(bound, choice)
 
 
 _plan = planned(fallback=reference.gemm, planner_without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
@@ -100,17 +95,17 @@ def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> 
         f"No FP8 GEMM multiplies operands scaled {layouts[0].value} and {layouts[1].value} on {device}, or none of "
         "these sizes: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
         "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' everywhere, features and tokens in "
-        "multiples of 16",
+        f"multiples of {CUBLASLT_MULTIPLE}",
     )
 
 
-def _align_first(
+def _multiply_aligned_copies(
     a: Operand, b: Operand, options_text: str, bias: Tensor | None, amax: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Multiply copies of the operands that kernels can read."""
+    """Multiply the operands, or aligned copies of them."""
     options = parse_scaled_mm_options(options_text)
-    a = with_kernel_strides(a, options.layout_a)
-    b = with_kernel_strides(b, options.layout_b)
+    a = aligned_operand(a, options.layout_a)
+    b = aligned_operand(b, options.layout_b)
     return gemm(a, b, options_text, bias, amax, out)
 
 

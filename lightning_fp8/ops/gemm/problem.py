@@ -1,4 +1,4 @@
-"""A GEMM as kernels see it: the memory layout of its operands, the required one, and the problem to plan for."""
+"""A GEMM as kernels see it: the memory layout of its operands, and the problem to plan for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import GemmProblem
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.core.alignment import ALIGNMENT, empty_operand, is_aligned, operand_allocations
-from lightning_fp8.ops.core.allocation import copy_bits
+from lightning_fp8.ops.core.alignment import (
+    ALIGNMENT,
+    aligned_copy,
+    has_aligned_pairs,
+    is_aligned_operand,
+    is_aligned_result,
+    operand_allocations,
+)
 from lightning_fp8.ops.core.options import DTYPE_NAMES
 from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.options import parse_scaled_mm_options
@@ -72,9 +78,9 @@ class GemmOperand(NamedTuple):
         return self.data.columns
 
     @property
-    def is_kernel_aligned(self) -> bool:
-        """Whether kernels can read it where it lies; see :func:`~lightning_fp8.ops.core.alignment.is_aligned`."""
-        return is_aligned(self.layout, self.data, self.scale_inv)
+    def is_aligned(self) -> bool:
+        """Whether GEMMs can read it where it lies; see :mod:`lightning_fp8.ops.core.alignment`."""
+        return is_aligned_operand(self.layout, self.data, self.scale_inv)
 
     @property
     def scale_inv_stride(self) -> int:
@@ -84,15 +90,10 @@ class GemmOperand(NamedTuple):
         return self.scale_inv.strides[1 if self.layout.scale_major == "mn" else 0]
 
 
-def with_kernel_strides(operand: Operand, layout: Layout) -> Operand:
-    """The operand where kernels can read it: itself, or a copy."""
-    data, scale_inv = operand
-    if GemmOperand.from_key(layout, operand_key(data, scale_inv), data.device).is_kernel_aligned:
-        return operand
-    copies = empty_operand(data.device, layout, data.dtype, *data.shape)
-    copy_bits(data, copies[0])
-    copy_bits(scale_inv, copies[1])
-    return copies
+def aligned_operand(operand: Operand, layout: Layout) -> Operand:
+    """The operand where GEMMs can read it: itself, or an aligned copy."""
+    is_aligned = GemmOperand.from_key(layout, operand_key(*operand), operand[0].device).is_aligned
+    return operand if is_aligned else aligned_copy(layout, *operand)
 
 
 class BoundGemm(NamedTuple):
@@ -132,16 +133,20 @@ def bind_gemm(
         float8_of(b.data.dtype).name.lower(),
         SCALINGS[a.layout, b.layout],
         DTYPE_NAMES[options.out_dtype],
-        bias=None if bias is None else DTYPE_NAMES[bias.dtype],
+        bias_dtype=None if bias is None else DTYPE_NAMES[bias.dtype],
         accumulate=out is not None,
         promote=not options.fast_accum,
         amax=has_amax,
     )
-    stride, misalignment = (b.rows, 0) if out is None else (out.stride, out.misalignment)
-    item = options.out_dtype.itemsize
-    aligned = stride * item % ALIGNMENT == 0 and misalignment == 0
-    even = stride % 2 == b.rows % 2 == 0 and misalignment % (2 * item) == 0
-    even = even and (bias is None or bias.misalignment % 8 == 0) and b.scale_inv.misalignment % 8 == 0
-    architecture = launch.architecture_of(device) if kernels else "none"
-    problem = GemmProblem(a.rows, b.rows, a.k, spec, architecture, launch.multiprocessors(device), aligned, even)
-    return BoundGemm(device, problem, a, b, options_text, stride)
+    out = out or TensorKey(options.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
+    problem = GemmProblem(
+        a.rows,
+        b.rows,
+        a.k,
+        spec,
+        launch.architecture_of(device) if kernels else "none",
+        launch.multiprocessors(device),
+        out_aligned=is_aligned_result(out),
+        even=has_aligned_pairs(out, bias, b.scale_inv),
+    )
+    return BoundGemm(device, problem, a, b, options_text, out.stride)

@@ -98,8 +98,9 @@ def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Te
     if not key_of_x.has_contiguous_rows:
         return lambda x, amax: observe(x.contiguous(), amax)
     loader, wide, _ = tensor_loaders("", key_of_x)
-    kernel = amax_kernel(wide or loader, True)
-    run = launch.Launch(kernel, num_blocks(device, *shape), tuple(shape), device).run
+    rows, columns = shape
+    kernel, blocks = amax_kernel(wide or loader, True), num_blocks(device, rows, columns)
+    run = launch.bind(kernel, blocks, device, ("x", "scale", "amax"), rows=rows, columns=columns)
     pointer = launch.address_on(device)
     stride = key_of_x.stride
     checked = CheckedAddresses(device)

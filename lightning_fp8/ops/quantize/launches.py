@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,22 @@ from lightning_fp8.scaled import Layout
 
 LoaderArgs = Sequence[Argument]
 """The arguments of a kernel's tile loader: addresses and strides."""
+RunKernel = Callable[..., None]
+"""Starts a kernel, given the parameters of each launch."""
 RunCast = Callable[..., Outputs]
 """``(loader_args, io, store_args=None) -> outputs``; see :meth:`CastLaunches.cast`."""
+
+
+class CurrentScaling(NamedTuple):
+    """How a kernel computes a scale from an amax, by the names of its parameters.
+
+    Attributes:
+        power_2: 1 for a scale that is rounded down to a power of two, else 0.
+        epsilon: the least amax.
+    """
+
+    power_2: int
+    epsilon: float
 
 
 class CastVariant(NamedTuple):
@@ -39,13 +53,14 @@ class CastVariant(NamedTuple):
     has_overflow_counts: bool
 
     @property
-    def current_scaling(self) -> tuple[int, float]:
-        """``power_2`` and ``epsilon`` of a scale that a kernel computes from an amax.
+    def current_scaling(self) -> CurrentScaling:
+        """How a kernel computes the scale that is not given.
 
         A given scale of 0 means that none is known yet: the tensor's own then replaces it as delayed scaling would
         compute it, without a recipe's options.
         """
-        return (0, 0.0) if self.has_scale else (int(self.options.power_2), self.options.epsilon)
+        options = self.options
+        return CurrentScaling(0, 0.0) if self.has_scale else CurrentScaling(int(options.power_2), options.epsilon)
 
     @property
     def scale_is_known(self) -> bool:
@@ -111,16 +126,21 @@ class CastLaunches:
         self.columns = columns
         self.outputs = CastOutputs(device, variant.options, rows, columns)
         self._allocate = allocator(device)
-        kernel, *scalars = self._plan(loader, store_loader or loader, variant)
-        self._store = launch.Launch(kernel, num_tiles(rows, columns), scalars, device).run
+        self._bind_kernels(loader, store_loader or loader, variant)
 
-    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
-        """Plan the launches before the one that stores codes; return that one's kernel and scalars."""
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
+        """Bind the kernel that stores codes, and those before it."""
         raise NotImplementedError
 
-    def _launch(self, kernel: Kernel, blocks: int) -> Callable[..., None]:
-        """A launch that takes the shape as its scalars."""
-        return launch.Launch(kernel, blocks, (self.rows, self.columns), self.device).run
+    def _bind(self, kernel: Kernel, blocks: int, addresses: Sequence[str], **scalars: int | float) -> RunKernel:
+        """:func:`~cuda_kernels.host.launch.bind` a kernel that takes a loader's arguments first, and the shape.
+
+        Args:
+            addresses: the parameters of each launch after the loader's arguments.
+            scalars: the parameters that are bound after the shape.
+        """
+        shape = {"rows": self.rows, "columns": self.columns}
+        return launch.bind(kernel, blocks, self.device, ("x", *addresses), **shape, **scalars)
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
@@ -130,18 +150,28 @@ class CastLaunches:
 class TensorCast(CastLaunches):
     """One scale for all; the tensor's own amax is found first where it may be needed."""
 
-    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         options = variant.options
         self._checked = CheckedAddresses(self.device)
         blocks = num_blocks(self.device, self.rows, self.columns)
         self._block_amaxes = (blocks,), (1,), torch.float32
-        self._find_amax = None if variant.scale_is_known else self._launch(amax_kernel(loader, False), blocks)
+        self._find_amax = None
+        if not variant.scale_is_known:
+            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale", "amax"))
         kernel = quantize_tensor_kernel(
             store_loader, options.float8.name.lower(), options.rowwise, options.columnwise, variant.has_amax,
             variant.has_overflow_counts,
         )  # fmt: skip
-        stride, _, stride_t, _ = self.outputs.strides
-        return kernel, self.rows, self.columns, blocks, *variant.current_scaling, stride, stride_t
+        strides = self.outputs.strides
+        self._store = self._bind(
+            kernel,
+            num_tiles(self.rows, self.columns),
+            ("scale", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
+            num_block_amax=blocks,
+            **variant.current_scaling._asdict(),
+            out_stride=strides.out_stride,
+            out_t_stride=strides.out_t_stride,
+        )
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
@@ -169,15 +199,21 @@ class TensorCast(CastLaunches):
 class RowCast(CastLaunches):
     """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
 
-    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         options = variant.options
         usage = options.rowwise, options.columnwise
         num_amaxes = self.rows + self.columns
-        self._find_amaxes = self._launch(row_amax_kernel(loader, *usage), num_tiles(self.rows, self.columns))
+        tiles = num_tiles(self.rows, self.columns)
+        self._find_amaxes = self._bind(row_amax_kernel(loader, *usage), tiles, ("amaxes",))
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
         self._zero = launch.zeroing(self.device, num_amaxes)
-        kernel = quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts)
-        return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
+        self._store = self._bind(
+            quantize_rows_kernel(store_loader, options.float8.name.lower(), *usage, variant.has_overflow_counts),
+            tiles,
+            ("amaxes", "counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            **variant.current_scaling._asdict(),
+            **self.outputs.strides._asdict(),
+        )
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer
@@ -198,13 +234,19 @@ class RowCast(CastLaunches):
 class BlockCast(CastLaunches):
     """One scale for each block, from the block itself."""
 
-    def _plan(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> tuple[Any, ...]:
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         options = variant.options
         kernel = quantize_blocks_kernel(
             store_loader, options.float8.name.lower(), options.layout.block, options.layout.scale_dtype == E8M0_DTYPE,
             options.rowwise, options.columnwise, variant.has_overflow_counts,
         )  # fmt: skip
-        return kernel, self.rows, self.columns, *variant.current_scaling, *self.outputs.strides
+        self._store = self._bind(
+            kernel,
+            num_tiles(self.rows, self.columns),
+            ("counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            **variant.current_scaling._asdict(),
+            **self.outputs.strides._asdict(),
+        )
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         pointer = self.pointer

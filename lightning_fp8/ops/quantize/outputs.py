@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +60,37 @@ def fake_outputs(x: Tensor, options: QuantizeOptions, rows: int, columns: int) -
     return data, scale_inv, data_t, scale_inv_t
 
 
+class OutputStrides(NamedTuple):
+    """The strides of a cast's results in elements, by the names of kernels' parameters; 0 of what has none.
+
+    Attributes:
+        out_stride, out_t_stride: from row to row of the codes, of x's operand and of xᵀ's.
+        out_scale_inv_stride, out_t_scale_inv_stride: of the scales, from block to block along K, or else from row to
+            row.
+    """
+
+    out_stride: int
+    out_scale_inv_stride: int
+    out_t_stride: int
+    out_t_scale_inv_stride: int
+
+
 class CastOutputs:
     """The results of a cast on a device: described once, allocated at each call.
 
     Attributes:
-        strides: elements from row to row of the codes, and from block to block along K, or else from row to row, of the
-            scales; of x's operand, and of xᵀ's.
+        strides: of the four results.
     """
 
     def __init__(self, device: torch.device, options: QuantizeOptions, rows: int, columns: int) -> None:
         allocations = output_allocations(options, rows, columns)
         self._makers = tuple(maker(device, allocation) for allocation in allocations)
         along = 1 if options.layout.scale_major == "mn" else 0
-        self.strides: list[int] = []
-        for data, scale_inv in (allocations[:2], allocations[2:]):
-            self.strides.append(data.strides[0] if len(data.shape) == 2 else 0)
-            self.strides.append(scale_inv.strides[along] if len(scale_inv.shape) == 2 else 0)
+        strides = (
+            allocation.strides[dim] if len(allocation.shape) == 2 else 0
+            for allocation, dim in zip(allocations, (0, along, 0, along))
+        )
+        self.strides = OutputStrides(*strides)
 
     def allocate(self) -> Outputs:
         """Allocate the four tensors on the current device."""

@@ -31,7 +31,8 @@ def _plan(device: torch.device, amax_history: Sequence[int], margin: float, algo
     check_not_empty(amax_history)
     length, n = amax_history if len(amax_history) == 2 else (0, 0)
     kernel = update_scales_kernel(algorithm == "most_recent")
-    run = launch.Launch(kernel, ceil_div(n, SLOTS), (2.0**-margin, length, n), device).run
+    addresses = "amaxes", "amax_history", "scale", "fp8_max"
+    run = launch.bind(kernel, ceil_div(n, SLOTS), device, addresses, power=2.0**-margin, length=length, n=n)
     pointer = launch.address_on(device)
     checked = CheckedAddresses(device)
 
