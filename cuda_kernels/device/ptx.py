@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuda_kernels.device.language import UniTuple, asm, const, f32, i32, i64, lowered, u32, u32x, void
+from cuda_kernels.device.swizzle import ATOM_BYTES
 
 GUARDED = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
 """Instructions with the predicate ``p``: that an operand is not 0."""
@@ -61,8 +62,8 @@ cp_async_wait = asm("cp.async.wait_group $0;", void, const)
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
 
-dynamic_shared = lowered("entry", "dynamic_shared")()
-"""``() -> int32``: where the block's dynamic shared memory begins, at a multiple of ``swizzle.ATOM_BYTES``."""
+dynamic_shared = lowered("entry", "dynamic_shared")(ATOM_BYTES)
+"""``() -> int32``: where the block's dynamic shared memory begins, aligned as swizzled tiles have to be."""
 shared_load_4 = asm("ld.shared.b32 $0, [$1];", u32, i32)
 shared_load_16 = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", u32x(4), i32)
 shared_store_4 = asm("st.shared.b32 [$0], $1;", void, i32, u32)

@@ -10,11 +10,13 @@ where a box of :mod:`cuda_kernels.host.tensor_maps` asks for it. What casts tran
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import store_fragment_shared
 from cuda_kernels.device.language import device, i32
+
+if TYPE_CHECKING:
+    from cuda_kernels.device.codec import DtypeName  # which reads shared memory, and so is above this module
 
 ROW_BYTES = 128
 """Bytes of a row: as many as the 128-byte swizzle permutes."""

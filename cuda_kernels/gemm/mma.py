@@ -228,8 +228,8 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
 
     @device
     def promote_add(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv):
-        address = row_scale_inv_smem + 64 * strip
-        s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 32))
+        address = row_scale_inv_smem + 4 * 16 * strip
+        s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 4 * 8))  # rows eight apart
         if b_by_128x128:
             return plus_rows(slice_strip(acc), slice_strip(partial), s * block_scale_inv, t * block_scale_inv)
         return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_inv_smem)

@@ -48,7 +48,7 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     @device
     def row_scale_invs(smem, stage_idx, row_in_tile):
         scale_invs = smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes + row_in_tile * 4
-        return from_bits(shared_load_4(scale_invs)), from_bits(shared_load_4(scale_invs + 32))
+        return from_bits(shared_load_4(scale_invs)), from_bits(shared_load_4(scale_invs + 4 * 8))
 
     @device
     def col_scale_inv_smem(smem, stage_idx):

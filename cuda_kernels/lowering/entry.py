@@ -10,7 +10,6 @@ from llvmlite import ir
 from numba.cuda.cgutils import get_or_insert_named_metadata
 
 from cuda_kernels.device.language import i32, i64, void
-from cuda_kernels.device.swizzle import ATOM_BYTES
 from cuda_kernels.lowering.compiler import TENSOR_MAP, intrinsic_of, signature
 
 
@@ -60,15 +59,15 @@ def address_of() -> Any:
 
 
 @cache
-def dynamic_shared() -> Any:
-    """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of a swizzle atom."""
+def dynamic_shared(alignment: int) -> Any:
+    """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of ``alignment`` bytes."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         memory = builder.module.globals.get("dynamic_shared")
         if memory is None:
             memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)
             memory.linkage = "external"
-            memory.align = ATOM_BYTES
+            memory.align = alignment
         return builder.ptrtoint(memory, ir.IntType(32))
 
     return intrinsic_of("dynamic_shared", 0, lambda context: (signature(i32), lower))

@@ -138,7 +138,7 @@ EDITS = [
     ("gemm/epilogue.py", "thread >> 5) * 16", "thread >> 5) * 8", set()),  # stores from registers are in none of these
     ("gemm/epilogue.py", "start + 2 * (lane & 3)", "start + 4 * (lane & 3)", PRODUCTS),
     ("gemm/spec.py", '("out", buffers * EPI_TILE_BYTES)', '("out", 2 * buffers * EPI_TILE_BYTES)', PRODUCTS),
-    ("gemm/spec.py", "EPI_TILE_BYTES = 64 * 128", "EPI_TILE_BYTES = 128 * 128", PRODUCTS),
+    ("gemm/spec.py", "EPI_TILE_BYTES = 64 * ROW_BYTES", "EPI_TILE_BYTES = 128 * ROW_BYTES", PRODUCTS),
     ("device/ptx.py", "cvt.rn.satfinite.{name}x2.f32 lo", "cvt.rn.satfinite.{name}x2.f32  lo", CASTS | GEMMS),
     ("device/ptx.py", '"cvt.rn.bf16x2.f32"', '"cvt.rn.relu.bf16x2.f32"', GEMMS | {"norm_backward"}),
     ("device/ptx.py", '"cvt.rn.bf16.f32"', '"cvt.rn.relu.bf16.f32"', GEMMS),
