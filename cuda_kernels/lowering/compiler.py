@@ -5,6 +5,7 @@ Imported only when a kernel has to be compiled.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -26,8 +27,10 @@ from cuda_kernels.references import references
 
 try:
     from cuda_kernels.lowering.inlining import fast_inlining
-except ImportError:  # Numba's own takes up to five times as long
+except ImportError as error:
     from contextlib import nullcontext as fast_inlining  # type: ignore[assignment]
+
+    warnings.warn(f"kernels compile up to five times slower: {error}", stacklevel=1)
 
 if not hasattr(np, "row_stack"):  # gone with NumPy 2.5; numba-cuda 0.30.4 asks for it before it compiles anything
     np.row_stack = np.vstack

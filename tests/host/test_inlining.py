@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import FunctionType
@@ -54,3 +56,21 @@ def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "fast_inlining", nullcontext)
     assert ptx_of(KERNELS[name]) == fast
     assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
+
+
+@needs_compilers
+def test_another_numba_is_told() -> None:
+    program = """if 1:
+        import warnings
+        from numba.cuda.core import inline_closurecall
+        inline_closurecall.InlineWorker.inline_ir = lambda self, something_else: None
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            from cuda_kernels.lowering import compiler
+        print(*(warning.message for warning in told))
+        from contextlib import nullcontext
+        assert compiler.fast_inlining is nullcontext
+    """
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "up to five times slower: Numba-CUDA's InlineWorker.inline_ir is another" in told.stdout
