@@ -61,6 +61,17 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
     return torch.where(is_usable(amax), ((largest * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX), scale)
 
 
+def rescaling(fp8_maxes: tuple[float, float], margins: tuple[int, int]) -> float:
+    """The factor from a delayed scale that was made for one format and margin to that for another, of the same amax.
+
+    Args:
+        fp8_maxes: the formats' largest values, before and after.
+        margins: binary digits of head room, before and after.
+    """
+    before, after = (fp8_max * 2.0**-margin for fp8_max, margin in zip(fp8_maxes, margins))
+    return after / before
+
+
 def updated_scales(
     amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: AmaxAlgorithm
 ) -> tuple[Tensor, Tensor]:

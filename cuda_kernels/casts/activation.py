@@ -207,7 +207,8 @@ def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
 
     @device
     def load_row(args, columns, row, column, in_bounds, registers, first_register):
-        address = args[0] + (row * args[1] + i64(column)) * itemsize
+        x, stride = args
+        address = x + (row * stride + i64(column)) * itemsize
         loaded = load_quad(address, column, columns, in_bounds)
         for register in range(quad):
             registers[first_register + register] = loaded[register]
@@ -279,16 +280,17 @@ def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName,
     @device
     def load_row(args, columns, row, column, in_bounds, registers, first_register):
         period = columns >> 1 if gated else columns
-        x = args[0] + row * args[1] * itemsize
-        dy = args[2] + row * args[3] * dy_itemsize
-        loaded = load_x(x, column, period, columns, in_bounds)
+        x, stride, dy, dy_stride = args
+        x_row = x + row * stride * itemsize
+        dy_row = dy + row * dy_stride * dy_itemsize
+        loaded = load_x(x_row, column, period, columns, in_bounds)
         for register in range(quad):
             registers[first_register + register] = loaded[register]
-        loaded_dy = load_dy(dy, column, period, columns, in_bounds)
+        loaded_dy = load_dy(dy_row, column, period, columns, in_bounds)
         for register in range(dy_quad):
             registers[first_register + quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
-            loaded_gate = load_gate(x + i64(period + column) * itemsize, column, period, in_bounds)
+            loaded_gate = load_gate(x_row + i64(period + column) * itemsize, column, period, in_bounds)
             for register in range(quad):
                 registers[first_register + quad + dy_quad + register] = loaded_gate[register]
 

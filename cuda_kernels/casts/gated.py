@@ -32,13 +32,16 @@ def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, comp
 
     @device
     def load_two(args, columns, row, column, in_bounds, registers, first_register):
-        load_tensor(args[0], args[1], columns, row, column, in_bounds, registers, first_register)
-        load_tensor(args[2], args[3], columns, row, column, in_bounds, registers, first_register + quad)
+        first, first_stride, second, second_stride = args
+        load_tensor(first, first_stride, columns, row, column, in_bounds, registers, first_register)
+        load_tensor(second, second_stride, columns, row, column, in_bounds, registers, first_register + quad)
 
     @device
     def load_three(args, columns, row, column, in_bounds, registers, first_register):
-        load_two(args, columns, row, column, in_bounds, registers, first_register)
-        load_tensor(args[4], args[5], columns, row, column, in_bounds, registers, first_register + third)
+        first, first_stride, second, second_stride, last, last_stride = args
+        pairs = first, first_stride, second, second_stride
+        load_two(pairs, columns, row, column, in_bounds, registers, first_register)
+        load_tensor(last, last_stride, columns, row, column, in_bounds, registers, first_register + third)
 
     @device
     def compute(columns, column, registers, first_register, values):

@@ -169,9 +169,10 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
 
     @device
     def load(args, rows, columns, row, column, full_tile, registers):
+        x, row_stride = args[0], args[1]  # others may follow, of a loader that has this one
         # The address is advanced by additions: a product of 64 bits takes four instructions.
-        address = args[0] + (i64(row) * args[1] + i64(column)) * itemsize
-        stride = args[1] * (itemsize * row_step)
+        address = x + (i64(row) * row_stride + i64(column)) * itemsize
+        stride = row_stride * (itemsize * row_step)
         if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
                 loaded = load_inside(address)

@@ -63,8 +63,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling.b_along_k_by_block
-    b_by_1x128 = scaling.b_along_k_by_row
+    b_along_k_by_block = scaling.b_along_k_by_block
+    b_along_k_by_row = scaling.b_along_k_by_row
     of_stage = stage_bytes(config, scaling)
     bytes_per_stage = sum(of_stage)
     prefetch = stages - 1
@@ -122,7 +122,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             copy_scale_invs(
                 stage_addr + scale_inv_a_offset, scale_inv_a + 4 * i64(k_iter) * scale_inv_a_stride, tile_m, row, m
             )
-        if b_by_1x128:
+        if b_along_k_by_row:
             copy_scale_invs(
                 stage_addr + scale_inv_b_offset, scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride, tile_n, column, n
             )
@@ -154,7 +154,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * bytes_per_stage
         for window_start in range(i32(0), k_iters, i32(scale_window)):
             block_scale_invs = (u32(0), u32(0))
-            if b_by_128x128:
+            if b_along_k_by_block:
                 block_scale_invs = load_block_scale_invs(
                     scale_inv_b, scale_inv_b_stride, column + warp_col, n, window_start, k_iters
                 )
@@ -172,7 +172,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 partial = mma_k32(partial, load_a(along_row(a_addr, 32)), load_b(along_row(b_addr, 32)))
                 partial = mma_k32(partial, load_a(along_row(a_addr, 64)), load_b(along_row(b_addr, 64)))
                 partial = mma_k32(partial, load_a(along_row(a_addr, 96)), load_b(along_row(b_addr, 96)))
-                if b_by_128x128:
+                if b_along_k_by_block:
                     block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)[0]
                 if along_k:
                     acc = promote_add_scaled(
@@ -222,7 +222,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
-    b_by_128x128 = spec.scaling.b_along_k_by_block
+    b_along_k_by_block = spec.scaling.b_along_k_by_block
     plus_rows = add_rows(num_registers)
     plus_both = add_rows_and_columns(num_registers)
 
@@ -230,7 +230,7 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     def promote_add(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv):
         address = row_scale_inv_smem + 4 * 16 * strip
         s, t = from_bits(shared_load_4(address)), from_bits(shared_load_4(address + 4 * 8))  # rows eight apart
-        if b_by_128x128:
+        if b_along_k_by_block:
             return plus_rows(slice_strip(acc), slice_strip(partial), s * block_scale_inv, t * block_scale_inv)
         return plus_both(slice_strip(acc), slice_strip(partial), s, t, col_scale_inv_smem)
 

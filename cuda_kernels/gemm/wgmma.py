@@ -98,8 +98,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
     by_row = scaling is Scaling.ROW
-    b_by_128x128 = scaling.b_along_k_by_block
-    b_by_1x128 = scaling.b_along_k_by_row
+    b_along_k_by_block = scaling.b_along_k_by_block
+    b_along_k_by_row = scaling.b_along_k_by_row
     read_scale_invs = stage_scale_reader(spec, config)
     promote_add = make_promote_add(spec, config)
     releases_early = reads_scales_early(spec, config)
@@ -146,7 +146,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         block_scale_inv = (np.float32(1), np.float32(1))
         wgmma_fence()
         partial = wgmma_wait_0(issue_k_iter(partial, desc_a, desc_b, 0))
-        if b_by_128x128:
+        if b_along_k_by_block:
             block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)
         if two_waves:
             scale_invs_below = read_scale_invs(smem, stage_idx, row_in_tile + 64)
@@ -189,7 +189,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     tma_load(
                         smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full, row, k_iter
                     )
-                if b_by_1x128:
+                if b_along_k_by_row:
                     tma_load(
                         smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes, map_scale_inv_b, full, column, k_iter
                     )
@@ -221,7 +221,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         block_scale_invs = (u32(0), u32(0))
         next_column = 0
         next_block_scale_invs = block_scale_invs
-        if b_by_128x128:
+        if b_along_k_by_block:
             next_block_scale_invs = load_block_scale_invs(
                 scale_inv_b, scale_inv_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
             )
@@ -229,7 +229,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
             row += wg_row
             work_tile += tiles_in_flight * quotient(cuda.gridDim.x, i32(cluster))
-            if b_by_128x128:
+            if b_along_k_by_block:
                 next_column = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             if pingpong:  # the first warpgroup may take the first tile at once
@@ -237,7 +237,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 order_round += 1
             previous_stage = stage_idx
             for window_start in range(i32(0), k_iters, i32(scale_window)):
-                if b_by_128x128:
+                if b_along_k_by_block:
                     block_scale_invs = next_block_scale_invs
                     last = window_start + scale_window >= k_iters
                     next_block_scale_invs = load_block_scale_invs(
@@ -294,7 +294,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 prefetch_tensormap(maps[2])
             if along_k:
                 prefetch_tensormap(maps[3])
-            if b_by_1x128:
+            if b_along_k_by_row:
                 prefetch_tensormap(maps[4])
             for stage in range(stages):
                 mbarrier_init(smem + full_offset + 8 * stage, 1)

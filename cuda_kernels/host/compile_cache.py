@@ -114,7 +114,10 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
 
 @cache
 def compilers() -> str:
-    """The versions of all that turns a kernel's source into machine code; nothing is imported for it."""
+    """The versions of all that turns a kernel's source into machine code; nothing is imported for it.
+
+    These are numba-cuda, Numba, llvmlite, cuda-core, libnvvm and nvJitLink: :data:`~cuda_kernels.host.toolchain.TOOLS`.
+    """
     installed = versions(TOOLS)
     text = " ".join(f"{tool} {version}" for tool, version in installed.items())
     return text if {"nvidia-nvvm", "nvidia-nvjitlink"} <= installed.keys() else f"{text} {_toolkits()}"

@@ -71,7 +71,10 @@ CUBLASLT_MULTIPLE = 16
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
-    """The configs in which our kernels compute the problem; none on architectures without such a kernel."""
+    """The configs in which our kernels compute the problem; none on architectures without such a kernel.
+
+    On sm_90a they are those of wgmma, on sm_89 and sm_120 of ``mma.sync``.
+    """
     if problem.architecture in WGMMA_ARCHITECTURES:
         return list(_hopper_configs(problem))
     return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []

@@ -97,15 +97,17 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
     @device
     def load(args, rows, columns, row, column, full_tile, registers):
         load_x(args, rows, columns, row, column, full_tile, registers)
+        _, _, weight, bias, statistics, offset = args
         lane = cuda.threadIdx.x & 31
         lane_offset = i64(row + lane) * 4
         in_bounds = lane < WARP_ROWS and row + lane < rows
         if has_mean:
-            registers[mean_register] = bits(load_f32(args[4] + lane_offset)) if in_bounds else u32(0)
-        registers[rstd_register] = bits(load_f32(rstd_pointer(args[4], rows) + lane_offset)) if in_bounds else u32(0)
-        load_parameters(args[2], column, columns, f32(args[5]), registers, weight_registers)
+            registers[mean_register] = bits(load_f32(statistics + lane_offset)) if in_bounds else u32(0)
+        rstd = rstd_pointer(statistics, rows)
+        registers[rstd_register] = bits(load_f32(rstd + lane_offset)) if in_bounds else u32(0)
+        load_parameters(weight, column, columns, f32(offset), registers, weight_registers)
         if has_bias:
-            load_parameters(args[3], column, columns, _ZERO, registers, bias_registers)
+            load_parameters(bias, column, columns, _ZERO, registers, bias_registers)
         # The limit of each column is the number of rows, from this one on, inside the tensor.
         below = rows - row if row < rows else 0
         for index in range(n_limits):

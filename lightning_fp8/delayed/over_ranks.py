@@ -1,8 +1,9 @@
 """Amaxes reduced over ranks, which then share their scales: in one collective, by position.
 
-Ranks that decided unlike on a collective would wait for each other for ever. So nothing here depends on what ran on a
-rank. A plugin reduces if its own recipe says so, ``fp8_autocast`` if the recipe of the region does that begins; ranks
-have equal lists of histories (``collect_unreachable``), whose names are compared before they are first reduced.
+Ranks of which only some began a collective would wait for ever. So whether one begins does not depend on what ran on a
+rank. A plugin reduces if its own recipe says so. ``fp8_autocast`` reduces if the recipe of the region that begins says
+so. All ranks have the same list of histories (``collect_unreachable``); their names are compared before they are first
+reduced.
 """
 
 from __future__ import annotations

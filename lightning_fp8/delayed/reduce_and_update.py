@@ -7,10 +7,11 @@
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
 | without a plugin | the next outermost ``fp8_autocast``, which calls :func:`update_without_plugin` |
 
-Amaxes are reduced over ranks first, by ``delayed/over_ranks.py``; whether they are is for the recipe to say that all
-ranks have alike, the plugin's or the region's. :func:`_advance` then pushes them into each history, by the recipe that
-they were observed under, and its maximum, or newest step, gives the scales: ``ops.update_scales``, one launch, by the
-formulas of :func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
+First, amaxes are reduced over ranks by ``delayed/over_ranks.py``. The recipe of the plugin, or of the region, says
+whether they are; all ranks have the same one. Then :func:`_advance` rescales what was made for another format or margin
+(:func:`lightning_fp8.scaling.rescaling`) and pushes the amaxes into each history, by the recipe that they were observed
+under. The history's maximum, or its newest step, gives the scales: ``ops.update_scales``, one launch, by the formulas
+of :func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
 """
 
 from __future__ import annotations

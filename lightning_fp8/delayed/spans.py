@@ -10,6 +10,7 @@ from typing import Any
 from lightning_fp8.formats import Format
 from lightning_fp8.recipes import DelayedScaling, float8_for
 from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import rescaling
 
 Span = tuple[Format, int]
 """A recipe's format and margin, which with an amax give a scale."""
@@ -24,8 +25,8 @@ def span_ratio(before: Span | None, after: Span, role: Role) -> float:
     """The factor from a scale of ``role`` made for ``before`` to one for ``after``; 1 where ``before`` is unknown."""
     if before is None or before == after:
         return 1.0
-    largest = [float8_for(fp8_format, role).max * 2.0**-margin for fp8_format, margin in (before, after)]
-    return largest[1] / largest[0]
+    fp8_maxes = float8_for(before[0], role).max, float8_for(after[0], role).max
+    return rescaling(fp8_maxes, (before[1], after[1]))
 
 
 def saved_span(span: Span | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ Parameters and states of a module called ``p``:
 | LayerNormMLP | ``p._extra_state`` | slots ``p.fc1.input``, ..., ``p.fc2.grad_output`` |
 | attention of 1.6 and 1.7 | ``p.fused_attention._extra_state`` | slots ``p.qkv``, ``p.s``, ``p.o``, ``p.dqkv``, ... |
 | attention from 1.8 on | ``p._extra_state`` | the same slots |
-| LayerNorm, RMSNorm from 2.0 on | ``p._extra_state``, always empty | nothing |
+| LayerNorm, RMSNorm from 2.0 on, L2Normalization | ``p._extra_state``, always empty | nothing |
+| RotaryPositionEmbedding | ``p.inv_freq`` | nothing: it is computed |
 | GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
 
 A state's value has a column for each tensor: :func:`column_of` says which, and :func:`slots_of_gemms` whose slot it
@@ -35,6 +36,7 @@ from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 # --- States -----------------------------------------------------------------------------------------------------------
 
 EXTRA_STATE = "_extra_state"
+INV_FREQ = "inv_freq"
 FUSED_ATTENTION = "fused_attention"
 """Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_number, require_positive
 from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.te.keys import INV_FREQ
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -88,7 +89,7 @@ class RotaryPositionEmbedding(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Transformer Engine saves them."""
-        state_dict.pop(f"{prefix}inv_freq", None)
+        state_dict.pop(f"{prefix}{INV_FREQ}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -1,7 +1,8 @@
 """The alignment that an FP8 GEMM asks of its operands and its result, and what happens where it is missing.
 
 - Operands: :func:`is_aligned_operand`, which our kernels and cuBLASLt ask. Casts write no others
-  (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`.
+  (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`,
+  unless nothing but the reference multiplies its layouts, which takes any.
   Sizes may be any: rows are padded in memory, K is not.
 - Sizes: ``cublaslt_takes`` of :mod:`cuda_kernels.host.gemm_configs`, which cuBLASLt alone asks. Where it refuses, our
   kernels multiply, or the reference, as :mod:`cuda_kernels.host.gemm_selection` chooses.

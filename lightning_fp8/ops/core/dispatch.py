@@ -1,8 +1,9 @@
 """The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
 
-:func:`planned` chooses: where no kernel runs (``NoKernels`` of ``cuda_kernels/host/launch.py`` says why), a warning
-names the reason, and the op's reference serves, in plain torch. Tensors on the CPU go there at once; a GEMM on a card
-tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``).
+:func:`planned` chooses: where no kernel runs, a warning names the reason, and the op's reference serves, in plain
+torch. Tensors on the CPU go there at once; a GEMM on a card tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``).
+The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, or no driver), which is not asked
+again; ``KernelError`` where a kernel cannot be made (no compiler), which the next plan tries anew.
 
 A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
 tensors that only allocates results and starts kernels.
@@ -104,7 +105,8 @@ def _warn_of_fallback(device: torch.device, error: KernelError) -> None:
     if isinstance(error, NoKernels):
         _without_kernels.add(device)
     what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
-    warn_once(device, f"{what} not run on {device}: {error}. What needs it runs as plain torch operations, slower.")
+    instead = "plain torch operations, slower; a GEMM in torch._scaled_mm where that takes it"
+    warn_once(device, f"{what} not run on {device}: {error}. What needs it runs as {instead}.")
 
 
 def warn_once(device: torch.device, message: str) -> None:
