@@ -64,7 +64,7 @@ class FP8Callback(Callback):
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             for history in _plugin(trainer).histories.values():
-                history.unobserved = -1  # the warning below names them
+                history.is_eval_told = True  # the warning below names them
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
                 "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
@@ -75,8 +75,7 @@ class FP8Callback(Callback):
         plugin = _plugin(trainer)
         plugin.kept_weights.epoch_begins()
         for history in plugin.histories.values():
-            if history.patience > 0:  # no warning yet
-                history.patience = PATIENCE * trainer.accumulate_grad_batches
+            history.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)

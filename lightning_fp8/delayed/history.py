@@ -47,14 +47,15 @@ class AmaxHistory:
         num_observed: float32 ``[n]``, in how many updates a tensor had a usable amax; what ``interval`` counts.
         steps: optimizer steps since the last update; ``None`` where no optimizer that owns the weights has stepped yet.
         stepped: whether an optimizer that owns the weights has ever stepped, in this process.
-        waited: training forwards since the last update, as far as somebody counts them.
+        forwards_since_update: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
-        unobserved: updates in a row that found nothing because of it; -1 once a warning said so.
+        unobserved_updates: updates in a row that found nothing because of it.
+        is_eval_told, is_standstill_told: whether a warning said so, and that no optimizer steps.
         owners: by ``id`` the modules whose parameters tell an optimizer that steps these amaxes; any does where they
             have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
             know.
-        observed_in: the identifiers of the threads that observe amaxes; none where only compiled code does.
+        observing_threads: the identifiers of the threads that observe amaxes; none where only compiled code does.
         fp8_max: float32 ``[n]``, the largest value of each slot's format, behind what it was made for; so that a step
             copies nothing to the GPU.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
@@ -71,9 +72,10 @@ class AmaxHistory:
     after_step: Callable[[], None] | None = None
     patience = PATIENCE
     stepped = trained_in_eval = False
-    unobserved = 0
+    unobserved_updates = 0
+    is_eval_told = is_standstill_told = False
     recipe: DelayedScaling | None = None
-    observed_in: frozenset[int] = frozenset()
+    observing_threads: frozenset[int] = frozenset()
     span: Span | None = None
     has_unequal_readers = False
     _marks: list[int] | None = None
@@ -88,7 +90,7 @@ class AmaxHistory:
         self.num_observed = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self.updates = 0
         self.steps: int | None = None
-        self.waited = 0
+        self.forwards_since_update = 0
         self.nonzero_scales = NonzeroScales()
         self._register()
 
@@ -137,7 +139,7 @@ class AmaxHistory:
         return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        without = ("owners", "after_step", "_slot_tensors", "_marks", "observed_in")
+        without = ("owners", "after_step", "_slot_tensors", "_marks", "observing_threads")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -146,7 +148,8 @@ class AmaxHistory:
         self.steps = None
         self.stepped = False
         self.trained_in_eval = False
-        self.unobserved = 0
+        self.unobserved_updates = self.forwards_since_update = 0
+        self.is_eval_told = self.is_standstill_told = False
         self._register()
 
     @_not_for_inference
@@ -169,7 +172,7 @@ class AmaxHistory:
 
     def note_thread(self) -> None:
         """Note that this thread observes amaxes."""
-        self.observed_in |= {threading.get_ident()}
+        self.observing_threads |= {threading.get_ident()}
 
     def add_owner(self, module: Any) -> None:
         """Let an optimizer of parameters of ``module`` step these amaxes."""
@@ -185,15 +188,17 @@ class AmaxHistory:
 
     def wait(self) -> None:
         """Count a training forward since the last update, and warn once when there are too many."""
-        self.waited += 1
-        if self.stepped or not 0 < self.patience <= self.waited:  # a step may have any number of micro-batches
+        self.forwards_since_update += 1
+        # Once an optimizer has stepped, a step may have any number of micro-batches.
+        if self.stepped or self.is_standstill_told or self.forwards_since_update < self.patience:
             return
         if any(owner.training for owner in instances.living(self.owners)):
-            self.patience = -1  # warned
+            self.is_standstill_told = True
             warnings.warn(
-                f"the FP8 scales stand still: {self.waited} training forwards since update {self.updates}, and no "
-                "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or call "
-                "update_scales() of the plugin after each step, or take a recipe without state, recipe='tensorwise'",
+                f"the FP8 scales stand still: {self.forwards_since_update} training forwards since update "
+                f"{self.updates}, and no torch.optim.Optimizer that holds parameters of the model has stepped. Step "
+                "them with one, or call update_scales() of the plugin after each step, or take a recipe without state, "
+                "recipe='tensorwise'",
                 stacklevel=2,
             )
 
@@ -272,5 +277,5 @@ class AmaxHistory:
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.steps = steps_in(state)
-        self.waited = 0
+        self.forwards_since_update = 0
         return [name for name in names if name not in saved_index]

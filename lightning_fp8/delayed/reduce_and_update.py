@@ -72,7 +72,7 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     history.updates += 1
     if history.steps is not None:
         history.steps = 0
-    history.waited = 0
+    history.forwards_since_update = 0
     _watch_mode(history)
     _rescale_to(history, span_of(recipe))
     history.recipe = None
@@ -99,14 +99,15 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
 
 def _watch_mode(history: AmaxHistory) -> None:
     """Warn once that updates find no amax because the model trains in eval mode."""
-    if history.unobserved < 0:
+    if history.is_eval_told:
         return
     trained = history.trained_in_eval
     history.trained_in_eval = False
     # Each forward that is observed sets the recipe; gradients without an optimizer are no training.
-    history.unobserved = history.unobserved + 1 if trained and history.stepped and history.recipe is None else 0
-    if history.unobserved >= UPDATES_IN_EVAL:
-        history.unobserved = -1  # warned
+    unobserved = trained and history.stepped and history.recipe is None
+    history.unobserved_updates = history.unobserved_updates + 1 if unobserved else 0
+    if history.unobserved_updates >= UPDATES_IN_EVAL:
+        history.is_eval_told = True
         warnings.warn(
             f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
             f"follow for {UPDATES_IN_EVAL} updates. Call model.train(), or take a recipe without state, "
@@ -201,7 +202,7 @@ def _is_due(history: AmaxHistory, calibrated: bool) -> bool:
     if history.steps:
         return True
     no_optimizer_known = history.steps is None
-    threads = history.observed_in
+    threads = history.observing_threads
     if not threads and not calibrated and regions.another_thread_inside():
         return no_optimizer_known and dist.is_available() and dist.is_initialized()
     if len(threads) == 1 and threading.get_ident() not in threads and regions.running(threads):
