@@ -89,7 +89,7 @@ def test_the_three_products_of_a_layer(
             column[role] = data_t, scale if cast.layout is Layout.TENSOR else scale_t, cast.layout
         if module is cuda and recipe is not MXFP8BlockScaling:
             for data, scale, layout in (*row.values(), *column.values()):
-                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_kernel_aligned
+                assert GemmOperand.from_key(layout, operand_key(data, scale), data.device).is_aligned
         main_grad = torch.ones(outputs, inputs)
 
         def product(a: Operand, b: Operand, out: torch.dtype = torch.bfloat16, fast: bool = False) -> tuple[Any, ...]:
