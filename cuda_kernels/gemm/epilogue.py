@@ -54,7 +54,7 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias_dtype:
         visitors.append(_make_bias_adder(num_registers, spec.bias_dtype, even))
-    if spec.amax:
+    if spec.has_amax:
         visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
     return _composed(visitors)
 

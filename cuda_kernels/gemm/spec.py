@@ -98,7 +98,7 @@ class GemmSpec:
         accumulate: add to ``out``, which is float32.
         promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
             bits (DeepSeek-V3, arXiv:2412.19437). Always true where scales change along K.
-        amax: raise a given number to the largest magnitude of ``out``.
+        has_amax: raise a given number to the largest magnitude of ``out``.
     """
 
     a: str
@@ -108,7 +108,7 @@ class GemmSpec:
     bias_dtype: DtypeName | None = None
     accumulate: bool = False
     promote: bool = True
-    amax: bool = False
+    has_amax: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling.along_k:  # Block scaling always promotes; set it here so that both spellings share one kernel.
@@ -117,7 +117,7 @@ class GemmSpec:
     def __str__(self) -> str:
         parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out_dtype]
         parts += [f"bias={self.bias_dtype}"] * bool(self.bias_dtype)
-        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.amax
+        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.has_amax
         return " ".join(parts)
 
 

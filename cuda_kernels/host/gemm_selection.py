@@ -73,7 +73,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     legal = legal_choices(problem)
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    gemm = str(replace(problem.spec, amax=False))  # which makes no tile faster than another
+    gemm = str(replace(problem.spec, has_amax=False))  # which makes no tile faster than another
     alike = [known for known in measured if known.gemm == gemm and known.choice in legal]
     if backend == "numba":
         alike = [known for known in alike if not isinstance(known.choice, Library)]

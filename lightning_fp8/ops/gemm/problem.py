@@ -136,7 +136,7 @@ def bind_gemm(
         bias_dtype=None if bias is None else DTYPE_NAMES[bias.dtype],
         accumulate=out is not None,
         promote=not options.fast_accum,
-        amax=has_amax,
+        has_amax=has_amax,
     )
     out = out or TensorKey(options.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
     problem = GemmProblem(
