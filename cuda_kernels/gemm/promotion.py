@@ -40,14 +40,15 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
     """
     offsets = smem_offsets(config, spec.scaling)
     of_stage = stage_bytes(config, spec.scaling)
-    scale_inv_a_bytes, scale_inv_b_bytes = of_stage.scale_inv_a, of_stage.scale_inv_b
+    # Floats of A, and bytes of B: in these units ptxas reads the scales before the products are done.
+    scale_inv_a_floats, scale_inv_b_bytes = of_stage.scale_inv_a // 4, of_stage.scale_inv_b
     scale_inv_a_offset, scale_inv_b_offset = offsets["scale_inv_a"], offsets["scale_inv_b"]
     if not spec.scaling.along_k:
         return device(lambda smem, stage_idx, row_in_tile: i32(0))
 
     @device
     def row_scale_invs(smem, stage_idx, row_in_tile):
-        scale_invs = smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes + row_in_tile * 4
+        scale_invs = smem + scale_inv_a_offset + (stage_idx * scale_inv_a_floats + row_in_tile) * 4
         return from_bits(shared_load_4(scale_invs)), from_bits(shared_load_4(scale_invs + 4 * 8))
 
     @device
