@@ -57,7 +57,9 @@ class Scaling(Enum):
         self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
         for layout in self.layouts:
             assert (layout in _BLOCKS_ALONG_K) == self.along_k, "A's and B's scales change along K, or neither's"
-            assert _BLOCKS_ALONG_K.get(layout, (0, TILE_K))[1] == self.scale_k, "of both at the same places"
+            assert _BLOCKS_ALONG_K.get(layout, (0, TILE_K))[1] == self.scale_k, (
+                "A's and B's scales change at the same k"
+            )
         assert self.scale_k == TILE_K, "both kernels scale the products of a K iteration at once"
 
     @property

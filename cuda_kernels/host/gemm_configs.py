@@ -73,7 +73,8 @@ CUBLASLT_MULTIPLE = 16
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     """The configs in which our kernels compute the problem; none on architectures without such a kernel.
 
-    On sm_90a they are those of wgmma, on sm_89 and sm_120 of ``mma.sync``.
+    On sm_90a they are those of wgmma, on sm_89 and sm_120 of ``mma.sync``: tiles and stages whose buffers fit into the
+    shared memory of a block, 227 KiB and 99 KiB, and on Hopper whose sums fit into 192 registers of a thread.
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
         return list(_hopper_configs(problem))

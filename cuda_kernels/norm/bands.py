@@ -46,14 +46,15 @@ def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: boo
         smem = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
         first_row = i32(BAND * cuda.blockIdx.x)
+        x_address, x_stride, _, _, statistics_address, _ = x
         for index in range(BAND // WARPS):
             row = first_row + warp + i32(WARPS * index)
-            address = x[0] + i64(row) * x[1] * itemsize
+            address = x_address + i64(row) * x_stride * itemsize
             m, r = statistics(address, columns, row < rows, lane, eps, smem, thread)
             if lane == 0 and row < rows:
                 if has_mean:
-                    store_f32(x[4] + i64(row) * 4, m)
-                store_f32(rstd_pointer(x[4], rows) + i64(row) * 4, r)
+                    store_f32(statistics_address + i64(row) * 4, m)
+                store_f32(rstd_pointer(statistics_address, rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
         factor = load_f32(scale)

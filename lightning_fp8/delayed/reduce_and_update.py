@@ -5,13 +5,16 @@
 | as a step of Lightning | the plugin after it: ``optimizer_step`` in ``plugin/fabric.py`` and ``plugin/precision.py`` |
 | outside of one, under a plugin | the hook of :func:`_after_step` below, through ``AmaxHistory.after_step`` |
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
-| without a plugin | the next outermost ``fp8_autocast``, which calls :func:`update_without_plugin` |
+| without a plugin | the next outermost ``fp8_autocast`` that takes gradients, as it begins; one that calibrates, as it ends |
+
+Under a plugin only training forwards count; without one, :func:`update_without_plugin` finds what is due.
 
 First, amaxes are reduced over ranks by ``delayed/over_ranks.py``. The recipe of the plugin, or of the region, says
 whether they are; all ranks have the same one. Then :func:`_advance` rescales what was made for another format or margin
 (:func:`lightning_fp8.scaling.rescaling`) and pushes the amaxes into each history, by the recipe that they were observed
-under. The history's maximum, or its newest step, gives the scales: ``ops.update_scales``, one launch, by the formulas
-of :func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
+under. The history's maximum, or its newest step, gives the scales, ``fp8_max 2**-margin / amax``:
+``ops.update_scales``, one launch, by the formulas of :func:`lightning_fp8.scaling.updated_scales`, which
+``cuda_kernels/casts/update_scales.py`` has, too.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from cuda_kernels.host.launch import Launch, NoKernels, bind
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.attention import missing_kernel
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.ops.core.alignment import empty_operand
 from lightning_fp8.ops.quantize import cuda, launches, reference
@@ -356,6 +357,8 @@ def test_a_card_without_kernels(capability: tuple[int, int], monkeypatch: pytest
     Card(monkeypatch, capability)
     with pytest.raises(NoKernels, match=f"compute capability {capability[0]}\\.{capability[1]}"):
         launch.architecture(0)
+    # Attention of unchanged models, and ours without FP8, ask for a reason on every card.
+    assert f"compute capability {capability[0]}.{capability[1]}; there are" in missing_kernel(Card.device, 64)
 
 
 def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:

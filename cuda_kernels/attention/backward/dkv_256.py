@@ -157,14 +157,16 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale_inv, SMALLEST)
-                    x = exp2(scores, factor, statistic(smem, q_stage, TOTAL, query))
-                    x_factor = gradient_scale_inv
+                    p_or_ds = exp2(scores, factor, statistic(smem, q_stage, TOTAL, query))
+                    its_factor = gradient_scale_inv
                     if is_dk:
                         corrected = statistic(smem, q_stage, CORRECTED, query)
-                        x = gradients_of(scores_wait_0(dp), x, value_scale_inv * gradient_scale_inv, corrected)
-                        x_factor = query_scale_inv
-                    amax, amax_below = amax_of(x)
-                    words, sums, limits = rounded(x, amax, amax_below, x_factor, sums, limits)
+                        p_or_ds = gradients_of(
+                            scores_wait_0(dp), p_or_ds, value_scale_inv * gradient_scale_inv, corrected
+                        )
+                        its_factor = query_scale_inv
+                    amax, amax_below = amax_of(p_or_ds)
+                    words, sums, limits = rounded(p_or_ds, amax, amax_below, its_factor, sums, limits)
                     mbarrier_wait(smem + full + 8 * t_stage, (fill + copies - 1) >> 2 & 1)
                     wgmma_fence()
                     desc_t = smem_descriptor(smem + ring + t_stage * WIDE_TILE + half * QUERIES)

@@ -104,18 +104,18 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 if i < whole_first or i >= whole_last:
                     scores = hide(scores, visible, i32(i * QUERIES))
                 factor = float_max(key_factor * query_scale_inv, SMALLEST)
-                x = exp2(scores, factor, statistic(smem, 0, TOTAL, column))
-                x_factor = gradient_scale_inv
+                p_or_ds = exp2(scores, factor, statistic(smem, 0, TOTAL, column))
+                its_factor = gradient_scale_inv
                 if is_dk:
                     cp_async_wait(0)
                     cuda.syncthreads()  # dO is there, and all are done with Q
                     copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
                     cp_async_commit()
                     corrected = statistic(smem, 0, CORRECTED, column)
-                    x = gradients_of(x, in_k, in_b + there, value_scale_inv * gradient_scale_inv, corrected)
-                    x_factor = query_scale_inv
-                amax, amax_below = amax_of(x)
-                words, limits = rounded(x, x_factor, amax, amax_below, limits)
+                    p_or_ds = gradients_of(p_or_ds, in_k, in_b + there, value_scale_inv * gradient_scale_inv, corrected)
+                    its_factor = query_scale_inv
+                amax, amax_below = amax_of(p_or_ds)
+                words, limits = rounded(p_or_ds, its_factor, amax, amax_below, limits)
                 d = _ZERO if is_dk else two_of_d(smem, 0)
                 cp_async_wait(0)
                 cuda.syncthreads()  # the transposed one is there, and all are done with the other stage

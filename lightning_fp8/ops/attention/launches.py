@@ -15,7 +15,7 @@ from torch import Tensor
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
 from cuda_kernels.device.codec import DtypeName
-from cuda_kernels.host.launch import architecture_of, name_of
+from cuda_kernels.host.launch import NoKernels, architecture_of, name_of
 from cuda_kernels.host.launchers.attention import (
     AttentionProblem,
     CastLaunch,
@@ -267,7 +267,10 @@ def missing_kernel(device: torch.device, head_dim: int) -> str:
 
     Whoever asks trains: one pass in FP8 is of no use without the other.
     """
-    architecture = architecture_of(device)
+    try:
+        architecture = architecture_of(device)
+    except NoKernels as error:
+        return str(error)
     for which, plans in PLANS.items():
         if head_dim not in plans.get(architecture, (None, ()))[1]:
             return _no_kernel(which, device, head_dim)

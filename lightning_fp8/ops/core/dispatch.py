@@ -2,7 +2,7 @@
 
 :func:`planned` chooses: where no kernel runs, a warning names the reason, and the op's reference serves, in plain
 torch. Tensors on the CPU go there at once; a GEMM on a card tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``).
-The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, or no driver), which is not asked
+The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, no bindings), which is not asked
 again; ``KernelError`` where a kernel cannot be made (no compiler), which the next plan tries anew.
 
 A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
