@@ -207,7 +207,7 @@ def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
 
     @device
     def load_row(args, columns, row, column, in_bounds, registers, first_register):
-        x, stride = args
+        x, stride = args[0], args[1]
         address = x + (row * stride + i64(column)) * itemsize
         loaded = load_quad(address, column, columns, in_bounds)
         for register in range(quad):
@@ -280,7 +280,7 @@ def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName,
     @device
     def load_row(args, columns, row, column, in_bounds, registers, first_register):
         period = columns >> 1 if gated else columns
-        x, stride, dy, dy_stride = args
+        x, stride, dy, dy_stride = args[0], args[1], args[2], args[3]  # that of sums may follow
         x_row = x + row * stride * itemsize
         dy_row = dy + row * dy_stride * dy_itemsize
         loaded = load_x(x_row, column, period, columns, in_bounds)

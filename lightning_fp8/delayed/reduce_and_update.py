@@ -5,7 +5,7 @@
 | as a step of Lightning | the plugin after it: ``optimizer_step`` in ``plugin/fabric.py`` and ``plugin/precision.py`` |
 | outside of one, under a plugin | the hook of :func:`_after_step` below, through ``AmaxHistory.after_step`` |
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
-| without a plugin | the next outermost ``fp8_autocast`` that takes gradients, as it begins; one that calibrates, as it ends |
+| without a plugin | the next outermost ``fp8_autocast`` that takes gradients, at its start; of calibration, its end |
 
 Under a plugin only training forwards count; without one, :func:`update_without_plugin` finds what is due.
 
