@@ -159,24 +159,24 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
     decode_quad = quad_decoder("float32")
 
     @device
-    def load_rows(args, rows, columns, row, column, full_tile, registers, first_row):
+    def load_rows(args, rows, columns, first_row, column, full_tile, registers, skipped):
         raw_registers, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
-            row_idx = row + first_row + step
+            row_idx = first_row + skipped + step
             load_row(args, columns, row_idx, column, row_idx < rows, raw_registers, step * raw)
         for step in range(together):
             compute(columns, column, raw_registers, step * raw, values)
             for index in range(4):
-                registers[4 * (first_row + step) + index] = bits(values[index])
+                registers[4 * (skipped + step) + index] = bits(values[index])
 
     @device
-    def load(args, rows, columns, row, column, full_tile, registers):
-        load_rows(args, rows, columns, row, column, full_tile, registers, 0)
+    def load(args, rows, columns, first_row, column, full_tile, registers):
+        load_rows(args, rows, columns, first_row, column, full_tile, registers, 0)
         if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(args, rows, columns, row, column, full_tile, registers, together)
+            load_rows(args, rows, columns, first_row, column, full_tile, registers, together)
         if parts > 2:
-            load_rows(args, rows, columns, row, column, full_tile, registers, 2 * together)
-            load_rows(args, rows, columns, row, column, full_tile, registers, 3 * together)
+            load_rows(args, rows, columns, first_row, column, full_tile, registers, 2 * together)
+            load_rows(args, rows, columns, first_row, column, full_tile, registers, 3 * together)
 
     @device
     def decode(registers, quad_index):

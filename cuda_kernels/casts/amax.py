@@ -87,7 +87,7 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
     def row_amax(x, amaxes, rows, columns):
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
-        _, first_column, row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        _, tile_column, first_row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
@@ -99,18 +99,18 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
                 amax_bits = warp_max(largest_of(quad_maxima))
                 row_max = amax_bits if lane == quad_index else row_max
             fold(registers, quad_index, quad, column_maxima)
-        if by_row and lane < WARP_ROWS and row + lane < rows:
-            atomic_max(amaxes + i64(row + lane) * 4, row_max)
+        if by_row and lane < WARP_ROWS and first_row + lane < rows:
+            atomic_max(amaxes + i64(first_row + lane) * 4, row_max)
         if by_column:
             smem = dynamic_shared()
             a, b, c, d = columns_of(column_maxima)
             shared_store_16(smem + warp * (4 * TILE) + lane * 16, a, b, c, d)
             cuda.syncthreads()
-            if thread < TILE and first_column + thread < columns:
+            if thread < TILE and tile_column + thread < columns:
                 amax_bits = u32(0)
                 for other_warp in range(WARPS):
                     amax_bits = unsigned_max(amax_bits, shared_load_4(smem + other_warp * (4 * TILE) + thread * 4))
-                atomic_max(amaxes + (i64(rows) + first_column + thread) * 4, amax_bits)
+                atomic_max(amaxes + (i64(rows) + tile_column + thread) * 4, amax_bits)
 
     return Kernel(
         f"row_amax({loader.name}, {by_row=}, {by_column=})",

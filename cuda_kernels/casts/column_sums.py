@@ -37,15 +37,15 @@ def summed_loader(loader: TileLoader) -> TileLoader:
     load_values, decode, partials = loader.load, loader.decode, loader.num_args
 
     @device
-    def load(args, rows, columns, row, column, full_tile, registers):
-        load_values(args, rows, columns, row, column, full_tile, registers)
+    def load(args, rows, columns, first_row, column, full_tile, registers):
+        load_values(args, rows, columns, first_row, column, full_tile, registers)
         p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
         for quad_index in range(WARP_ROWS):
             a, b, c, d = decode(registers, quad_index)
             p, q, r, s = p + a, q + b, r + c, s + d
-        if row < rows and column < columns:
+        if first_row < rows and column < columns:
             stride = i64(columns + 3) & i64(-4)
-            address = args[partials] + ((i64(row) >> 4) * stride + i64(column)) * 4
+            address = args[partials] + ((i64(first_row) >> 4) * stride + i64(column)) * 4
             store_16(address, bits(p), bits(q), bits(r), bits(s))
 
     return replace(loader, name=f"{loader.name}, summed", num_args=loader.num_args + 1, load=load)

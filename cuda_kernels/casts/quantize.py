@@ -59,7 +59,7 @@ def quantize_tensor_kernel(
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
 
         factor = _ZERO
         if scale != 0:
@@ -80,7 +80,7 @@ def quantize_tensor_kernel(
             if observe:
                 fold(registers, quad_index, quad, running_max)
         if rowwise:
-            store_rows(packed, out, out_stride, row, rows, column, full_tile)
+            store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         if count:
             add_overflow_counts(counts, overflows, thread & 31)
         if observe:
@@ -88,7 +88,7 @@ def quantize_tensor_kernel(
             if thread == 0:
                 update_amax(amax_out, amax_bits)
         if columnwise:
-            store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_column, columns)
 
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
     parameters = {
@@ -120,15 +120,15 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
         if rowwise:
             scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
-            row_of_lane = i32(first_row + WARP_ROWS * warp + lane)
+            row_of_lane = i32(tile_row + WARP_ROWS * warp + lane)
             if lane < WARP_ROWS and row_of_lane < rows:
                 scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
-                if first_column == 0:
+                if tile_column == 0:
                     store_f32(out_scale_inv + i64(row_of_lane) * 4, divide(_ONE, scale))
             for quad_index in range(WARP_ROWS):
                 quad = decode(registers, quad_index)
@@ -136,7 +136,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                     factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
                 packed[quad_index], num_overflows = cast_row(quad, factor, factor, factor, factor)
                 overflows += num_overflows
-            store_rows(packed, out, out_stride, row, rows, column, full_tile)
+            store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         if columnwise:
             scales = cuda.local.array(4, f32)
             for index in range(4):
@@ -144,13 +144,13 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 if column + index < columns:
                     amax = load_f32(amaxes + (i64(rows) + column + index) * 4)
                     scales[index] = amax_to_scale(amax, fp8_max, power_2, epsilon)
-                    if first_row == 0 and warp == 0:
+                    if tile_row == 0 and warp == 0:
                         store_f32(out_t_scale_inv + i64(column + index) * 4, divide(_ONE, scales[index]))
             for quad_index in range(WARP_ROWS):
                 quad = decode(registers, quad_index)
                 packed[quad_index], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
                 overflows += num_overflows
-            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, first_row, first_column, columns)
+            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, tile_row, tile_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 

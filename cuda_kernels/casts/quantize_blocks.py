@@ -167,8 +167,8 @@ def quantize_blocks_kernel(
         lane, warp = thread & 31, thread >> 5
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        first_row, first_column, row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
-        block_row, block_column = i64(first_row >> i32(7)), i64(first_column >> i32(7))
+        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        block_row, block_column = i64(tile_row >> i32(7)), i64(tile_column >> i32(7))
 
         # Quads are decoded once for what they are needed for before they are cast.
         vector_maxima, column_maxima = (
@@ -210,25 +210,25 @@ def quantize_blocks_kernel(
                 packed[quad_index], num_overflows = cast(decode(registers, quad_index), scale, scale, scale, scale)
                 overflows += num_overflows
             if rowwise:
-                store_rows(packed, out, out_stride, row, rows, column, full_tile)
+                store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         else:
             if rowwise:
                 row_scale, scale = _ONE, _ONE  # of row `lane` of the warp's 16; of the quad at hand
                 if row_scales_from_warp:
                     row_scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
-                    if lane < WARP_ROWS and row + lane < rows:
-                        scale_offset = block_column * out_scale_inv_stride + i64(row + lane)
+                    if lane < WARP_ROWS and first_row + lane < rows:
+                        scale_offset = block_column * out_scale_inv_stride + i64(first_row + lane)
                         store_f32(out_scale_inv + scale_offset * 4, divide(_ONE, row_scale))
                 if in_parts:
                     # The lanes that share a block compute the scales of their rows, one or two each.
                     reduce_scatter(vector_amax, lane)
                     scale_row = i32(scales_of_lane * quads_of_row * (lane & (lanes_of_block - 1)))
-                    scale_offset = i64(column >> log2_block_columns) * out_scale_inv_stride + i64(row + scale_row)
+                    scale_offset = i64(column >> log2_block_columns) * out_scale_inv_stride + i64(first_row + scale_row)
                     scale_address = out_scale_inv + scale_offset * scale_bytes
                     for index in range(scales_of_lane):
                         code, scale = block_scale(vector_amax[index], power_2, epsilon)
                         lane_scales[index] = magnitude(scale)
-                        scaled_row = i32(row + scale_row + quads_of_row * index)
+                        scaled_row = i32(first_row + scale_row + quads_of_row * index)
                         if scaled_row < rows and i32(column & -block_columns) < columns:
                             store_scale(scale_address + i64(scale_bytes * quads_of_row * index), code, scale)
                 for quad_index in range(WARP_ROWS):
@@ -241,7 +241,7 @@ def quantize_blocks_kernel(
                         scale = from_bits(shuffle(magnitude(row_scale), row_of(lane, quad_index)))
                     packed[quad_index], num_overflows = cast(quad, scale, scale, scale, scale)
                     overflows += num_overflows
-                store_rows(packed, out, out_stride, row, rows, column, full_tile)
+                store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
             if columnwise:
                 p, q, r, s = columns_of(column_maxima)
                 shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
@@ -257,9 +257,9 @@ def quantize_blocks_kernel(
                             amax_bits = unsigned_max(amax_bits, shared_load_4(amax_address + 4 * TILE * other_warp))
                         code, scale = block_scale(amax_bits, power_2, epsilon)
                         shared_store_4(smem + scale_smem + index * 4, magnitude(scale))
-                        if first_column + col_in_tile < columns and first_row + block_columns * part < rows:
+                        if tile_column + col_in_tile < columns and tile_row + block_columns * part < rows:
                             scale_offset = (block_row * parts + i64(part)) * out_t_scale_inv_stride + i64(
-                                first_column + col_in_tile
+                                tile_column + col_in_tile
                             )
                             store_scale(out_t_scale_inv + scale_offset * scale_bytes, code, scale)
                 elif thread < TILE:
@@ -270,8 +270,8 @@ def quantize_blocks_kernel(
                         )
                     scale = amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
                     shared_store_4(smem + scale_smem + thread * 4, magnitude(scale))
-                    if first_column + thread < columns:
-                        scale_offset = block_row * out_t_scale_inv_stride + i64(first_column + thread)
+                    if tile_column + thread < columns:
+                        scale_offset = block_row * out_t_scale_inv_stride + i64(tile_column + thread)
                         store_f32(out_t_scale_inv + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 part = warp >> log2_warps_of_part if in_parts else 0
@@ -281,7 +281,7 @@ def quantize_blocks_kernel(
                     packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
                     overflows += num_overflows
         if columnwise:
-            store_transposed(packed, smem, thread, out_t, out_t_stride, first_row, first_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_column, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 

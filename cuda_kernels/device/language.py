@@ -56,7 +56,12 @@ class Device:
 
 
 def device(function: Callable[..., Any]) -> Any:
-    """Decorates a function that kernels call."""
+    """Decorates a function that kernels call.
+
+    What a loop would do with registers that its index chooses is written as functions of which each has its own index,
+    and which are put together one after the other: Numba unrolls no loop, and ptxas puts an array whose index varies
+    into memory.
+    """
     assert isinstance(function, FunctionType)
     return Device(function)
 

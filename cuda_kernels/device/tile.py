@@ -57,8 +57,8 @@ def position(tile_idx, rows, columns):
     """Row and column of tile ``tile_idx``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
     across = i32(i32(columns + TILE - 1) >> 7)
     down = quotient(tile_idx, across)
-    row, column = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
-    return row, column, rows - row >= TILE and columns - column >= TILE
+    tile_row, tile_column = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
+    return tile_row, tile_column, rows - tile_row >= TILE and columns - tile_column >= TILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +69,9 @@ class TileLoader:
         name: unique among all loaders.
         num_args: int64 parameters that a kernel takes for it: addresses, strides.
         num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
-        load: device function ``(args, rows, columns, row, column, full_tile, registers)`` that fills them; the thread's
-            first element is at ``row`` and ``column``. Elements outside the tensor become zeros; there are none where
-            ``full_tile``: all of the tile is inside.
+        load: device function ``(args, rows, columns, first_row, column, full_tile, registers)`` that fills them; the
+            thread's first element is at ``first_row`` and ``column``. Elements outside the tensor become zeros; there
+            are none where ``full_tile``: all of the tile is inside.
         decode: device function ``(registers, quad_index) -> four float32`` of a quad.
         maxima: how the largest magnitudes of quads are kept.
         min_blocks_per_sm: blocks of a cast that registers must suffice for.
@@ -95,9 +95,9 @@ class TileLoader:
     def load_tile(self) -> Any:
         """A device function ``(args, tile_idx, rows, columns, registers)``: what a thread holds of one tile is loaded.
 
-        It returns ``first_row, first_column, row, column, full``. ``tile_idx``: of a tensor ``[rows, columns]``, row by
-        row. ``first_row``, ``first_column``: of the tile; ``row``, ``column``: of the thread's first element; ``full``:
-        whether all of the tile is inside.
+        It returns ``tile_row, tile_column, first_row, column, full_tile``. ``tile_idx``: of a tensor
+        ``[rows, columns]``, row by row. ``tile_row``, ``tile_column``: where the tile begins; ``first_row``,
+        ``column``: where the thread's elements do; ``full_tile``: whether all of the tile is inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)
@@ -114,11 +114,11 @@ class TileLoader:
 
         @device
         def load_tile_at(args, tile_idx, origin, rows, columns, registers):
-            first_row, first_column, full_tile = position(tile_idx, rows, columns)
-            row = i32(first_row + origin[0])
-            column = i32(first_column + origin[1])
-            load(args, rows, columns, row, column, full_tile, registers)
-            return first_row, first_column, row, column, full_tile
+            tile_row, tile_column, full_tile = position(tile_idx, rows, columns)
+            first_row = i32(tile_row + origin[0])
+            column = i32(tile_column + origin[1])
+            load(args, rows, columns, first_row, column, full_tile, registers)
+            return tile_row, tile_column, first_row, column, full_tile
 
         return load_tile_at
 
@@ -168,10 +168,10 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     load_some = edge_loader(dtype, vector)
 
     @device
-    def load(args, rows, columns, row, column, full_tile, registers):
+    def load(args, rows, columns, first_row, column, full_tile, registers):
         x, row_stride = args[0], args[1]  # others may follow, of a loader that has this one
         # The address is advanced by additions: a product of 64 bits takes four instructions.
-        address = x + (i64(row) * row_stride + i64(column)) * itemsize
+        address = x + (i64(first_row) * row_stride + i64(column)) * itemsize
         stride = row_stride * (itemsize * row_step)
         if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
@@ -180,7 +180,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
                     registers[step * num_registers + register] = loaded[register]
                 address += stride
         else:
-            rows_left = i32(rows - row)
+            rows_left = i32(rows - first_row)
             for step in range(WARP_ROWS // row_step):
                 loaded = load_some(address, column, columns, i32(step * row_step) < rows_left)
                 for register in range(num_registers):
@@ -222,7 +222,7 @@ def reduce_block_amax(block_amax, num_block_amax, shared, thread):
 
 
 def row_storer(vector: int) -> Any:
-    """A device function ``(packed, out, stride, row, rows, column, full_tile)`` that stores a thread's 16 quads.
+    """A device function ``(packed, out, stride, first_row, rows, column, full_tile)`` that stores a thread's 16 quads.
 
     They are codes. ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
     """
@@ -236,15 +236,15 @@ def row_storer(vector: int) -> Any:
             store_4(address, packed[step])
 
     @device
-    def store_rows(packed, out, stride, row, rows, column, full_tile):
-        address = out + i64(row) * stride + i64(column)
+    def store_rows(packed, out, stride, first_row, rows, column, full_tile):
+        address = out + i64(first_row) * stride + i64(column)
         stride_of_step = stride * row_step
         if full_tile:
             for step in range(WARP_ROWS // row_step):
                 store_at(address, packed, step)
                 address += stride_of_step
         elif column < stride:
-            rows_left = i32(rows - row)
+            rows_left = i32(rows - first_row)
             for step in range(WARP_ROWS // row_step):
                 if i32(step * row_step) < rows_left:
                     store_at(address, packed, step)
@@ -270,7 +270,7 @@ def transpose_quads(packed):
 
 
 @device
-def store_transposed(packed, shared, thread, out, stride, first_row, first_column, columns):
+def store_transposed(packed, shared, thread, out, stride, tile_row, tile_column, columns):
     """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
     ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros. The shared memory has a
@@ -289,8 +289,8 @@ def store_transposed(packed, shared, thread, out, stride, first_row, first_colum
     cuda.syncthreads()
     column, part = i32(thread >> 3), i32(thread & 7)
     load_address = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
-    address = out + i64(first_column + column) * stride + i64(first_row + 16 * part)
-    cols_left = i32(columns - first_column) - column if first_row + 16 * part < stride else i32(0)
+    address = out + i64(tile_column + column) * stride + i64(tile_row + 16 * part)
+    cols_left = i32(columns - tile_column) - column if tile_row + 16 * part < stride else i32(0)
     for step in range(4):
         codes = shared_load_16(i32(load_address + step * (TRANSPOSED_BYTES // 4)))
         if i32(step * (TILE // 4)) < i32(cols_left):

@@ -1,8 +1,9 @@
 """Promoted accumulation: a tensor core sums at most 128 products; float32 adds these partial sums, scaled.
 
-Scales of A's rows, and of B's rows where each has one, are loaded with their operands into a pipeline stage. They are
-read before the wgmmas are issued, as far as registers allow, so that the stage can be released once these are done. Of
-B's 128x128 scales a tile needs one or two per K iteration: each lane loads those of another iteration, for 32 at once.
+Each row of A has scales along K, and so may each row of B. They are loaded with the operands into a pipeline stage,
+and read before the wgmmas are issued, as far as registers allow: the stage can be released once the wgmmas are done.
+Where blocks of 128x128 of B have the scales, a tile needs one or two of them per K iteration. These are in no stage:
+each lane loads those of another iteration, so that a warp has them for 32.
 """
 
 from __future__ import annotations

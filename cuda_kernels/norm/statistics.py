@@ -95,12 +95,12 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
         registers[start + 2], registers[start + 3] = bits(c + offset), bits(d + offset)
 
     @device
-    def load(args, rows, columns, row, column, full_tile, registers):
-        load_x(args, rows, columns, row, column, full_tile, registers)
+    def load(args, rows, columns, first_row, column, full_tile, registers):
+        load_x(args, rows, columns, first_row, column, full_tile, registers)
         _, _, weight, bias, statistics, offset = args
         lane = cuda.threadIdx.x & 31
-        lane_offset = i64(row + lane) * 4
-        in_bounds = lane < WARP_ROWS and row + lane < rows
+        lane_offset = i64(first_row + lane) * 4
+        in_bounds = lane < WARP_ROWS and first_row + lane < rows
         if has_mean:
             registers[mean_register] = bits(load_f32(statistics + lane_offset)) if in_bounds else u32(0)
         rstd = rstd_pointer(statistics, rows)
@@ -109,7 +109,7 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
         if has_bias:
             load_parameters(bias, column, columns, _ZERO, registers, bias_registers)
         # The limit of each column is the number of rows, from this one on, inside the tensor.
-        below = rows - row if row < rows else 0
+        below = rows - first_row if first_row < rows else 0
         for index in range(n_limits):
             registers[limit_registers + index] = u32(below) if column + index < columns else u32(0)
 

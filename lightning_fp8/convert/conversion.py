@@ -285,10 +285,10 @@ def _reason_for_bf16(
 ) -> str:
     """Why a layer stays in BF16 though FP8 could have it; empty where it does not.
 
-    What rounding adds in the first blocks reaches all others, and what it adds in the last ones and in the output head
-    reaches the logits as it is, while they have few of a deep model's FLOPs. Others keep them, too: DeepSeek-V3
-    (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision,
-    Megatron-LM's ``--first-last-layers-bf16`` the first and last blocks.
+    Errors of the first blocks reach all others. Those of the last blocks and of the output head reach the logits
+    directly. Together these have few of a deep model's FLOPs. Other projects keep them in BF16, too: DeepSeek-V3
+    (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision;
+    Megatron-LM, with ``--first-last-layers-bf16``, the first and last blocks.
     """
     if name in output_heads and not isinstance(module, LinearLayer):
         return f"output head: {output_heads[name]}"

@@ -36,6 +36,9 @@ def own_scale_inv(x: Value, shape: tuple[Any, Any], options: QuantizeOptions) ->
 
     Args:
         shape: rows, which may vary where a block has one row, and columns.
+
+    An E8M0 scale of 2**-127, of a block that is all zeros or nearly so, is 2**-126 here, the least of float32's normal
+    numbers, and that of a NaN, too: zeros stay zeros, and NaN elements NaN.
     """
     amax = _amax(x, shape, options.layout)
     if options.layout.scale_dtype == E8M0_DTYPE:

@@ -38,7 +38,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     require_module("fp8_state_dict", model)
     names: list[str] = []
     scales: list[Tensor] = []
-    histories: list[Tensor] = []
+    windows: list[Tensor] = []
     amaxes: list[Tensor] = []
     num_observed: list[Tensor] = []
     updates = 0
@@ -49,14 +49,14 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
             names.append(slot_name)
             span = span or slot.history.span
             scales.append(slot.scale_for(span) if span else slot.scale)
-            histories.append(slot.history.amax_history[:, slot.index])
+            windows.append(slot.history.amax_history[:, slot.index])
             amaxes.append(slot.amax.detach().clone())
             num_observed.append(slot.history.num_observed[slot.index])
             updates = max(updates, slot.history.updates)
             if slot.history.steps is not None:
                 steps = max(steps or 0, slot.history.steps)
-    length = max((len(history) for history in histories), default=0)
-    padded = [torch.cat([history.new_zeros(length - len(history)), history]) for history in histories]
+    length = max((len(window) for window in windows), default=0)
+    padded = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
     return {
         "names": names,
         "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),

@@ -51,10 +51,17 @@ class _KeptWeight:
 class WeightCachingModule(FP8Module):
     """A module that keeps the FP8 copies of its weight where ``is_first_microbatch`` or the context says so.
 
-    The copies are stale, and made again, once an optimizer has stepped or a parameter was replaced or changed in place.
-    Those that ``is_first_microbatch`` did not ask for are stale, too, once the context's ``weight_period`` is another
-    number or the scales were updated, and freed by the first forward whose context has none. What a backward pass
-    recomputes has the context of its forward. A pickle has no copies.
+    | a forward with ``is_first_microbatch`` | |
+    |---|---|
+    | True | makes the copies, and keeps them |
+    | False | takes what is kept, unless it is stale; else makes and keeps them |
+    | None, in a context with a ``weight_period`` | the same |
+    | None, in any other | keeps nothing, and lets go of copies that were made in such a context |
+
+    Copies are stale once an optimizer has stepped, or a parameter was replaced or changed in place, or the recipe is
+    another. Those that ``is_first_microbatch`` did not ask for are stale, too, once the ``weight_period`` is another
+    number, the scales were updated, or training, gradients or inference mode were switched on or off. What a backward
+    pass recomputes has the context of its forward. A pickle has no copies; code that is compiled keeps none.
 
     Attributes:
         weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.

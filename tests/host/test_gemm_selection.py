@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, MmaConfig, Scaling
+from cuda_kernels.gemm.spec import SCALE_N, GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
@@ -53,6 +53,17 @@ def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
         + (tile.tile_n if product.scaling is Scaling.BLOCK_1X128_1X128 else 0)
     )  # fmt: skip
     return operands + leaving + scales + 16 * tile.stages + 16 * tile.pingpong
+
+
+def test_scales_of_kernels_are_those_of_layouts() -> None:
+    assert {scaling for scaling in SCALINGS.values() if scaling.along_k}
+    for (a, b), scaling in SCALINGS.items():
+        assert scaling.along_k == a.scales_along_k == b.scales_along_k
+        assert scaling.b_along_k_by_row == (b.scales_along_k and b.block[0] == 1)
+        assert scaling.b_along_k_by_block == (b.block[0] == SCALE_N)
+        if scaling.along_k:
+            assert scaling.scale_k == a.block[1] == b.block[1]
+            assert a.block[0] == 1  # stages hold scales of each row of A
 
 
 @given(problem=PROBLEMS)

@@ -21,7 +21,7 @@ class _Step(NamedTuple):
     """One mma of a chain.
 
     Attributes:
-        words: a device function: A to this step's words.
+        words: a device function: A, in registers or its address, to this step's words.
         k_byte: the first byte of a row that it multiplies.
         panel: bytes from B's first panel to this step's.
     """
@@ -36,22 +36,23 @@ def make_product(
     columns: int, k_steps: int, start: int = 0, panels: int = 1, panel_rows: int = ROWS,
     behind: tuple[int, int] = (0, 0),
 ) -> Any:  # fmt: skip
-    """A device function ``(a, b) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]`` of E4M3 codes.
+    """A device function ``(a_address, b_address) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]``.
 
-    ``a``, ``b``: addresses in shared memory, ``ldmatrix_a`` and ``ldmatrix_b`` from the operands' first rows.
+    A and B are E4M3 codes. The addresses in shared memory are ``ldmatrix_a`` and ``ldmatrix_b`` from the operands'
+    first rows.
     ``K``: 32 ``k_steps`` channels of each of ``panels`` panels, one behind the other.
 
     Args:
         start: the row of B that makes the first column; a multiple of 8.
         panel_rows: of a panel of B; one of A has 128.
-        behind: bytes from ``a`` and ``b`` to the operands. Added here, they are left for the instruction, and operands
-            of several products share their addresses.
+        behind: bytes from the addresses of A and B to the operands. Added here, they are left for the instruction, and
+            operands of several products share their addresses.
     """
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
 
     def words_of(k_byte: int, panel: int) -> Any:
-        return device(lambda a: load_a(along_row(a, k_byte) + panel))
+        return device(lambda a_address: load_a(along_row(a_address, k_byte) + panel))
 
     steps = tuple(
         _Step(words_of(STEP * step, panel * TILE + behind[0]), STEP * step, panel * panel_rows * LINE + behind[1])
@@ -64,41 +65,41 @@ def make_product(
     others = make_product(columns - width, k_steps, start + width, panels, panel_rows, behind)
 
     @device
-    def products(a, b):
-        return product(a, b) + others(a, b)
+    def products(a_address, b_address):
+        return product(a_address, b_address) + others(a_address, b_address)
 
     return products
 
 
 @cache
 def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
-    """A device function ``(sums, words, b, s, t) -> sums``: a product added in float32, its rows scaled.
+    """A device function ``(sums, words, b_address, s, t) -> sums``: a product, its rows scaled, is added.
 
-    ``words``: A in registers, four for each step. ``b``: as :func:`make_product`'s. ``s``, ``t``: the scales of the
-    thread's first row and of the row eight below. Some columns at a time, from ``start`` on, so that few of them are in
-    registers twice.
+    Sums are float32. ``words``: A in registers, four for each step. ``b_address``: as :func:`make_product`'s. ``s``,
+    ``t``: the scales of the thread's first row and of the row eight below. Some columns at a time, from ``start`` on,
+    so that few of them are in registers twice.
     """
     steps = tuple(_Step(slice_words(4 * k_steps, 4 * step, 4), STEP * step) for step in range(k_steps))
     multiply = _chained(_COLUMNS, steps, start)
     part, add = slice_fragment(columns // 2, start // 2, _COLUMNS // 2), add_rows(_COLUMNS // 2)
 
     @device
-    def add_some(sums, words, b, s, t):
-        return add(part(sums), multiply(words, b), s, t)
+    def add_some(sums, words, b_address, s, t):
+        return add(part(sums), multiply(words, b_address), s, t)
 
     if start + _COLUMNS == columns:
         return add_some
     others = make_add_product(columns, k_steps, start + _COLUMNS)
 
     @device
-    def add_all(sums, words, b, s, t):
-        return add_some(sums, words, b, s, t) + others(sums, words, b, s, t)
+    def add_all(sums, words, b_address, s, t):
+        return add_some(sums, words, b_address, s, t) + others(sums, words, b_address, s, t)
 
     return add_all
 
 
 def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
-    """A device function ``(a, b) -> acc`` of these steps."""
+    """A device function ``(a, b_address) -> acc`` of these steps; ``a`` is what their ``words`` take A's words from."""
     multiply, load_b, zero_acc = (
         mma(1, columns // 8, "e4m3", "e4m3"),
         ldmatrix_x4(columns // 16, 16 * LINE),
@@ -111,14 +112,14 @@ def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
     if not others:
 
         @device
-        def last(a, b):
-            return multiply(zero_acc(), words(a), load_b(along_row(b, k_byte) + offset))
+        def last(a, b_address):
+            return multiply(zero_acc(), words(a), load_b(along_row(b_address, k_byte) + offset))
 
         return last
     rest = _chained(columns, tuple(others), start)
 
     @device
-    def product(a, b):
-        return multiply(rest(a, b), words(a), load_b(along_row(b, k_byte) + offset))
+    def product(a, b_address):
+        return multiply(rest(a, b_address), words(a), load_b(along_row(b_address, k_byte) + offset))
 
     return product
