@@ -14,12 +14,19 @@ from tests.transformer.layer_cases import CASES, batch_of, exact, layer_of, opti
 from tests.transformer.layer_reference import Options
 
 
+def measured_by(name: str) -> str:
+    """The gradient whose size says what rounding does to that named ``name``: its own, but for a bias of keys.
+
+    That has none: softmax takes no notice of what all scores share. It is a sum of terms as large as those of queries.
+    """
+    return name.replace("k_norm.bias", "q_norm.bias").replace("key_bias", "query_bias")
+
+
 def assert_near(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float, floor: float = 0.02) -> None:
     assert found.keys() == truth.keys()
     for name, right in truth.items():
-        # the gradient of a key's bias is 0 in theory: softmax takes no notice of what all scores share
         assert found[name] is not None, name
-        size = max(right.norm().item(), floor * right.numel() ** 0.5)
+        size = max(right.norm().item(), truth[measured_by(name)].norm().item(), floor * right.numel() ** 0.5)
         assert (found[name].double() - right).norm() <= tolerance * size, name
 
 
@@ -78,7 +85,7 @@ def test_all_options_in_pairs_in_fp8(index: int) -> None:
     """Every error is at most 1.5 times the expected one, and twice it of a head's few channels, whose norms scatter.
 
     Errors do not cancel where a gradient's terms do, so that they are measured by what the gradient has where the rows
-    of the output's gradient have random signs. A bias of keys has none at all, and is measured by that of queries.
+    of the output's gradient have random signs; a bias of keys, :func:`measured_by` that of queries.
     """
     case, (qkv_format, mask) = CASES[index], CASES[index]["layout"]
     recipe = list(RECIPES)[index % len(RECIPES)]
@@ -97,7 +104,7 @@ def test_all_options_in_pairs_in_fp8(index: int) -> None:
     expected = expected_error(layer, attentions, E5M2 if recipe in ("delayed", "tensorwise") else E4M3)
     assert found.keys() == truth.keys()
     for name, right in truth.items():
-        of = name.replace("k_norm.bias", "q_norm.bias").replace("key_bias", "query_bias")
+        of = measured_by(name)
         size = max(truth[of].norm(), sum(each[of].square().sum() for each in signed).div(len(signed)).sqrt())
         assert (found[name].double() - right).norm() <= (1.5 if right.numel() >= 32 else 2) * expected * size, name
     assert (found["output"].double() - truth["output"]).norm() > 1e-3 * truth["output"].norm(), "it ran in FP8"
