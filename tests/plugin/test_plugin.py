@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import warnings
 from collections import UserList
 from pathlib import Path
@@ -89,6 +91,13 @@ def slots(module: Mlp, layer: int = 1) -> Any:
 
 
 # Refused before training
+
+
+@pytest.mark.parametrize("takes_them", [lightning_fp8.convert_module, FP8Precision, FP8FabricPrecision])
+def test_the_policys_defaults_are_the_same_wherever_it_is_given(takes_them: Any) -> None:
+    parameters = inspect.signature(takes_them).parameters
+    for option in dataclasses.fields(Policy):
+        assert parameters[option.name].default == option.default, option.name
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
