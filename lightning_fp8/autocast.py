@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +131,12 @@ class fp8_autocast(ContextDecorator):
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._regions: list[tuple[Any, bool]] = []
         self._reaches_attention = False
+
+    def _recreate_cm(self) -> fp8_autocast:
+        """Of a decorated function each call is a region of its own: several threads may be inside it."""
+        region = copy(self)
+        region._regions = []
+        return region
 
     def __enter__(self) -> fp8_autocast:
         if self.context.attention and not torch.compiler.is_compiling():

@@ -303,10 +303,10 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
     if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
         raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
     cls = _class_of(megatron_config.get("fp8_recipe", "delayed"))
-    # Only the recipes that keep one scale per tensor follow Megatron's format; the others are E4M3 there too.
-    if cls in (DelayedScaling, Float8CurrentScaling):
-        return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
-    return _of_megatron(cls, megatron_config)
+    if not {"fp8", "fp8_format"} & megatron_config.keys():
+        return _of_megatron(cls, megatron_config)
+    # Megatron gives its format to every recipe, and so it is given here: one that does not take it says so.
+    return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
 
 
 def _of_megatron(cls: type[Recipe], megatron_config: dict[str, Any], **fields: Any) -> Recipe:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,11 +176,10 @@ def _loaded(value: Any, path: Path) -> Any:
 
 
 def _save(value: Any, target: Path) -> None:
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(descriptor)
+    name = target.with_name(f".{target.name}.{os.getpid()}")  # mkstemp's could be read by its owner alone
     try:
         torch.save(value, name)
         os.replace(name, target)
     except BaseException:
-        os.unlink(name)
+        name.unlink(missing_ok=True)
         raise

@@ -53,6 +53,10 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
             raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},) where it is there")
+        if value.is_meta or value.layout != torch.strided:
+            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
+        if key == "counts" and not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     return names, scale.detach(), amax_history.detach(), updates
 
 

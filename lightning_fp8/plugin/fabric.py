@@ -116,7 +116,10 @@ class FP8FabricPrecision(FabricPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters to ``weights_dtype`` and convert linear layers, in place; again changes nothing."""
+        """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
+
+        Again it changes nothing. Buffers are cast as Lightning's own true precision casts them.
+        """
         require_module("convert_module", module)
         if any(
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())

@@ -39,10 +39,16 @@ def test_inspect_prints_every_tensor(version: str, writer: str, files: Any, caps
         assert cells[name] == [f"{float(scale):.6g}", f"{amax_history.max():.6g}", f"{amax_history[-1]:.6g}"]
 
 
+def _new_file(path: Path) -> Path:
+    path.write_bytes(b"")
+    return path
+
+
 @pytest.mark.parametrize("version", ["1.7", "2.18"])
 def test_a_converted_file_resumes_like_the_original(version: str, files: Any, tmp_path: Path) -> None:
     _, path = files[version]
     main(["checkpoint", "convert", str(path), str(tmp_path / "ours.ckpt")])
+    assert (tmp_path / "ours.ckpt").stat().st_mode == _new_file(tmp_path / "new").stat().st_mode, "as any new file's"
     original, converted = torch.load(path, weights_only=True), torch.load(tmp_path / "ours.ckpt", weights_only=True)
     assert not [key for key in converted["state_dict"] if "_extra_state" in key]
     assert converted["loops"] == original["loops"]

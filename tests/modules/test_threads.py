@@ -55,6 +55,33 @@ def test_a_region_is_not_another_threads(compiled: bool) -> None:
     assert not torch.equal(inside, here)
 
 
+def test_threads_inside_one_decorated_function_leave_their_own_regions() -> None:
+    linear, x = Linear(64, 32), torch.randn(8, 64)
+    first_inside, both_inside, first_has_left = (threading.Event() for _ in range(3))
+
+    @fp8_autocast(fp8_recipe="mxfp8")
+    def decorated(inside: threading.Event, may_leave: threading.Event) -> None:
+        inside.set()
+        assert may_leave.wait(60)
+
+    def first() -> None:
+        decorated(first_inside, both_inside)
+        given.append(linear(x))
+        first_has_left.set()
+
+    given: list[Tensor] = []
+    thread = threading.Thread(target=first)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        before = linear(x)
+        thread.start()
+        assert first_inside.wait(60)
+        decorated(both_inside, first_has_left)
+        assert torch.equal(linear(x), before)
+    thread.join()
+    assert torch.equal(given[0], exact(linear, x))
+    assert torch.equal(linear(x), exact(linear, x))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_threads_side_by_side_compute_as_alone(recipe: str) -> None:
     layers = {name: Linear(64, 32) for name in RECIPES}

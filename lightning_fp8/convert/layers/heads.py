@@ -1,4 +1,7 @@
-"""Output heads: the linear layers that produce the classes of a loss."""
+"""Output heads: the linear layers that produce the classes of a loss.
+
+That they stay in BF16 is the policy of :mod:`lightning_fp8.convert.conversion`.
+"""
 
 from __future__ import annotations
 
