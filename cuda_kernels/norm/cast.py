@@ -61,7 +61,7 @@ def _row_caster(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     quads = row_layout.quads_per_thread
     last = row_layout.quads_per_vec - 1
     column_of = quad_column(row_layout)
-    num_registers = quad_registers(spec.dtype)
+    registers_of_quad = quad_registers(spec.dtype)
     itemsize = ITEM_BYTES[spec.weight_dtype]
     has_bias = spec.has_bias
     decode = quad_decoder(spec.dtype)
@@ -81,7 +81,7 @@ def _row_caster(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
             part = quad & last
             in_bounds = is_inside(column, columns)
             mask = _ALL if in_bounds else u32(0)
-            a, b, c, d = decode(registers, quad * num_registers)
+            a, b, c, d = decode(registers, quad * registers_of_quad)
             w, x, y, z = parameters(parameter_address(weight, quad, lane), in_bounds)
             p, q, r, s = parameters(parameter_address(bias, quad, lane), in_bounds and has_bias)
             a = normalize(a, mean, rstd, w + offset, p)
@@ -117,7 +117,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     cast = _row_caster(spec, fp8, row_layout)
     has_mean = spec.has_mean
     rstd_pointer = rstd_address(spec.has_mean)
-    num_registers = row_registers(spec.dtype, row_layout)
+    registers_of_row = row_registers(spec.dtype, row_layout)
     itemsize = ITEM_BYTES[spec.dtype]
     lane_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
@@ -143,7 +143,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
         while first_row < rows:
             row = first_row + (thread >> shift)
             in_bounds = row < rows
-            registers = cuda.local.array(num_registers, u32)
+            registers = cuda.local.array(registers_of_row, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
             load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, lane, registers)
             m, r = statistics_of_row(registers, columns, lane, eps, smem + sum_buffer, thread)
@@ -189,7 +189,7 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
     predicated = replace(row_layout, full=False)
     load_row = row_loader(spec.dtype, row_layout)
     cast = _row_caster(spec, fp8, predicated)
-    num_registers = row_registers(spec.dtype, row_layout)
+    registers_of_row = row_registers(spec.dtype, row_layout)
     itemsize = ITEM_BYTES[spec.dtype]
     has_mean = spec.has_mean
     fp8_max = FP8_MAX[fp8]
@@ -213,7 +213,7 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
             store_f32(out_scale_inv, divide(_ONE, factor))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
-            registers = cuda.local.array(num_registers, u32)
+            registers = cuda.local.array(registers_of_row, u32)
             load_row(x + row * stride * itemsize, columns, lane, registers)
             m = load_f32(statistics + row * 4) if has_mean else _ZERO
             r = load_f32(rstd_pointer(statistics, rows) + row * 4)

@@ -136,9 +136,9 @@ def _our_states(file: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and _is_ours(value):
             yield str(key), value
         elif isinstance(value, dict):
-            for model, state in value.items():
-                if model != "recipe" and (key == PLUGIN or _is_ours(state)):
-                    yield f"{key}.{model}", state
+            for model_name, state in value.items():
+                if model_name != "recipe" and (key == PLUGIN or _is_ours(state)):
+                    yield f"{key}.{model_name}", state
 
 
 def _is_ours(value: Any) -> bool:

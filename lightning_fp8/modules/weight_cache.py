@@ -86,7 +86,7 @@ class WeightCachingModule(FP8Module):
     def _cached_weight(
         self,
         weight: Tensor,
-        names: tuple[str, ...],
+        parameter_names: tuple[str, ...],
         recipe: Recipe,
         slots: Slots,
         observe: bool,
@@ -96,22 +96,22 @@ class WeightCachingModule(FP8Module):
         """The operands of ``weight [N, K]`` and of its transpose; None where nothing is to be kept.
 
         Args:
-            names: of the parameters that hold its rows.
+            parameter_names: of the parameters that hold its rows.
             context: says whether to keep them where ``is_first_microbatch`` does not.
         """
         if torch.compiler.is_compiling():
             return None  # before anything is read that the compiled code would be guarded by
         automatic = is_first_microbatch is None
         cache = self._weight_cache or {}
-        kept = cache.get(names)
+        kept = cache.get(parameter_names)
         if automatic and context.weight_period is None:
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
         computed = self._modules.get("parametrizations")
-        if computed is not None and any(name in computed for name in names):  # type: ignore[operator]
+        if computed is not None and any(name in computed for name in parameter_names):  # type: ignore[operator]
             return None  # a weight that is computed anew has nothing to keep
-        parameters = [getattr(self, name) for name in names]
+        parameters = [getattr(self, name) for name in parameter_names]
         # Where optimizers step DTensors and FSDP2 gathers, no version advances, but the number of steps does.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
         made_from: tuple[Any, ...] = (recipe, optimizer_step_number(), *versions)
@@ -121,11 +121,11 @@ class WeightCachingModule(FP8Module):
             updates = slots[Role.WEIGHT].history.updates
             made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
-            others = {cached: copies for cached, copies in cache.items() if cached != names}
+            others = {cached: copies for cached, copies in cache.items() if cached != parameter_names}
             self._weight_cache = kept = None  # its memory serves the new copies
             w8 = quantize_role(weight.detach(), Role.WEIGHT, recipe, slots, observe=observe, columnwise=columnwise)
             kept = _KeptWeight(made_from, w8, automatic, observe, _sources(parameters))
-            self._weight_cache = {**others, names: kept}
+            self._weight_cache = {**others, parameter_names: kept}
         elif observe and not kept.observed:
             if isinstance(recipe, DelayedScaling):
                 ops.observe(weight.detach(), slots[Role.WEIGHT].amax)

@@ -171,8 +171,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         queries = tile[TILE_OTHERS]
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
         in_k, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         dv, dk = zero_sums(), zero_sums()
         p_limits, ds_limits = (START, START), (START, START)
@@ -189,13 +189,13 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 elif head + 1 < end:
                     copy_tile(smem, stage ^ 1, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
-                query_scale_inv = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE_INV, column)))
-                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE_INV, column)))
+                query_scale_inv = from_bits(shared_load_4(statistic(smem, stage, QUERY_SCALE_INV, own_column)))
+                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, stage, GRADIENT_SCALE_INV, own_column)))
                 scores = product(in_k, in_b + q_offset + stage * _STAGE)
                 if i < whole_first or i >= whole_last:
                     scores = hide(scores, visible, i32(i * QUERIES))
                 factor = float_max(key_factor * query_scale_inv, SMALLEST)
-                p = exp2(scores, factor, statistic(smem, stage, TOTAL, column))
+                p = exp2(scores, factor, statistic(smem, stage, TOTAL, own_column))
                 half = stage << 6
                 if with_dv:
                     amax, amax_below = max_of(p)
@@ -208,7 +208,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 if with_dk:
                     ds = gradients_of(
                         p, in_k + v_offset, in_b + do_offset + stage * _STAGE, value_scale_inv * gradient_scale_inv,
-                        statistic(smem, stage, CORRECTED, column),
+                        statistic(smem, stage, CORRECTED, own_column),
                     )  # fmt: skip
                     amax, amax_below = amax_of(ds)
                     words, ds_limits = rounded(ds, query_scale_inv, amax, amax_below, ds_limits)
@@ -271,9 +271,10 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
 @cache
 def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> Any:
-    """A device function ``(p, a, b, factor, delta) -> ds`` of a warp's rows, for the queries from ``start`` on.
+    """A device function ``(p, v_address, do_address, factor, delta) -> ds`` of a warp's rows.
 
-    ``a``, ``b``: addresses of V, but for ``v_offset``, and dO for ldmatrix, whose product times ``factor`` is dP.
+    It is for the queries from ``start`` on.
+    The addresses of V, but for ``v_offset``, and dO are ldmatrix's; their product times ``factor`` is dP.
     ``delta``: the address of D of the thread's first column.
     """
     product, num_registers = (
@@ -286,15 +287,15 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
     )
 
     @device
-    def some(p, a, b, factor, delta):
-        return gradients_of(product(a, b), part(p), factor, delta + 4 * start)
+    def some(p, v_address, do_address, factor, delta):
+        return gradients_of(product(v_address, do_address), part(p), factor, delta + 4 * start)
 
     if start + _AT_ONCE == QUERIES:
         return some
     others = make_gradients(spec, v_offset=v_offset, start=start + _AT_ONCE)
 
     @device
-    def gradients(p, a, b, factor, delta):
-        return some(p, a, b, factor, delta) + others(p, a, b, factor, delta)
+    def gradients(p, v_address, do_address, factor, delta):
+        return some(p, v_address, do_address, factor, delta) + others(p, v_address, do_address, factor, delta)
 
     return gradients

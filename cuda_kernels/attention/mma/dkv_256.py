@@ -76,8 +76,8 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
     @device
     def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         in_k, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ring + ldmatrix_b(lane))
         sums, limits = zero_sums(), (START, START)
@@ -98,20 +98,20 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 else:
                     copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
                 cp_async_commit()
-                query_scale_inv = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE_INV, column)))
-                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE_INV, column)))
+                query_scale_inv = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE_INV, own_column)))
+                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE_INV, own_column)))
                 scores = product(in_k, in_b + here)
                 if i < whole_first or i >= whole_last:
                     scores = hide(scores, visible, i32(i * QUERIES))
                 factor = float_max(key_factor * query_scale_inv, SMALLEST)
-                p_or_ds = exp2(scores, factor, statistic(smem, 0, TOTAL, column))
+                p_or_ds = exp2(scores, factor, statistic(smem, 0, TOTAL, own_column))
                 its_factor = gradient_scale_inv
                 if is_dk:
                     cp_async_wait(0)
                     cuda.syncthreads()  # dO is there, and all are done with Q
                     copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
                     cp_async_commit()
-                    corrected = statistic(smem, 0, CORRECTED, column)
+                    corrected = statistic(smem, 0, CORRECTED, own_column)
                     p_or_ds = gradients_of(p_or_ds, in_k, in_b + there, value_scale_inv * gradient_scale_inv, corrected)
                     its_factor = query_scale_inv
                 amax, amax_below = amax_of(p_or_ds)

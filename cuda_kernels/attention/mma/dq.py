@@ -82,8 +82,8 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
         in_q, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)
         if first_tile < last_tile:

@@ -92,8 +92,8 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     def attend(smem, tile, operands, row_terms, scale_invs, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
         in_a = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane))
         ring_of = i32(smem + ring), i32(smem + ring + ldmatrix_b(lane))
         dq, rest, rest_below = zero_sums(), f32(0), f32(0)

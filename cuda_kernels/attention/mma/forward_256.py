@@ -41,8 +41,8 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     def attend(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, column = own_place()
-        visible = visible_columns(tile, row, column, left, right)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
         in_a, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
         out, softmax_state = zero_out(), START
         v_t += first_channel * rows_k

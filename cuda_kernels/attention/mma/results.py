@@ -53,9 +53,9 @@ def make_gradient_store(spec: AttentionSpec) -> Any:
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         valid = tile[TILE_VALID]
         stride_b, stride_l, stride_h = strides
-        row, column = own_place()
+        own_row, own_column = own_place()
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h + first_channel
-        acc = finish(acc, factor, factor, row < valid, row + 8 < valid)
-        store_rows(acc, out + place * item, stride_l, row, out_rows, column, i32(channels))
+        acc = finish(acc, factor, factor, own_row < valid, own_row + 8 < valid)
+        store_rows(acc, out + place * item, stride_l, own_row, out_rows, own_column, i32(channels))
 
     return store

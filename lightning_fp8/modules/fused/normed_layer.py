@@ -58,14 +58,16 @@ class NormedLayer(SetsNoGroups, LinearLayer):
     def _product(
         self,
         weight: Tensor,
-        names: tuple[str, ...],
+        parameter_names: tuple[str, ...],
         slots: Slots,
         observe: bool,
         is_first_microbatch: bool | None,
         context: FP8Context,
     ) -> Product:
-        """How the linear layer of ``weight`` multiplies in this forward; ``names``: of the parameters that hold it."""
-        cached = self._cached_weight(weight, names, context.recipe, slots, observe, is_first_microbatch, context)
+        """How the linear layer of ``weight``, which the parameters of these names hold, multiplies in this forward."""
+        cached = self._cached_weight(
+            weight, parameter_names, context.recipe, slots, observe, is_first_microbatch, context
+        )
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         return Product(context.recipe, slots, observe, cached, main_grad)
 
