@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.arguments import require_module
 from lightning_fp8.attention import attach
 from lightning_fp8.convert.attention import PlannedAttention, place_in, plan_attention, reached_places
 from lightning_fp8.convert.calls import reads_weight_only
@@ -23,8 +21,9 @@ from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
 from lightning_fp8.convert.globs import globs_of_nothing
 from lightning_fp8.convert.layers.heads import find_heads
 from lightning_fp8.convert.layers.linears import is_linear, matrices_of
-from lightning_fp8.convert.layers.towers import BlockPosition, find_blocks, find_positions
+from lightning_fp8.convert.layers.towers import find_blocks, find_positions
 from lightning_fp8.convert.matrices import other_matrices
+from lightning_fp8.convert.policy import Policy, reason_for_bf16, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules import DotProductAttention, Linear
@@ -32,32 +31,6 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
 from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The layers that stay in BF16. Arguments and errors as for :func:`convert_module`."""
-
-    first_last_layers_bf16: bool = True
-    num_layers_at_start_in_bf16: int = 1
-    num_layers_at_end_in_bf16: int = 1
-    replace_layers: bool = True
-    skip: Sequence[str] = ()
-    fuse: bool = False
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
-        for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
-            require_bool(field, getattr(self, field))
-        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{field}={value!r} must be an integer of at least 0")
-        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
-        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
-            raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
-        object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
 
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
@@ -98,8 +71,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
-                or _skipped_by(_with_gemms(module, names[id(module)]), policy)
-                or _reason_for_bf16(name, module, output_heads, places.get(name), policy)
+                or skipped_by(_with_gemms(module, names[id(module)]), policy)
+                or reason_for_bf16(name, module, output_heads, places.get(name), policy)
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -121,7 +94,7 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     def reason(name: str) -> str:
         module = names[name]
         place = place_in(blocks, name)
-        return _skipped_by(aliases[id(module)], policy) or _reason_for_bf16(name, module, {}, place, policy)
+        return skipped_by(aliases[id(module)], policy) or reason_for_bf16(name, module, {}, place, policy)
 
     return plan_attention(model, policy.replace_layers, reason)
 
@@ -136,7 +109,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
         if isinstance(module, DotProductAttention):
             module.fp8 = next(layer.follows for layer in planned if layer.decision.name == clean_name(name))
     blocks = find_blocks(model)
-    kept = [name for name, place in blocks.items() if _reason_for_bf16(name, model, {}, place, policy)]
+    kept = [name for name, place in blocks.items() if reason_for_bf16(name, model, {}, place, policy)]
     attach.prepare(model, reached_places(planned, kept))
 
 
@@ -151,11 +124,6 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 def _with_gemms(module: nn.Module, names: Sequence[str]) -> list[str]:
     """``names`` of a linear layer and, if it has several, of its GEMMs: they run in one precision."""
     return list(dict.fromkeys([*names, *(gemm_name(name, gemm) for name in names for gemm in matrices_of(module))]))
-
-
-def _skipped_by(names: Sequence[str], policy: Policy) -> str:
-    matching = (glob for glob in policy.skip if any(fnmatchcase(name, glob) for name in names))
-    return next((f"skip={glob!r}" for glob in matching), "")
 
 
 def _read_by_parent(parent: nn.Module | None, child: str) -> str:
@@ -278,23 +246,3 @@ def _share_history(model: nn.Module) -> AmaxHistory:
         module.use_history(history, first_slot)
         first_slot += len(module.history_slots())
     return history
-
-
-def _reason_for_bf16(
-    name: str, module: nn.Module, output_heads: Mapping[str, str], place: BlockPosition | None, policy: Policy
-) -> str:
-    """Why a layer stays in BF16 though FP8 could have it; empty where it does not.
-
-    Errors of the first blocks reach all others. Those of the last blocks and of the output head reach the logits
-    directly. Together these have few of a deep model's FLOPs. Other projects keep them in BF16, too: DeepSeek-V3
-    (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision;
-    Megatron-LM, with ``--first-last-layers-bf16``, the first and last blocks.
-    """
-    if name in output_heads and not isinstance(module, LinearLayer):
-        return f"output head: {output_heads[name]}"
-    if place is not None and policy.first_last_layers_bf16:
-        if place.index < policy.num_layers_at_start_in_bf16:
-            return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"
-        if place.index >= place.count - policy.num_layers_at_end_in_bf16:
-            return f"{place}, one of the last {policy.num_layers_at_end_in_bf16}"
-    return ""

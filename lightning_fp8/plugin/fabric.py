@@ -21,7 +21,6 @@ from lightning_fp8.attention.attach import attach, detach
 from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
-    Policy,
     apply_conversion,
     globs_without_layers,
     nothing_runs_in_fp8,
@@ -29,6 +28,7 @@ from lightning_fp8.convert.conversion import (
     prepare_attention,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.reduce_and_update import update_of_plugin
 from lightning_fp8.delayed.saved import validated_state

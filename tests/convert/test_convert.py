@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import FP8Precision, convert_module
-from lightning_fp8.convert.conversion import ConversionSummary, Policy, plan_conversion, reason_ineligible
+from lightning_fp8.convert.conversion import ConversionSummary, plan_conversion, reason_ineligible
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.scaled import LINEAR_ROLES, Role
 
 

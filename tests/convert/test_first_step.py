@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.convert.conversion import Policy, apply_conversion, plan_conversion
+from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary
 from tests.small import quiet_trainer
 

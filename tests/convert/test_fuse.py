@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.convert.conversion import Policy, plan_conversion
+from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.functions.deferred.norm import NormOutput
 from lightning_fp8.modules.fusion.norm import KNOWN, CastingNorm, is_known_norm
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import convert_module
-from lightning_fp8.convert.conversion import LayerDecision, Policy, plan_conversion
+from lightning_fp8.convert.conversion import LayerDecision, plan_conversion
+from lightning_fp8.convert.policy import Policy
 
 
 def decisions(model: nn.Module, **policy: object) -> dict[str, LayerDecision]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import convert_module, fp8_autocast
-from lightning_fp8.convert.conversion import Policy, plan_conversion
+from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.policy import Policy
 
 
 class Block(nn.Module):

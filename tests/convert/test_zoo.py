@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.convert.conversion import Policy, plan_conversion
+from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand

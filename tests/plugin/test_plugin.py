@@ -29,7 +29,7 @@ from lightning_fp8 import (
     fp8_autocast,
     make_recipe,
 )
-from lightning_fp8.convert.conversion import Policy
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import Role
 

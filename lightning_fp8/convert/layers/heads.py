@@ -1,6 +1,6 @@
 """Output heads: the linear layers that produce the classes of a loss.
 
-That they stay in BF16 is the policy of :mod:`lightning_fp8.convert.conversion`.
+That they stay in BF16 is the policy of :mod:`lightning_fp8.convert.policy`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Towers of blocks: the layers that a model counts, and where in them each linear layer lies.
 
-Which of them stay in BF16 is the policy of :mod:`lightning_fp8.convert.conversion`.
+Which of them stay in BF16 is the policy of :mod:`lightning_fp8.convert.policy`.
 """
 
 from __future__ import annotations

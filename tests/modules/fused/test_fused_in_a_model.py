@@ -25,8 +25,9 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.convert.conversion import Policy, apply_conversion, globs_without_layers, plan_conversion
+from lightning_fp8.convert.conversion import apply_conversion, globs_without_layers, plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.state import fp8_modules
 from tests.checkpoint.te_models import random_columns, te_files
 from tests.checkpoint.te_writer import VERSIONS

@@ -1,0 +1,69 @@
+"""The policy of layers that stay in BF16: the first and the last ones, output heads, and those that globs name.
+
+Which layers a model counts as its first and last ones: ``convert/layers/towers.py``; which one is its head:
+``convert/layers/heads.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.convert.layers.towers import BlockPosition
+from lightning_fp8.modules.linear_layer import LinearLayer
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The layers that stay in BF16. Arguments and errors as for :func:`lightning_fp8.convert_module`."""
+
+    first_last_layers_bf16: bool = True
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    replace_layers: bool = True
+    skip: Sequence[str] = ()
+    fuse: bool = False
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
+        for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
+            require_bool(field, getattr(self, field))
+        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{field}={value!r} must be an integer of at least 0")
+        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
+        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
+            raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
+        object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
+
+
+def skipped_by(names: Sequence[str], policy: Policy) -> str:
+    """Which glob keeps a module of any of these ``names`` in BF16; empty where none does."""
+    matching = (glob for glob in policy.skip if any(fnmatchcase(name, glob) for name in names))
+    return next((f"skip={glob!r}" for glob in matching), "")
+
+
+def reason_for_bf16(
+    name: str, module: nn.Module, output_heads: Mapping[str, str], place: BlockPosition | None, policy: Policy
+) -> str:
+    """Why a layer stays in BF16 though FP8 could have it; empty where it does not.
+
+    Errors of the first blocks reach all others. Those of the last blocks and of the output head reach the logits
+    directly. Together these have few of a deep model's FLOPs. Other projects keep them in BF16, too: DeepSeek-V3
+    (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision;
+    Megatron-LM, with ``--first-last-layers-bf16``, the first and last blocks.
+    """
+    if name in output_heads and not isinstance(module, LinearLayer):
+        return f"output head: {output_heads[name]}"
+    if place is not None and policy.first_last_layers_bf16:
+        if place.index < policy.num_layers_at_start_in_bf16:
+            return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"
+        if place.index >= place.count - policy.num_layers_at_end_in_bf16:
+            return f"{place}, one of the last {policy.num_layers_at_end_in_bf16}"
+    return ""
