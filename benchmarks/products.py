@@ -252,8 +252,10 @@ def _bound_gemm(work: Work, plan: Plan) -> BoundGemm:
     layout_a, layout_b = (Layout(layout) for layout in PAIRS[work.scaling])
     a = GemmOperand.canonical(layout_a, E4M3.dtype, work.m, work.k)
     b = GemmOperand.canonical(layout_b, E4M3.dtype, work.n, work.k)
-    out = TensorKey(torch.float32, (work.m, work.n), (work.n, 1), 0, plan.device) if work.accumulate else None
-    return bind_gemm(plan.device, a, b, format_scaled_mm_options(layout_a, layout_b, work.out, work.fast), out=out)
+    out_key = TensorKey(torch.float32, (work.m, work.n), (work.n, 1), 0, plan.device) if work.accumulate else None
+    return bind_gemm(
+        plan.device, a, b, format_scaled_mm_options(layout_a, layout_b, work.out, work.fast), out_key=out_key
+    )
 
 
 def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:

@@ -1,7 +1,8 @@
 """A kernel's declaration: its function, its parameters and its launch bounds.
 
-Parameters are tensor maps, addresses, integers and floats, never arrays. Those that change with each launch come first:
-tensor maps, and int64.
+Parameters are tensor maps, which are passed by value, addresses, integers and floats, never arrays. Those that change
+with each launch come first: tensor maps, and int64. Each kernel's own file gives their types when it makes its
+:class:`Kernel`, in the words of ``device/language.py``: ``i64``, ``i32``, ``f32``, tuples of one, ``tensor_map``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 The cache is ``~/.cache/lightning_fp8``, or the folder that ``LIGHTNING_FP8_CACHE`` names. A file's name is its key, a
 hash of all that its machine code depends on: another source is another file, and nothing has to be deleted.
 :func:`source_key` has the kernel's :func:`fingerprint`, its parameters, bounds and architecture, and names what was
-compiled elsewhere; :func:`cache_key` has the versions of the compilers, too. Before the first launch
+compiled elsewhere; :func:`cache_key` has the versions of the compilers, too. A file appears whole, by a rename; one
+that is damaged is compiled again, and a folder that cannot be written is told of once. Before the first launch
 ``host/precompile.py`` may fill the cache, side by side in processes.
 
 A fingerprint is a text of all that a kernel is compiled from: another text, another kernel. A kernel is a function that

@@ -12,9 +12,10 @@ Under a plugin only training forwards count; without one, :func:`update_without_
 First, amaxes are reduced over ranks by ``delayed/over_ranks.py``. The recipe of the plugin, or of the region, says
 whether they are; all ranks have the same one. Then :func:`_advance` rescales what was made for another format or margin
 (:func:`lightning_fp8.scaling.rescaling`) and pushes the amaxes into each history, by the recipe that they were observed
-under. The history's maximum, or its newest step, gives the scales, ``fp8_max 2**-margin / amax``:
-``ops.update_scales``, one launch, by the formulas of :func:`lightning_fp8.scaling.updated_scales`, which
-``cuda_kernels/casts/update_scales.py`` has, too.
+under. The history's maximum, or its newest step, gives the scales, ``fp8_max 2**-margin / amax``, at most float32's
+largest value; a tensor whose amax is 0, inf or NaN keeps its scale and its history. This is ``ops.update_scales``, one
+launch, by the formulas of :func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py``
+has, too.
 """
 
 from __future__ import annotations

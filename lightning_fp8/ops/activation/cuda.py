@@ -35,11 +35,15 @@ from lightning_fp8.ops.quantize.outputs import with_kernel_strides
 from lightning_fp8.ops.quantize.schema import CastIO, implement_cast
 
 
-def activation_loaders(options_text: str, x: TensorKey) -> Loaders:
+def activation_loaders(options_text: str, x_key: TensorKey) -> Loaders:
     """The loaders of the activations of a tensor."""
     name = parse_activation_options(options_text).name
-    _, columns = activated_shape(name, x.shape)
-    return activation_loader(name, DTYPE_NAMES[x.dtype], x.is_vectorizable(4) and columns % 4 == 0), None, columns
+    _, columns = activated_shape(name, x_key.shape)
+    return (
+        activation_loader(name, DTYPE_NAMES[x_key.dtype], x_key.is_vectorizable(4) and columns % 4 == 0),
+        None,
+        columns,
+    )
 
 
 activation_quantize = planned_cast(reference.activate, activation_loaders)
@@ -63,22 +67,22 @@ def activation_backward_quantize(
 class ActivationBackwardLaunches:
     """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, options: ActivationOptions, variant: CastVariant) -> None:
-        device = x.device
-        aligned = x.is_vectorizable(4) and dy.is_vectorizable(4)
-        loader = activation_backward_loader(options.name, DTYPE_NAMES[x.dtype], DTYPE_NAMES[dy.dtype], aligned)
+    def __init__(self, x_key: TensorKey, dy_key: TensorKey, options: ActivationOptions, variant: CastVariant) -> None:
+        device = x_key.device
+        aligned = x_key.is_vectorizable(4) and dy_key.is_vectorizable(4)
+        loader = activation_backward_loader(options.name, DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[dy_key.dtype], aligned)
         store_loader = None
         self._sums = None
         if options.bias_dtype:
             store_loader = summed_loader(loader)
-            self._sums = ColumnSums(device, num_tile_sums(x.rows), x.columns, options.bias_dtype, num_sets=1)
+            self._sums = ColumnSums(device, num_tile_sums(x_key.rows), x_key.columns, options.bias_dtype, num_sets=1)
         self._cast = cast_launches(variant.options.layout)(
-            device, loader, x.rows, x.columns, variant, store_loader
+            device, loader, x_key.rows, x_key.columns, variant, store_loader
         ).cast
         self._pointer = launch.address_on(device)
-        self._strides = x.stride, dy.stride
+        self._strides = x_key.stride, dy_key.stride
         self._allocate = allocator(device)
-        self._dbias = (x.columns,), (1,), options.bias_dtype or torch.float32
+        self._dbias = (x_key.columns,), (1,), options.bias_dtype or torch.float32
         self._no_bias = empty_tensor(device, torch.float32)
 
     def run(self, dy: Tensor, x: Tensor, options_text: str, io: CastIO) -> Results:
@@ -98,18 +102,18 @@ class ActivationBackwardLaunches:
 
 @planned(fallback=with_kernel_strides(reference.activate_backward))
 def _backward_plan(
-    device: torch.device, x_key: PlainKey, dy_key: PlainKey, options_text: str, *given: Any
+    device: torch.device, x_plain_key: PlainKey, dy_plain_key: PlainKey, options_text: str, *given: Any
 ) -> Callable[..., Results]:
-    x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
+    x_key, dy_key = TensorKey(*x_plain_key, device), TensorKey(*dy_plain_key, device)
     variant = cast_variant(device, options_text, *given)
     options = parse_activation_options(options_text)
-    require("dy", dy, HIGH_PRECISION, activated_shape(options.name, x.shape), device)
-    check_not_empty(x.shape)
-    if not (x.has_contiguous_rows and dy.has_contiguous_rows):
+    require("dy", dy_key, HIGH_PRECISION, activated_shape(options.name, x_key.shape), device)
+    check_not_empty(x_key.shape)
+    if not (x_key.has_contiguous_rows and dy_key.has_contiguous_rows):
         return lambda dy, x, options_text, io: activation_backward_quantize(
             dy.contiguous(), x.contiguous(), options_text, *io
         )
-    return ActivationBackwardLaunches(x, dy, options, variant).run
+    return ActivationBackwardLaunches(x_key, dy_key, options, variant).run
 
 
 implement_cast("activation_quantize", "cuda", activation_quantize)

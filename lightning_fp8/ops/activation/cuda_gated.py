@@ -31,25 +31,25 @@ def _planned(reference_op: Op, loader_of: Callable[[str, str, bool], TileLoader]
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, tensor_keys: tuple[KeyAndDevice, ...], options_text: str, *given: Any) -> Op:
-        tensors = [TensorKey(*key) for key in tensor_keys]
-        x = tensors[names.index("x")]
+    def plan(device: torch.device, plain_keys: tuple[KeyAndDevice, ...], options_text: str, *given: Any) -> Op:
+        tensor_keys = [TensorKey(*key) for key in plain_keys]
+        x_key = tensor_keys[names.index("x")]
         variant = cast_variant(device, options_text, *given)
-        require("x", x, HIGH_PRECISION, x.shape, device)
-        for name, tensor in zip(names, tensors):
-            require(name, tensor, x.dtype, x.shape, device)
-        check_not_empty(x.shape)
-        if not all(tensor.has_contiguous_rows for tensor in tensors):
+        require("x", x_key, HIGH_PRECISION, x_key.shape, device)
+        for name, tensor_key in zip(names, tensor_keys):
+            require(name, tensor_key, x_key.dtype, x_key.shape, device)
+        check_not_empty(x_key.shape)
+        if not all(tensor_key.has_contiguous_rows for tensor_key in tensor_keys):
             return lambda *args: run(*(tensor.contiguous() for tensor in args[:-2]), *args[-2:])
-        aligned = all(tensor.is_vectorizable(4) for tensor in tensors)
-        loader = loader_of(parse_activation_options(options_text).name, DTYPE_NAMES[x.dtype], aligned)
-        launches = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
+        aligned = all(tensor_key.is_vectorizable(4) for tensor_key in tensor_keys)
+        loader = loader_of(parse_activation_options(options_text).name, DTYPE_NAMES[x_key.dtype], aligned)
+        launches = cast_launches(variant.options.layout)(device, loader, x_key.rows, x_key.columns, variant).cast
         pointer = launch.address_on(device)
-        strides = [tensor.stride for tensor in tensors]
+        strides = [tensor_key.stride for tensor_key in tensor_keys]
 
         def launch_cast(*args: Any) -> Outputs:
             pairs = zip(args, strides)
-            return launches([number for x, stride in pairs for number in (pointer(x), stride)], args[-1])
+            return launches([number for tensor, stride in pairs for number in (pointer(tensor), stride)], args[-1])
 
         return launch_cast
 

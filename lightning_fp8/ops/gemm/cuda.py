@@ -53,9 +53,9 @@ def _plan_gemm(
     a_key: OperandKey,
     b_key: OperandKey,
     options_text: str,
-    bias_key: KeyAndDevice | None,
-    out_key: KeyAndDevice | None,
-    amax_key: KeyAndDevice | None,
+    bias_plain_key: KeyAndDevice | None,
+    out_plain_key: KeyAndDevice | None,
+    amax_plain_key: KeyAndDevice | None,
     kernels: bool = True,
 ) -> Gemm:
     """Plan what :mod:`cuda_kernels.host.gemm_selection` chooses: one of our kernels, if ``kernels``, or a library.
@@ -66,10 +66,10 @@ def _plan_gemm(
     options = parse_scaled_mm_options(options_text)
     a = GemmOperand.from_key(options.layout_a, a_key, device)
     b = GemmOperand.from_key(options.layout_b, b_key, device)
-    bias = None if bias_key is None else TensorKey(*bias_key)
-    out = None if out_key is None else TensorKey(*out_key)
-    amax = None if amax_key is None else TensorKey(*amax_key)
-    check_epilogue((a.rows, b.rows), device, bias, out, amax)
+    bias_key = None if bias_plain_key is None else TensorKey(*bias_plain_key)
+    out_key = None if out_plain_key is None else TensorKey(*out_plain_key)
+    amax_key = None if amax_plain_key is None else TensorKey(*amax_plain_key)
+    check_epilogue((a.rows, b.rows), device, bias_key, out_key, amax_key)
     check_not_empty((a.rows, b.rows, a.k))
     layouts = options.layout_a, options.layout_b
     if layouts not in SCALINGS:
@@ -78,7 +78,7 @@ def _plan_gemm(
         return reference.gemm
     if not (a.is_aligned and b.is_aligned):
         return _multiply_aligned_copies
-    bound = bind_gemm(device, a, b, options_text, bias, out, amax is not None, kernels)
+    bound = bind_gemm(device, a, b, options_text, bias_key, out_key, amax_key is not None, kernels)
     choice = gemm_selection.choose_gemm_on(launch.name_of(device), bound.problem)
     if choice is Library.REFERENCE and kernels:
         _warn_of_reference(device, layouts)

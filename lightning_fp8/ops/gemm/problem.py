@@ -118,8 +118,8 @@ def bind_gemm(
     a: GemmOperand,
     b: GemmOperand,
     options_text: str,
-    bias: TensorKey | None = None,
-    out: TensorKey | None = None,
+    bias_key: TensorKey | None = None,
+    out_key: TensorKey | None = None,
     has_amax: bool = False,
     kernels: bool = True,
 ) -> BoundGemm:
@@ -133,12 +133,12 @@ def bind_gemm(
         float8_of(b.data.dtype).name.lower(),
         SCALINGS[a.layout, b.layout],
         DTYPE_NAMES[options.out_dtype],
-        bias_dtype=None if bias is None else DTYPE_NAMES[bias.dtype],
-        accumulate=out is not None,
+        bias_dtype=None if bias_key is None else DTYPE_NAMES[bias_key.dtype],
+        accumulate=out_key is not None,
         promote=not options.fast_accum,
         has_amax=has_amax,
     )
-    out = out or TensorKey(options.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
+    out_key = out_key or TensorKey(options.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
     problem = GemmProblem(
         a.rows,
         b.rows,
@@ -146,7 +146,7 @@ def bind_gemm(
         spec,
         launch.architecture_of(device) if kernels else "none",
         launch.multiprocessors(device),
-        out_aligned=is_aligned_result(out),
-        even=has_aligned_pairs(out, bias, b.scale_inv),
+        out_aligned=is_aligned_result(out_key),
+        even=has_aligned_pairs(out_key, bias_key, b.scale_inv),
     )
-    return BoundGemm(device, problem, a, b, options_text, out.stride)
+    return BoundGemm(device, problem, a, b, options_text, out_key.stride)

@@ -46,7 +46,7 @@ def norm_quantize(
 @planned(fallback=with_kernel_strides(reference.normalize))
 def _plan(
     device: torch.device,
-    x_key: PlainKey,
+    x_plain_key: PlainKey,
     weight_dtype: torch.dtype,
     parameters_misalignment: int,
     has_bias: bool,
@@ -54,28 +54,28 @@ def _plan(
     *given: Any,
 ) -> Callable[..., Results]:
     """Plan for x, and for parameters; ``parameters_misalignment``: the bitwise OR of theirs."""
-    x = TensorKey(*x_key, device)
-    x = x._replace(misalignment=x.misalignment | parameters_misalignment)
-    weight = TensorKey(weight_dtype, x.shape[1:], (1,), x.misalignment, device)
-    check_parameters(x.shape[1:], device, weight)
+    x_key = TensorKey(*x_plain_key, device)
+    x_key = x_key._replace(misalignment=x_key.misalignment | parameters_misalignment)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
+    check_parameters(x_key.shape[1:], device, weight_key)
     variant = cast_variant(device, options_text, *given)
-    check_not_empty(x.shape)
-    if not x.has_contiguous_rows:
+    check_not_empty(x_key.shape)
+    if not x_key.has_contiguous_rows:
         return lambda x, weight, bias, options_text, io: norm_quantize(x.contiguous(), weight, bias, options_text, *io)
     norm_options, cast_options = parse_norm_options(options_text), variant.options
-    spec = NormSpec(DTYPE_NAMES[x.dtype], DTYPE_NAMES[weight_dtype], not norm_options.rms, has_bias)
-    aligned = x.is_vectorizable(4) and weight.is_vectorizable(4)
+    spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_dtype], not norm_options.rms, has_bias)
+    aligned = x_key.is_vectorizable(4) and weight_key.is_vectorizable(4)
     row_layout = None
-    if x.is_vectorizable(8, ALIGNMENT) and weight.is_vectorizable(8, ALIGNMENT):
-        row_layout = cast_row_layout(spec.dtype, x.columns)
+    if x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT):
+        row_layout = cast_row_layout(spec.dtype, x_key.columns)
     one_scale = cast_options.layout.has_one_scale and not variant.has_overflow_counts
     launches: NormLaunches
     if row_layout and one_scale and cast_options.rowwise and not cast_options.columnwise:
-        launches = OneReadNorm(x, spec, norm_options, row_layout, variant)
+        launches = OneReadNorm(x_key, spec, norm_options, row_layout, variant)
     elif one_scale and variant.scale_is_known and cast_options.columnwise:
-        launches = BandNorm(x, spec, norm_options, aligned, variant)
+        launches = BandNorm(x_key, spec, norm_options, aligned, variant)
     else:
-        launches = TwoReadNorm(x, spec, norm_options, row_layout, aligned, variant)
+        launches = TwoReadNorm(x_key, spec, norm_options, row_layout, aligned, variant)
     return launches.run
 
 

@@ -38,29 +38,29 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, opt
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
-    def __init__(self, x: TensorKey, dy: TensorKey, weight: TensorKey, options: NormOptions) -> None:
-        spec = NormSpec(DTYPE_NAMES[x.dtype], DTYPE_NAMES[weight.dtype], not options.rms, options.bias_gradient)
-        device, inputs, dy_dtype = x.device, (x, dy, weight), DTYPE_NAMES[dy.dtype]
+    def __init__(self, x_key: TensorKey, dy_key: TensorKey, weight_key: TensorKey, options: NormOptions) -> None:
+        spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_key.dtype], not options.rms, options.bias_gradient)
+        device, inputs, dy_dtype = x_key.device, (x_key, dy_key, weight_key), DTYPE_NAMES[dy_key.dtype]
         row_layout = None
         if all(key.is_vectorizable(8, 16) for key in inputs):
-            row_layout = backward_row_layout((spec.dtype, dy_dtype), x.columns)
+            row_layout = backward_row_layout((spec.dtype, dy_dtype), x_key.columns)
         if row_layout:
             kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
         else:
             kernel = long_norm_backward_kernel(spec, dy_dtype, all(key.is_vectorizable(4) for key in inputs))
-        blocks = num_block_sums(kernel, x.rows, device)
+        blocks = num_block_sums(kernel, x_key.rows, device)
         self._pointer = launch.address_on(device)
         self._allocate = allocator(device)
         self._checked = CheckedAddresses(device)
         self._device = device
-        self._statistics_shape = options.num_statistics, x.rows
-        self._dx = (x.rows, x.columns), (x.columns, 1), x.dtype
-        self._dweight = (x.columns,), (1,), weight.dtype
-        self._strides = x.stride, dy.stride
-        self._no_bias = None if options.bias_gradient else empty_tensor(device, weight.dtype)
-        scalars = x.rows, x.columns, float(options.zero_centered)
+        self._statistics_shape = options.num_statistics, x_key.rows
+        self._dx = (x_key.rows, x_key.columns), (x_key.columns, 1), x_key.dtype
+        self._dweight = (x_key.columns,), (1,), weight_key.dtype
+        self._strides = x_key.stride, dy_key.stride
+        self._no_bias = None if options.bias_gradient else empty_tensor(device, weight_key.dtype)
+        scalars = x_key.rows, x_key.columns, float(options.zero_centered)
         self._run = launch.Launch(kernel, blocks, scalars, device).run
-        self._sums = ColumnSums(device, blocks, x.columns, weight.dtype, num_sets=1 + options.bias_gradient)
+        self._sums = ColumnSums(device, blocks, x_key.columns, weight_key.dtype, num_sets=1 + options.bias_gradient)
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer
@@ -90,22 +90,22 @@ class NormBackwardLaunches:
 @planned(fallback=reference.norm_backward)
 def _plan(
     device: torch.device,
-    x_key: PlainKey,
-    dy_key: PlainKey,
+    x_plain_key: PlainKey,
+    dy_plain_key: PlainKey,
     weight_dtype: torch.dtype,
     weight_misalignment: int,
     options_text: str,
 ) -> Callable[..., Gradients]:
-    x, dy = TensorKey(*x_key, device), TensorKey(*dy_key, device)
-    misalignment = x.misalignment | dy.misalignment | weight_misalignment
-    x, dy = x._replace(misalignment=misalignment), dy._replace(misalignment=misalignment)
-    weight = TensorKey(weight_dtype, x.shape[1:], (1,), misalignment, device)
-    check_parameters(x.shape[1:], device, weight)
-    require("dy", dy, HIGH_PRECISION, x.shape, device)
-    check_not_empty(x.shape)
-    if not (x.has_contiguous_rows and dy.has_contiguous_rows):
+    x_key, dy_key = TensorKey(*x_plain_key, device), TensorKey(*dy_plain_key, device)
+    misalignment = x_key.misalignment | dy_key.misalignment | weight_misalignment
+    x_key, dy_key = x_key._replace(misalignment=misalignment), dy_key._replace(misalignment=misalignment)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), misalignment, device)
+    check_parameters(x_key.shape[1:], device, weight_key)
+    require("dy", dy_key, HIGH_PRECISION, x_key.shape, device)
+    check_not_empty(x_key.shape)
+    if not (x_key.has_contiguous_rows and dy_key.has_contiguous_rows):
         return lambda dy, x, *args: norm_backward(dy.contiguous(), x.contiguous(), *args)
-    return NormBackwardLaunches(x, dy, weight, parse_norm_options(options_text)).run
+    return NormBackwardLaunches(x_key, dy_key, weight_key, parse_norm_options(options_text)).run
 
 
 implement("norm_backward", "cuda", norm_backward)

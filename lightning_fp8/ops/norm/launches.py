@@ -31,15 +31,15 @@ from lightning_fp8.ops.quantize.schema import NO_IO, CastIO, check_cast_io
 class NormLaunches:
     """The launches that normalize and cast; what its subclasses share."""
 
-    def __init__(self, x: TensorKey, norm_options: NormOptions) -> None:
-        self._device = x.device
-        self._pointer = launch.address_on(x.device)
-        self._allocate = allocator(x.device)
-        self._stride = x.stride
+    def __init__(self, x_key: TensorKey, norm_options: NormOptions) -> None:
+        self._device = x_key.device
+        self._pointer = launch.address_on(x_key.device)
+        self._allocate = allocator(x_key.device)
+        self._stride = x_key.stride
         self._offset = int(norm_options.zero_centered)
-        self._statistics = (norm_options.num_statistics, x.rows), (x.rows, 1), torch.float32
-        self._checked = CheckedAddresses(x.device)
-        self._parameter_shape = (x.columns,)
+        self._statistics = (norm_options.num_statistics, x_key.rows), (x_key.rows, 1), torch.float32
+        self._checked = CheckedAddresses(x_key.device)
+        self._parameter_shape = (x_key.columns,)
 
     def _pointers(self, weight: Tensor, bias: Tensor | None, io: CastIO) -> tuple[Argument, ...]:
         """Pointers to the parameters, the scale and the amax, once they passed their checks."""
@@ -67,23 +67,23 @@ class OneReadNorm(NormLaunches):
     """
 
     def __init__(
-        self, x: TensorKey, spec: NormSpec, norm_options: NormOptions, row_layout: RowLayout, variant: CastVariant
+        self, x_key: TensorKey, spec: NormSpec, norm_options: NormOptions, row_layout: RowLayout, variant: CastVariant
     ) -> None:
-        super().__init__(x, norm_options)
-        options, device = variant.options, x.device
+        super().__init__(x_key, norm_options)
+        options, device = variant.options, x_key.device
         fp8 = options.float8.name.lower()
-        self._outputs = CastOutputs(device, options, x.rows, x.columns)
+        self._outputs = CastOutputs(device, options, x_key.rows, x_key.columns)
         kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
-        num_groups = ceil_div(x.rows * row_layout.threads_per_row, THREADS)
+        num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
         stride = self._outputs.strides[0]
-        scalars = x.rows, x.columns, float(self._offset), norm_options.eps
+        scalars = x_key.rows, x_key.columns, float(self._offset), norm_options.eps
         self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).run
         self._cast_again: Callable[..., None] | None = None
         self._block_amaxes = (blocks,), (1,), torch.float32
         if not variant.scale_is_known:
             kernel = cast_normalized_kernel(spec, fp8, row_layout)
-            scalars = x.rows, x.columns, float(self._offset), blocks
+            scalars = x_key.rows, x_key.columns, float(self._offset), blocks
             self._cast_again = launch.Launch(kernel, blocks, (*scalars, *variant.current_scaling, stride), device).run
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
@@ -111,15 +111,15 @@ class BandNorm(NormLaunches):
     """
 
     def __init__(
-        self, x: TensorKey, spec: NormSpec, norm_options: NormOptions, aligned: bool, variant: CastVariant
+        self, x_key: TensorKey, spec: NormSpec, norm_options: NormOptions, aligned: bool, variant: CastVariant
     ) -> None:
-        super().__init__(x, norm_options)
-        options, device = variant.options, x.device
-        self._outputs = CastOutputs(device, options, x.rows, x.columns)
+        super().__init__(x_key, norm_options)
+        options, device = variant.options, x_key.device
+        self._outputs = CastOutputs(device, options, x_key.rows, x_key.columns)
         kernel = normalize_bands_kernel(spec, aligned, options.float8.name.lower(), options.rowwise, variant.has_amax)
         stride, _, stride_t, _ = self._outputs.strides
-        scalars = x.rows, x.columns, norm_options.eps, stride, stride_t
-        self._run = launch.Launch(kernel, ceil_div(x.rows, BAND), scalars, device).run
+        scalars = x_key.rows, x_key.columns, norm_options.eps, stride, stride_t
+        self._run = launch.Launch(kernel, ceil_div(x_key.rows, BAND), scalars, device).run
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer
@@ -138,24 +138,24 @@ class TwoReadNorm(NormLaunches):
 
     def __init__(
         self,
-        x: TensorKey,
+        x_key: TensorKey,
         spec: NormSpec,
         norm_options: NormOptions,
         row_layout: RowLayout | None,
         aligned: bool,
         variant: CastVariant,
     ) -> None:
-        super().__init__(x, norm_options)
-        device = x.device
+        super().__init__(x_key, norm_options)
+        device = x_key.device
         if row_layout:
             kernel = statistics_of_rows_kernel(spec.dtype, spec.has_mean, row_layout)
-            blocks = ceil_div(x.rows * row_layout.threads_per_row, THREADS)
+            blocks = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
         else:
-            kernel = statistics_of_long_rows_kernel(spec.dtype, spec.has_mean, x.is_vectorizable(4))
-            blocks = x.rows
-        self._find_statistics = launch.Launch(kernel, blocks, (x.rows, x.columns, norm_options.eps), device).run
+            kernel = statistics_of_long_rows_kernel(spec.dtype, spec.has_mean, x_key.is_vectorizable(4))
+            blocks = x_key.rows
+        self._find_statistics = launch.Launch(kernel, blocks, (x_key.rows, x_key.columns, norm_options.eps), device).run
         loader = normalized_loader(spec, aligned)
-        self._cast = cast_launches(variant.options.layout)(device, loader, x.rows, x.columns, variant).cast
+        self._cast = cast_launches(variant.options.layout)(device, loader, x_key.rows, x_key.columns, variant).cast
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, options_text: str, io: CastIO) -> Results:
         pointer = self._pointer

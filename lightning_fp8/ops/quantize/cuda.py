@@ -36,25 +36,25 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
 
     Args:
         reference_op: ``(x, options_text, io)``, computes the same without kernels.
-        loaders: ``(options_text, x)`` to the tile loaders that compute the values.
+        loaders: ``(options_text, x_key)`` to the tile loaders that compute the values.
     """
 
     @planned(fallback=with_kernel_strides(reference_op))
-    def plan(device: torch.device, x_key: PlainKey, options_text: str, *given: Any) -> Op:
-        x = TensorKey(*x_key, device)
+    def plan(device: torch.device, x_plain_key: PlainKey, options_text: str, *given: Any) -> Op:
+        x_key = TensorKey(*x_plain_key, device)
         variant = cast_variant(device, options_text, *given)
         options = variant.options
-        check_not_empty(x.shape)
-        if not x.has_contiguous_rows:
+        check_not_empty(x_key.shape)
+        if not x_key.has_contiguous_rows:
             return lambda x, options_text, io: op(x.contiguous(), options_text, *io)
-        loader, wide, columns = loaders(options_text, x)
+        loader, wide, columns = loaders(options_text, x_key)
         # The widest vectors do not pay where columns share a scale, too.
         narrow = options.columnwise or not takes_octets(options.layout.block)
         amax_loader = wide or loader if options.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = cast_launches(options.layout)(device, amax_loader, x.rows, columns, variant, store_loader).cast
+        launches = cast_launches(options.layout)(device, amax_loader, x_key.rows, columns, variant, store_loader).cast
         pointer = launch.address_on(device)
-        stride = x.stride
+        stride = x_key.stride
         return lambda x, options_text, io: launches((pointer(x), stride), io)
 
     def op(
@@ -69,11 +69,11 @@ def planned_cast(reference_op: Op, loaders: Callable[[str, TensorKey], Loaders])
     return op
 
 
-def tensor_loaders(options_text: str, x: TensorKey) -> Loaders:
+def tensor_loaders(options_text: str, x_key: TensorKey) -> Loaders:
     """The loaders of a tensor's own values."""
-    vector = next(n for n in (8, 4, 1) if n == 1 or x.is_vectorizable(n))
-    wide = tensor_loader(DTYPE_NAMES[x.dtype], 8) if vector == 8 and x.dtype.itemsize == 2 else None
-    return tensor_loader(DTYPE_NAMES[x.dtype], min(vector, 4)), wide, x.columns
+    vector = next(n for n in (8, 4, 1) if n == 1 or x_key.is_vectorizable(n))
+    wide = tensor_loader(DTYPE_NAMES[x_key.dtype], 8) if vector == 8 and x_key.dtype.itemsize == 2 else None
+    return tensor_loader(DTYPE_NAMES[x_key.dtype], min(vector, 4)), wide, x_key.columns
 
 
 quantize = planned_cast(reference.cast, tensor_loaders)
@@ -85,24 +85,24 @@ def observe(x: Tensor, amax: Tensor) -> None:
 
 
 @planned(fallback=reference.observe)
-def _observe_plan(device: torch.device, x_key: PlainKey) -> Callable[[Tensor, Tensor], None]:
-    key_of_x = TensorKey(*x_key, device)
-    shape = key_of_x.shape
+def _observe_plan(device: torch.device, x_plain_key: PlainKey) -> Callable[[Tensor, Tensor], None]:
+    x_key = TensorKey(*x_plain_key, device)
+    shape = x_key.shape
     check_not_empty(shape)
     if len(shape) != 2:
         return lambda x, amax: observe(x.reshape(-1, shape[-1] if shape else 1), amax)
-    if key_of_x.dtype == torch.float64:
+    if x_key.dtype == torch.float64:
         return lambda x, amax: observe(x.float(), amax)
-    if key_of_x.dtype not in DTYPE_NAMES:
-        raise TypeError(f"cannot observe {key_of_x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
-    if not key_of_x.has_contiguous_rows:
+    if x_key.dtype not in DTYPE_NAMES:
+        raise TypeError(f"cannot observe {x_key.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
+    if not x_key.has_contiguous_rows:
         return lambda x, amax: observe(x.contiguous(), amax)
-    loader, wide, _ = tensor_loaders("", key_of_x)
+    loader, wide, _ = tensor_loaders("", x_key)
     rows, columns = shape
     kernel, blocks = amax_kernel(wide or loader, True), num_blocks(device, rows, columns)
     run = launch.bind(kernel, blocks, device, ("x", "scale", "amax"), rows=rows, columns=columns)
     pointer = launch.address_on(device)
-    stride = key_of_x.stride
+    stride = x_key.stride
     checked = CheckedAddresses(device)
 
     def op(x: Tensor, amax: Tensor) -> None:
