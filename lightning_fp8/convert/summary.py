@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LINEAR = "linear"
 ATTENTION = "dot product attention"
@@ -26,6 +26,7 @@ class LayerDecision:
         parameters: elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None where it is not known, as in compiled code.
         flops: floating-point operations of its products in that step, forward and backward; None as for ``ran``.
+        high_precision: what it runs in where it does not run in FP8, ``"BF16"``, ``"FP16"`` or ``"FP32"``.
     """
 
     name: str
@@ -36,10 +37,11 @@ class LayerDecision:
     parameters: int = 0
     ran: bool | None = None
     flops: int | None = None
+    high_precision: str = "BF16"
 
     @property
     def precision(self) -> str:
-        return "FP8" if self.fp8 and self.ran is not False else "BF16"
+        return "FP8" if self.fp8 and self.ran is not False else self.high_precision
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,14 @@ class ConversionSummary:
         total = sum(map(size, self.layers))
         return sum(size(layer) for layer in self.layers if layer.precision == "FP8") / total if total else None
 
+    def with_high_precision(self, name: str) -> ConversionSummary:
+        """The same decisions for a model that computes in ``name``, such as ``"FP32"``, what it does not in FP8."""
+        layers, norms, mlps = (
+            tuple(replace(layer, high_precision=name) for layer in rows)
+            for rows in (self.layers, self.norms, self.mlps)
+        )
+        return ConversionSummary(layers, norms, mlps)
+
     def is_of(self, plan: ConversionSummary) -> bool:
         """Whether these are the decisions of ``plan``, whatever is known of what ran."""
         decisions, planned = (
@@ -117,11 +127,11 @@ class ConversionSummary:
         if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
             counts += f" and {self.num_fp8_attention} of {attentions} attentions"
         shares = [
-            f"{share:.3g} % of {what}"
+            f"{100 * value:.3g} % of {what}"
             for value, what in (
                 (self.share_of_parameters, "the parameters of all matrices"),
                 (self.share_of_flops, "a step's FLOPs with them"),
             )
-            if value is not None and (share := 100 * value) is not None
+            if value is not None
         ]
         return ": ".join([counts, *([", ".join(shares)] if shares else [])])

@@ -45,6 +45,11 @@ def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> st
     return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
 
 
+def table_name(compute_dtype: torch.dtype) -> str:
+    """What the table of layers calls a dtype: ``"BF16"``, ``"FP16"`` or ``"FP32"``."""
+    return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}[compute_dtype]
+
+
 def cast_floating_point(data: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating-point tensors in ``dtype``."""
 

@@ -34,7 +34,7 @@ from lightning_fp8.delayed.reduce_and_update import update_of_plugin
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
-from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, weights_and_compute_dtypes
+from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, table_name, weights_and_compute_dtypes
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_names
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
@@ -126,7 +126,7 @@ class FP8FabricPrecision(FabricPrecision):
         ):
             module.to(dtype=self.weights_dtype)
         attention = FP8Context(self.recipe).attention
-        self.plan = plan_conversion(module, self.policy, attention)
+        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history

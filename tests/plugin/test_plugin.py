@@ -215,6 +215,23 @@ def test_precision_strings_are_lightnings(
     Trainer(accelerator="cpu", logger=False, precision=precision)  # a name that Lightning knows
 
 
+@pytest.mark.parametrize(
+    ("weights_dtype", "compute_dtype"),
+    [(torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
+)
+def test_the_table_says_what_layers_outside_of_fp8_compute_in(
+    weights_dtype: torch.dtype, compute_dtype: torch.dtype | None
+) -> None:
+    plugin = FP8FabricPrecision(weights_dtype=weights_dtype, compute_dtype=compute_dtype, skip=["1"])
+    model = plugin.convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+    with plugin.forward_context():
+        computed = model[1](torch.ones(16, 16, dtype=weights_dtype)).dtype
+    bits = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+    assert plugin.summary is not None
+    table = {line.split()[0]: line.split()[4] for line in str(plugin.summary).splitlines()[2:-1]}
+    assert table == {"0": bits[computed], "1": bits[computed], "2": "FP8", "3": bits[computed]}
+
+
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_convert_input_casts_floats_only(weights_dtype: torch.dtype) -> None:
     data = {
