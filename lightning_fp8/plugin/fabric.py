@@ -109,10 +109,18 @@ class FP8FabricPrecision(FabricPrecision):
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
+        self._states_of_models: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plan: ConversionSummary | None = None
         self._first_steps: dict[AmaxHistory, FirstStep] = {}
         self._reported: set[tuple[str, str]] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What strategies that start processes send to them: no weak references, no hooks that watch a first step."""
+        return {**self.__dict__, "_models": list(self._models), "_first_steps": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _models=WeakSet(state["_models"]))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -146,6 +154,10 @@ class FP8FabricPrecision(FabricPrecision):
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
+        for model, state in self._states_of_models:
+            if model is module:
+                self._load(history, state, None)
+        self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
         return module
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
@@ -299,7 +311,7 @@ class FP8FabricPrecision(FabricPrecision):
         if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
             load_fp8_state_dict(model, state)
         else:
-            self._pending_state = {"model": state}
+            self._states_of_models.append((model, state))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -325,9 +337,13 @@ class FP8FabricPrecision(FabricPrecision):
         self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
             if name in states:
-                new_slots = history.load_state_dict(state_for(self.recipe, states[name], saved))
-                if new_slots and isinstance(self.recipe, DelayedScaling):
-                    foreign = states[name]["names"] and len(new_slots) == len(history.names)
-                    (rank_zero_warn if foreign else rank_zero_info)(
-                        f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"
-                    )
+                self._load(history, states[name], saved)
+
+    def _load(self, history: AmaxHistory, state: dict[str, Any], saved_with: Any) -> None:
+        """Give a history what ``state`` holds, saved with the recipe of these fields, and say what it does not hold."""
+        new_slots = history.load_state_dict(state_for(self.recipe, state, saved_with))
+        if new_slots and isinstance(self.recipe, DelayedScaling):
+            foreign = state["names"] and len(new_slots) == len(history.names)
+            (rank_zero_warn if foreign else rank_zero_info)(
+                f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"
+            )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.te_models import expected_rows, lightning_checkpoints
-from tests.distributed.launch import run_on_two_ranks
+from tests.distributed.launch import ROOT, run_on_two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +82,16 @@ def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
 def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> None:
     """A loop over models, as for folds or trials: ranks would reduce amaxes of other models together, or wait."""
     assert run_on_two_ranks("cycles", str(tmp_path), folder=tmp_path) == [[2, 2, 2]] * 2
+
+
+def test_processes_that_the_trainer_starts_share_scales(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "tests.distributed.spawned", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600,
+    )  # fmt: skip
+    first, second, parent = (json.loads((tmp_path / f"{who}.json").read_text()) for who in ("0", "1", "parent"))
+    assert first == second
+    assert first["updates"] == {"model": 4}
+    assert len(first["scales"]["model"]) == 6  # three tensors of each of two layers
+    assert all(scale > 0 for scale in first["scales"]["model"])
+    assert parent["weights"] == first["weights"]  # which is all that comes back

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from lightning_fp8 import (
     DelayedScaling,
@@ -206,3 +207,19 @@ def test_one_damaged_model_among_two_leaves_both_alone() -> None:
     assert not plugin.histories["model"].scale.any()
     plugin.load_state_dict(good)
     assert (plugin.histories["model"].scale == 3).all()
+
+
+def test_a_state_given_to_a_model_before_it_is_converted_reaches_it_and_no_other() -> None:
+    plugin = FP8FabricPrecision(first_last_layers_bf16=False)
+    first, second = (nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+    plugin.convert_module(first)
+    before = fp8_state_dict(first)
+    given = {**before, "scale": torch.tensor([2.0, 4.0, 8.0])}
+    plugin.set_model_state(second, given)
+    plugin.convert_module(second)
+    assert fp8_state_dict(second)["scale"].tolist() == [2.0, 4.0, 8.0]
+    assert torch.equal(fp8_state_dict(first)["scale"], before["scale"])
+    plugin.convert_module(second)  # again changes nothing
+    load_fp8_state_dict(second, before)
+    plugin.convert_module(second)
+    assert fp8_state_dict(second)["scale"].tolist() == [0.0, 0.0, 0.0]
