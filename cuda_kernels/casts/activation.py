@@ -159,7 +159,7 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
     decode_quad = quad_decoder("float32")
 
     @device
-    def load_rows(args, rows, columns, first_row, column, full_tile, registers, skipped):
+    def load_rows(args, rows, columns, first_row, column, registers, skipped):
         raw_registers, values = cuda.local.array(in_flight, u32), cuda.local.array(4, f32)
         for step in range(together):
             row_idx = first_row + skipped + step
@@ -171,12 +171,12 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
 
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):
-        load_rows(args, rows, columns, first_row, column, full_tile, registers, 0)
+        load_rows(args, rows, columns, first_row, column, registers, 0)
         if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
-            load_rows(args, rows, columns, first_row, column, full_tile, registers, together)
+            load_rows(args, rows, columns, first_row, column, registers, together)
         if parts > 2:
-            load_rows(args, rows, columns, first_row, column, full_tile, registers, 2 * together)
-            load_rows(args, rows, columns, first_row, column, full_tile, registers, 3 * together)
+            load_rows(args, rows, columns, first_row, column, registers, 2 * together)
+            load_rows(args, rows, columns, first_row, column, registers, 3 * together)
 
     @device
     def decode(registers, quad_index):

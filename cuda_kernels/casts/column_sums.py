@@ -39,14 +39,14 @@ def summed_loader(loader: TileLoader) -> TileLoader:
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):
         load_values(args, rows, columns, first_row, column, full_tile, registers)
-        p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
+        sum_a, sum_b, sum_c, sum_d = _ZERO, _ZERO, _ZERO, _ZERO
         for quad_index in range(WARP_ROWS):
             a, b, c, d = decode(registers, quad_index)
-            p, q, r, s = p + a, q + b, r + c, s + d
+            sum_a, sum_b, sum_c, sum_d = sum_a + a, sum_b + b, sum_c + c, sum_d + d
         if first_row < rows and column < columns:
             stride = i64(columns + 3) & i64(-4)
             address = args[partials] + ((i64(first_row) >> 4) * stride + i64(column)) * 4
-            store_16(address, bits(p), bits(q), bits(r), bits(s))
+            store_16(address, bits(sum_a), bits(sum_b), bits(sum_c), bits(sum_d))
 
     return replace(loader, name=f"{loader.name}, summed", num_args=loader.num_args + 1, load=load)
 

@@ -45,12 +45,12 @@ def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, comp
 
     @device
     def compute(columns, column, registers, first_register, values):
-        a, b, c = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
-        unpack(decode_quad(registers, first_register), a)
-        unpack(decode_quad(registers, first_register + quad), b)
-        unpack(decode_quad(registers, first_register + third), c)
+        x, y, z = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
+        unpack(decode_quad(registers, first_register), x)
+        unpack(decode_quad(registers, first_register + quad), y)
+        unpack(decode_quad(registers, first_register + third), z)
         for index in range(4):
-            values[index] = compute_one(a[index], b[index], c[index])
+            values[index] = compute_one(x[index], y[index], z[index])
 
     load_row = load_two if tensors == 2 else load_three
     return computed_loader(f"{name} {dtype}", aligned, 2 * tensors, tensors * quad, load_row, compute)

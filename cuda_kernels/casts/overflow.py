@@ -41,11 +41,11 @@ def counting_cast(fp8: str, count: bool) -> Any:
         return saturated + flushed
 
     @device
-    def cast(quad, p, q, r, s):
+    def cast(quad, scale_a, scale_b, scale_c, scale_d):
         a, b, c, d = quad
-        codes, overflows = pack(a * p, b * q, c * r, d * s), u32(0)
+        codes, overflows = pack(a * scale_a, b * scale_b, c * scale_c, d * scale_d), u32(0)
         if count:
-            overflows = count_one(a, p) + count_one(b, q) + count_one(c, r) + count_one(d, s)
+            overflows = count_one(a, scale_a) + count_one(b, scale_b) + count_one(c, scale_c) + count_one(d, scale_d)
         return codes, overflows
 
     return cast

@@ -243,8 +243,8 @@ def quantize_blocks_kernel(
                     overflows += num_overflows
                 store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
             if columnwise:
-                p, q, r, s = columns_of(column_maxima)
-                shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, p, q, r, s)
+                a, b, c, d = columns_of(column_maxima)
+                shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, a, b, c, d)
                 cuda.syncthreads()
                 if in_parts:
                     for step in range(parts * TILE // THREADS):

@@ -185,8 +185,8 @@ def quad_decoder(dtype: DtypeName) -> Any:
 
         @device
         def decode(registers, start):
-            a, b = registers[start], registers[start + 1]
-            return low(a), high(a), low(b), high(b)
+            first_pair, second_pair = registers[start], registers[start + 1]
+            return low(first_pair), high(first_pair), low(second_pair), high(second_pair)
 
     return decode
 
@@ -258,8 +258,13 @@ def packed_maxima(dtype: DtypeName) -> Maxima:
 
     @device
     def columns(maxima):
-        a, b = maxima[0], maxima[1]
-        return magnitude(low(a)), magnitude(high(a)), magnitude(low(b)), magnitude(high(b))
+        first_pair, second_pair = maxima[0], maxima[1]
+        return (
+            magnitude(low(first_pair)),
+            magnitude(high(first_pair)),
+            magnitude(low(second_pair)),
+            magnitude(high(second_pair)),
+        )
 
     @device
     def largest(maxima):

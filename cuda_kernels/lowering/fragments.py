@@ -87,7 +87,9 @@ def slice_fragment(num_registers: int, start: int, size: int) -> Any:
 @cache
 def scale_all(num_registers: int) -> Any:
     """``(acc, s) -> acc s``."""
-    return _mapped("scale_all", num_registers, (f32,), lambda b, acc, rest: [_multiply(b, x, rest[0]) for x in acc])
+    return _mapped(
+        "scale_all", num_registers, (f32,), lambda builder, acc, rest: [_multiply(builder, x, rest[0]) for x in acc]
+    )
 
 
 @cache
@@ -97,7 +99,7 @@ def scale_rows(num_registers: int) -> Any:
         "scale_rows",
         num_registers,
         (f32, f32),
-        lambda b, acc, rest: [_multiply(b, x, rest[index >> 1 & 1]) for index, x in enumerate(acc)],
+        lambda builder, acc, rest: [_multiply(builder, x, rest[index >> 1 & 1]) for index, x in enumerate(acc)],
     )
 
 
@@ -108,7 +110,7 @@ def add(num_registers: int) -> Any:
         "add",
         num_registers,
         (fragment_type(num_registers),),
-        lambda b, acc, rest: [_add(b, x, y) for x, y in zip(acc, rest[0])],
+        lambda builder, acc, rest: [_add(builder, x, y) for x, y in zip(acc, rest[0])],
     )
 
 

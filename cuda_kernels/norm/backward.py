@@ -69,8 +69,8 @@ def _normalizer(spec: NormSpec) -> Any:
 def _weighted(dy, weight, offset):
     """g of four elements."""
     a, b, c, d = dy
-    p, q, r, s = weight
-    return a * (p + offset), b * (q + offset), c * (r + offset), d * (s + offset)
+    w0, w1, w2, w3 = weight
+    return a * (w0 + offset), b * (w1 + offset), c * (w2 + offset), d * (w3 + offset)
 
 
 @device

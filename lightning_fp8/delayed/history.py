@@ -1,7 +1,7 @@
 """AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
 
 One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
-holds a :class:`Slot` for each of its roles: the entry of one tensor in every buffer of the history. Within a step
+holds a :class:`Slot` for each of its roles: the entry of one tensor in every buffer of the history. Between updates
 scales are constant and observing is ``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second
 call of a shared layer and another rank fold in by the same operation, in any order.
 """

@@ -61,11 +61,12 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         """The sum of a row's products, in all of its lanes; addresses of the row, which counts if ``inside``."""
         inside = inside and 16 * lane < head_dim
         codes = load_16_if(codes_row + 16 * lane, inside)
-        a, b = load_16_if(values_row + 32 * lane, inside), load_16_if(values_row + (32 * lane + 16), inside)
-        total = _products(_ZERO, codes[0], a[0], a[1])
-        total = _products(total, codes[1], a[2], a[3])
-        total = _products(total, codes[2], b[0], b[1])
-        total = _products(total, codes[3], b[2], b[3])
+        first_half = load_16_if(values_row + 32 * lane, inside)
+        second_half = load_16_if(values_row + (32 * lane + 16), inside)
+        total = _products(_ZERO, codes[0], first_half[0], first_half[1])
+        total = _products(total, codes[1], first_half[2], first_half[3])
+        total = _products(total, codes[2], second_half[0], second_half[1])
+        total = _products(total, codes[3], second_half[2], second_half[3])
         total = total + from_bits(shuffle_xor(bits(total), 1))
         total = total + from_bits(shuffle_xor(bits(total), 2))
         if lanes > 4:

@@ -72,13 +72,13 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
 
     @device
     def add_up(registers, only_finite):
-        a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
+        sum_a, sum_b, sum_c, sum_d = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(GROUP):
-            e, f, g, h = decode(registers, step * quad_words)
+            a, b, c, d = decode(registers, step * quad_words)
             if only_finite:
-                e, f, g, h = _finite(e), _finite(f), _finite(g), _finite(h)
-            a, b, c, d = a + e, b + f, c + g, d + h
-        return a, b, c, d
+                a, b, c, d = _finite(a), _finite(b), _finite(c), _finite(d)
+            sum_a, sum_b, sum_c, sum_d = sum_a + a, sum_b + b, sum_c + c, sum_d + d
+        return sum_a, sum_b, sum_c, sum_d
 
     def sum_heads(x, table, sums, heads, packed_rows, stride_b, stride_l, stride_h):
         registers = cuda.local.array(num_registers, u32)

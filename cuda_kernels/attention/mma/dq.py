@@ -98,12 +98,12 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
             # Loaded here, they are there when the products are.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
-            partial = j < whole_first or j >= whole_last
+            masked = j < whole_first or j >= whole_last
             ds = gradients_of(
                 (in_q, in_q + do_offset, in_b + k_offset, in_b + v_offset),
                 (query_factor, key_scale_inv, gradient_scale_inv, value_scale_inv),
                 (total, total_below, delta, delta_below),
-                partial, visible, i32(j * ROWS),
+                masked, visible, i32(j * ROWS),
             )  # fmt: skip
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
@@ -203,20 +203,20 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
     others = _make_gradients(k_steps, start + KEYS)
 
     @device
-    def gradients(addresses, scale_invs, row_terms, partial, visible, first_key):
-        return some(addresses, scale_invs, row_terms, partial, visible, first_key) + others(
-            addresses, scale_invs, row_terms, partial, visible, first_key
+    def gradients(addresses, scale_invs, row_terms, masked, visible, first_key):
+        return some(addresses, scale_invs, row_terms, masked, visible, first_key) + others(
+            addresses, scale_invs, row_terms, masked, visible, first_key
         )
 
     return gradients
 
 
 def make_gradients_of(product: Any, start: int) -> Any:
-    """A device function ``(addresses, scale_invs, row_terms, partial, visible, first_key) -> ds`` of a warp's rows.
+    """A device function ``(addresses, scale_invs, row_terms, masked, visible, first_key) -> ds`` of a warp's rows.
 
     Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
     ``product`` multiplies. ``scale_invs``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
-    ``partial``: whether ``visible`` matters. ``first_key``: the tile's.
+    ``masked``: whether ``visible`` matters. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
     hide, exp2, gradients_of = (
@@ -226,12 +226,12 @@ def make_gradients_of(product: Any, start: int) -> Any:
     )
 
     @device
-    def some(addresses, scale_invs, row_terms, partial, visible, first_key):
+    def some(addresses, scale_invs, row_terms, masked, visible, first_key):
         in_q, in_do, in_k, in_v = addresses
         query_factor, key_scale_inv, gradient_scale_inv, value_scale_inv = scale_invs
         total, total_below, delta, delta_below = row_terms
         scores = product(in_q, in_k)
-        if partial:
+        if masked:
             scores = hide(scores, visible, i32(first_key + start))
         factor = float_max(query_factor * key_scale_inv, SMALLEST)
         p = exp2(scores, factor, -total, -total_below)

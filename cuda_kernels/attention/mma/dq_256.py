@@ -60,7 +60,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         is_last = start + KEYS == ROWS
 
         @device
-        def some(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key):
+        def some(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key):
             smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
@@ -72,16 +72,16 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
             in_stage = in_b + here
             addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
-            return gradients_of(addresses, scale_invs, row_terms, partial, visible, first_key)
+            return gradients_of(addresses, scale_invs, row_terms, masked, visible, first_key)
 
         if is_last:
             return some
         others = make_gradients(start + KEYS)
 
         @device
-        def gradients(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key):
-            return some(ring_of, here, operands, in_a, scale_invs, row_terms, partial, visible, first_key) + others(
-                ring_of, here ^ _STAGE, operands, in_a, scale_invs, row_terms, partial, visible, first_key
+        def gradients(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key):
+            return some(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scale_invs, row_terms, masked, visible, first_key
             )
 
         return gradients
@@ -106,11 +106,11 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
         for j in range(first_tile, last_tile):
             # Loaded here, they are there when the products are.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
-            partial = j < whole_first or j >= whole_last
+            masked = j < whole_first or j >= whole_last
             ds = gradients_of(
                 ring_of, stage, operands, in_a,
                 (row_terms[0], key_scale_inv, row_terms[1], value_scale_inv), row_terms[2:],
-                partial, visible, i32(j * ROWS),
+                masked, visible, i32(j * ROWS),
             )  # fmt: skip
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
