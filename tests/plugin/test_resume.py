@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from lightning_fp8 import (
@@ -51,6 +52,19 @@ def test_without_the_fp8_state_the_resumed_run_differs(tmp_path: Path) -> None:
     torch.save(file, tmp_path / "bare.ckpt")
     _, resumed = train(4, "delayed", ckpt_path=tmp_path / "bare.ckpt")
     assert half.losses + resumed.losses != straight.losses
+
+
+def test_training_after_a_search_for_the_learning_rate_is_as_without(tmp_path: Path) -> None:
+    _, straight = train(2, "delayed")
+    L.seed_everything(1)
+    model, trainer = Regression(), fp8_trainer("delayed", max_epochs=2, default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(model, regression_data(), num_training=6, update_attr=False)
+    assert trainer.precision_plugin.histories["model"].updates == 0
+    assert len(model.losses) == 6
+    model.losses.clear()
+    trainer.fit(model, regression_data())
+    assert model.losses == straight.losses
+    assert equal_weights(model, straight)
 
 
 def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path) -> None:
