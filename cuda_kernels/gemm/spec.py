@@ -55,12 +55,13 @@ class Scaling(Enum):
         self.layouts = a, b or a
         self.along_k = self.layouts[1] in _BLOCKS_ALONG_K
         self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
-        for layout in self.layouts:
-            assert (layout in _BLOCKS_ALONG_K) == self.along_k, "A's and B's scales change along K, or neither's"
-            assert _BLOCKS_ALONG_K.get(layout, (0, TILE_K))[1] == self.scale_k, (
-                "A's and B's scales change at the same k"
+        blocks = [_BLOCKS_ALONG_K.get(layout) for layout in self.layouts]
+        if (blocks[0] is None) != (blocks[1] is None):
+            raise ValueError(f"scaling {value!r}: A's and B's scales change along K, or neither's")
+        if any(block is not None and block[1] != TILE_K for block in blocks):
+            raise ValueError(
+                f"scaling {value!r}: kernels scale the products of a K iteration at once, of blocks of {TILE_K}"
             )
-        assert self.scale_k == TILE_K, "both kernels scale the products of a K iteration at once"
 
     @property
     def b_along_k_by_row(self) -> bool:

@@ -12,7 +12,7 @@ hash of all that its machine code depends on: another source is another file, an
 :func:`source_key` has the kernel's :func:`fingerprint`, its parameters, bounds and architecture, and names what was
 compiled elsewhere; :func:`cache_key` has the versions of the compilers, too. A file appears whole, by a rename; one
 that is damaged is compiled again, and a folder that cannot be written is told of once. Before the first launch
-``host/precompile.py`` may fill the cache, side by side in processes.
+``host/precompile.py`` may fill the cache, and ``lightning-fp8 kernels build`` a folder for other machines.
 
 A fingerprint is a text of all that a kernel is compiled from: another text, another kernel. A kernel is a function that
 calls others, which were put together from options: the functions of a source of values, of an epilogue, instructions

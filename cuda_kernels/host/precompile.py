@@ -1,4 +1,7 @@
-"""Kernels compiled ahead of their first launch, side by side in processes."""
+"""Kernels compiled ahead of their first launch, side by side in processes, into the cache of this machine.
+
+``lightning-fp8 kernels build`` (``lightning_fp8/cli/kernels.py``) compiles into a folder that other machines take.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,24 @@ def missing(builds: Iterable[Build], arch: str) -> list[Build]:
     return [build for kernel, build in kernels.items() if not compile_cache.is_compiled(kernel, arch)]
 
 
+def num_processors() -> int:
+    """The processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_pool(num_tasks: int) -> ProcessPoolExecutor:
+    """A process for each processor, but no more than tasks; not forked: this process may have CUDA and threads."""
+    return ProcessPoolExecutor(min(num_processors(), num_tasks), mp_context=multiprocessing.get_context("spawn"))
+
+
 def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:
     """Compile into the cache on disk, on all processors; yields after each.
 
     What does not compile is left to its first launch, which says why.
     """
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not builds:
         return
-    # Not forked: this process may have CUDA and threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processors, len(builds)), mp_context=context) as pool:
+    with process_pool(len(builds)) as pool:
         try:
             for done in as_completed([pool.submit(_compile, *build, arch) for build in builds]):
                 done.exception()

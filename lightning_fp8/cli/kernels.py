@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -27,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuda_kernels.host import cache_folder, compile_cache, launch
 from cuda_kernels.host.gemm_selection import builds_of
+from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
@@ -131,11 +129,11 @@ def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch:
     Returns:
         What failed, by the kernel's name.
     """
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = num_processors()
     shares = [(find, arguments, arch, folder, index, processors) for index in range(processors)]
     built: dict[str, str] = {}
     failed: dict[str, str] = {}
-    with ProcessPoolExecutor(processors, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with process_pool(processors) as pool:
         for more, less in pool.map(_build_share, *zip(*shares)):
             built |= more
             failed |= less

@@ -154,6 +154,14 @@ def update_of_plugin(histories: Iterable[AmaxHistory], recipe: Recipe) -> None:
             if observed_under.reduce_amax and are_several_ranks():
                 _warn_of_own_scales(recipe.name)
             _advance(history, observed_under)
+        elif history.steps:
+            history.steps = 0  # they had nothing to update
+
+
+def is_update_due(histories: Sequence[AmaxHistory], recipe: Recipe) -> bool:
+    """Whether an optimizer has stepped since the last update of a plugin and there may be something to update."""
+    has_state = isinstance(recipe, DelayedScaling)
+    return any(history.steps and (has_state or history.recipe is not None) for history in histories)
 
 
 @cache

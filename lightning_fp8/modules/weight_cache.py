@@ -55,13 +55,14 @@ class WeightCachingModule(FP8Module):
     |---|---|
     | True | makes the copies, and keeps them |
     | False | takes what is kept, unless it is stale; else makes and keeps them |
-    | None, in a context with a ``weight_period`` | the same |
+    | None, in a context with a ``weight_period`` | the same, with copies that were made so |
     | None, in any other | keeps nothing, and lets go of copies that were made in such a context |
 
     Copies are stale once an optimizer has stepped, or a parameter was replaced or changed in place, or the recipe is
-    another. Those that ``is_first_microbatch`` did not ask for are stale, too, once the ``weight_period`` is another
-    number, the scales were updated, or training, gradients or inference mode were switched on or off. What a backward
-    pass recomputes has the context of its forward. A pickle has no copies; code that is compiled keeps none.
+    another. Those that ``is_first_microbatch`` did not ask for serve no forward that does, nor the other way round, and
+    are stale, too, once the ``weight_period`` is another number, the scales were updated, or training, gradients or
+    inference mode were switched on or off. What a backward pass recomputes has the context of its forward. A pickle has
+    no copies; code that is compiled keeps none.
 
     Attributes:
         weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.

@@ -30,13 +30,13 @@ from lightning_fp8.convert.conversion import (
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import update_of_plugin
+from lightning_fp8.delayed.reduce_and_update import is_update_due, update_of_plugin
 from lightning_fp8.delayed.saved import validated_state
 from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, state_for
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, table_name, weights_and_compute_dtypes
 from lightning_fp8.plugin.kept_weights import KeptWeights
-from lightning_fp8.plugin.states import by_name, of_living_models, validated_states, with_equal_names
+from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
 
@@ -156,7 +156,7 @@ class FP8FabricPrecision(FabricPrecision):
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:
             if model is module:
-                self._load(history, state, None)
+                load_state(history, state, self.recipe)
         self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
         return module
 
@@ -231,13 +231,14 @@ class FP8FabricPrecision(FabricPrecision):
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
                     stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
             stack.enter_context(fp8_context(self._context()))
+            histories = list(self.histories.values())
             if isinstance(self.recipe, DelayedScaling):
-                for history in self.histories.values():
+                for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
-            if self._observes and torch.is_grad_enabled() and isinstance(self.recipe, DelayedScaling):
-                if any(history.steps for history in self.histories.values()):
+            if self._observes and torch.is_grad_enabled():
+                if is_update_due(histories, self.recipe):
                     self.update_scales()  # of steps inside the backward pass
-                for history in self.histories.values():
+                for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.wait()
             yield
 
@@ -337,13 +338,4 @@ class FP8FabricPrecision(FabricPrecision):
         self._pending_state = {"recipe": saved, **later} if later else None
         for name, history in self.histories.items():
             if name in states:
-                self._load(history, states[name], saved)
-
-    def _load(self, history: AmaxHistory, state: dict[str, Any], saved_with: Any) -> None:
-        """Give a history what ``state`` holds, saved with the recipe of these fields, and say what it does not hold."""
-        new_slots = history.load_state_dict(state_for(self.recipe, state, saved_with))
-        if new_slots and isinstance(self.recipe, DelayedScaling):
-            foreign = state["names"] and len(new_slots) == len(history.names)
-            (rank_zero_warn if foreign else rank_zero_info)(
-                f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"
-            )
+                load_state(history, states[name], self.recipe, saved)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
 from lightning_fp8.arguments import require_mapping
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.modules.state import state_for
+from lightning_fp8.recipes import DelayedScaling, Recipe
 
 
 def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +26,20 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     for state in states.values():
         validated_state(state)
     return states
+
+
+def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, saved_with: Any = None) -> None:
+    """Give a history the scales and amaxes of ``state``, for ``recipe``, and say which slots it does not hold.
+
+    Args:
+        saved_with: the fields of the recipe that ``state`` was saved with, if they are known.
+    """
+    new_slots = history.load_state_dict(state_for(recipe, state, saved_with))
+    if new_slots and isinstance(recipe, DelayedScaling):
+        is_foreign = state["names"] and len(new_slots) == len(history.names)
+        (rank_zero_warn if is_foreign else rank_zero_info)(
+            f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"
+        )
 
 
 def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:

@@ -259,14 +259,23 @@ def test_fabric_with_and_without_its_optimizer(set_up: bool) -> None:
     assert_updated(plugin.histories["model"], 5)
 
 
-def test_a_delayed_region_inside_another_recipes_plugin_is_updated() -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_delayed_region_inside_another_recipes_plugin_is_updated(in_backward: bool) -> None:
     plugin = FP8FabricPrecision("tensorwise", first_last_layers_bf16=False, weights_dtype=torch.float32)
     fabric, model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]), Delayed()
-    module, optimizer = fabric.setup(model, SGD(model.parameters(), 0.1))
+    if in_backward:
+        step_in_backward(model)
+        module, optimizers = fabric.setup(model), list[Any]()
+    else:
+        module, *optimizers = fabric.setup(model, SGD(model.parameters(), 0.1))
     for _ in range(5):
-        optimizer.zero_grad()
+        model.zero_grad()
         fabric.backward(module(torch.randn(8, 16)).square().mean())
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+    if in_backward:
+        assert plugin.histories["model"].updates == 4
+        plugin.update_scales()  # the last step's, which would have come with the next forward
     assert_updated(plugin.histories["model"], 5)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuda_kernels.gemm import spec
 from cuda_kernels.gemm.spec import SCALE_N, GemmConfig, GemmSpec, MmaConfig, Scaling
 from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
@@ -264,3 +266,20 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
         assert isinstance(taken[-1], kind)
     dispatch.clear_plan_cache()
+
+
+@pytest.mark.parametrize(
+    ("layouts", "why"),
+    [
+        ("row 1x128", "change along K, or neither's"),
+        ("1x128 tensor", "change along K, or neither's"),
+        ("1x64 1x64", "blocks of 128"),
+        ("1x128 1x64", "blocks of 128"),
+    ],
+)
+def test_a_pair_of_layouts_that_kernels_would_scale_wrongly_is_refused(
+    layouts: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(spec._BLOCKS_ALONG_K, "1x64", (1, 64))
+    with pytest.raises(ValueError, match=why):
+        Scaling.__init__(SimpleNamespace(), layouts)  # as if it were another member

@@ -1,8 +1,12 @@
 """How ops are registered in ``torch.ops.lightning_fp8``, and how this package calls them.
 
-The ``schema.py`` of each operation registers an op's signature and, by ``@fake``, its implementation for fake and meta
-tensors, which of casts is ``ops/quantize/outputs.py``: ``fake_outputs``; ``reference.py`` what runs on the CPU,
-``cuda.py`` what runs on a GPU. The operation's ``__init__`` calls what
+| of an operation | registers |
+|---|---|
+| ``schema.py`` | an op's signature, and its implementation for fake and meta tensors, marked ``@fake`` |
+| ``reference.py`` | what runs on the CPU |
+| ``cuda.py`` | what runs on a GPU |
+
+The shapes that casts give on fake tensors are in ``ops/quantize/outputs.py``. The operation's ``__init__`` calls what
 :func:`op` gives: past torch's dispatcher where that has nothing to add, since it costs the host more than a launch.
 """
 
