@@ -68,11 +68,12 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             decisions.append(attentions[name])
         if is_linear(module):
             parent, _, child = name.rpartition(".")
+            head = "" if isinstance(module, LinearLayer) else output_heads.get(name, "")
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or _read_by_parent(modules.get(parent), child)
                 or skipped_by(_with_gemms(module, names[id(module)]), policy)
-                or reason_for_bf16(name, module, output_heads, places.get(name), policy)
+                or reason_for_bf16(places.get(name), policy, head)
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -92,9 +93,7 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     aliases = _all_names(model)
 
     def reason(name: str) -> str:
-        module = names[name]
-        place = place_in(blocks, name)
-        return skipped_by(aliases[id(module)], policy) or reason_for_bf16(name, module, {}, place, policy)
+        return skipped_by(aliases[id(names[name])], policy) or reason_for_bf16(place_in(blocks, name), policy)
 
     return plan_attention(model, policy.replace_layers, reason)
 
@@ -109,7 +108,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
         if isinstance(module, DotProductAttention):
             module.fp8 = next(layer.follows for layer in planned if layer.decision.name == clean_name(name))
     blocks = find_blocks(model)
-    kept = [name for name, place in blocks.items() if reason_for_bf16(name, model, {}, place, policy)]
+    kept = [name for name, place in blocks.items() if reason_for_bf16(place, policy)]
     attach.prepare(model, reached_places(planned, kept))
 
 

@@ -6,15 +6,12 @@ Which layers a model counts as its first and last ones: ``convert/layers/towers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
-from torch import nn
-
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.convert.layers.towers import BlockPosition
-from lightning_fp8.modules.linear_layer import LinearLayer
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,20 @@ def skipped_by(names: Sequence[str], policy: Policy) -> str:
     return next((f"skip={glob!r}" for glob in matching), "")
 
 
-def reason_for_bf16(
-    name: str, module: nn.Module, output_heads: Mapping[str, str], place: BlockPosition | None, policy: Policy
-) -> str:
+def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "") -> str:
     """Why a layer stays in BF16 though FP8 could have it; empty where it does not.
+
+    Args:
+        place: the layer's, or its block's, among the model's; None outside of them.
+        head: why it is an output head; empty for one that is none, or that was made as ``lightning_fp8.Linear``.
 
     Errors of the first blocks reach all others. Those of the last blocks and of the output head reach the logits
     directly. Together these have few of a deep model's FLOPs. Other projects keep them in BF16, too: DeepSeek-V3
     (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision;
     Megatron-LM, with ``--first-last-layers-bf16``, the first and last blocks.
     """
-    if name in output_heads and not isinstance(module, LinearLayer):
-        return f"output head: {output_heads[name]}"
+    if head:
+        return f"output head: {head}"
     if place is not None and policy.first_last_layers_bf16:
         if place.index < policy.num_layers_at_start_in_bf16:
             return f"{place}, one of the first {policy.num_layers_at_start_in_bf16}"

@@ -1,4 +1,4 @@
-"""The schemas of ``quantize`` and ``observe``, and of what all ops that cast have in common.
+"""The schemas of ``quantize`` and ``observe``, what they give on fake and meta tensors, and what all casts share.
 
 Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where ``options`` asks for them, the operand of x
 (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). An operand that was not asked for

@@ -1,4 +1,4 @@
-"""The schema of ``update_scales``."""
+"""The schema of ``update_scales``; on fake and meta tensors it does nothing."""
 
 from __future__ import annotations
 
