@@ -102,8 +102,9 @@ def updated_scales(
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     """E8M0 code (uint8) of the inverse scale ``amax / fp8_max``, rounded up to a power of two.
 
-    0 gives code 0 (2**-127), inf gives 254, NaN gives 255. Source: OCP Microscaling Formats v1.0 with Transformer
-    Engine's round-up, which never saturates a finite block.
+    The quotient is ``amax`` times the float32 reciprocal of ``fp8_max``, as on GPUs. 0 gives code 0 (2**-127), inf
+    gives 254, NaN gives 255. Source: OCP Microscaling Formats v1.0 with Transformer Engine's round-up, which never
+    saturates a finite block.
 
     Args:
         amax: float32, any shape, non-negative.

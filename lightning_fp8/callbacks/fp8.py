@@ -60,6 +60,9 @@ class FP8Callback(Callback):
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        summary = _plugin(trainer).summary
+        if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
+            rank_zero_info("FP8 is emulated on the CPU: it computes what a GPU would, and is slower than BF16")
         layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
         strict: every parameter of one side must be on the other.
 
     Returns:
-        What became of each FP8 state.
+        What became of each FP8 state, and which parameters were on one side alone.
 
     Raises:
         CheckpointError: a damaged or foreign state, or keys or shapes that do not fit; the message names the keys.
@@ -41,11 +42,11 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
     require_bool("strict", strict)
     nested = state_dict.get("state_dict")
     remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, fp8_roles_of(model))
-    check_fit(model, remapped, strict)
+    report = check_fit(model, remapped, strict)
     model.load_state_dict(remapped.state_dict, strict=strict)
     if remapped.fp8_state is not None:
         load_fp8_state_dict(model, remapped.fp8_state)
-    return remapped.report
+    return report
 
 
 def fp8_roles_of(model: nn.Module) -> FP8Roles:
@@ -63,8 +64,11 @@ def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
     }
 
 
-def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> None:
+def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
     """Raise before torch loads a part: ``nn.Module.load_state_dict`` copies what fits and complains afterwards.
+
+    Returns:
+        The report, with the keys that are on one side alone.
 
     Raises:
         CheckpointError: missing or unexpected keys (``strict``), or other shapes.
@@ -86,6 +90,7 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> None:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         advice = "; strict=False loads what fits" if strict and (missing or unexpected) else ""
         raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:20])}{more}{advice}")
+    return replace(remapped.report, missing_keys=tuple(missing), unexpected_keys=tuple(unexpected))
 
 
 def load_hook(
@@ -102,9 +107,9 @@ def load_hook(
         if prefix or not has_te_state(state_dict):
             return
         remapped = remap(state_dict, module, fp8_roles())
-        check_fit(module, remapped, strict)
+        report = check_fit(module, remapped, strict)
         state_dict.clear()
         state_dict.update(remapped.state_dict)
-        receive(remapped.fp8_state, remapped.report)
+        receive(remapped.fp8_state, report)
 
     return hook

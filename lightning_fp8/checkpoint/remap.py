@@ -133,8 +133,9 @@ def _renamed(
         by_owner.setdefault(owner, {})[last] = value
     for owner, params in by_owner.items():
         te_params = {last: value for last, value in params.items() if f"{prefix_of(owner)}{last}" not in model_keys}
-        for last in params.keys() - te_params.keys():
-            yield f"{prefix_of(owner)}{last}", params[last]
+        for last, value in params.items():
+            if last not in te_params:
+                yield f"{prefix_of(owner)}{last}", value
         if te_params and owner in modules and all(map(is_parameter, te_params)):
             yield from _translate(owner, te_params, modules, model_keys).items()
         else:

@@ -29,9 +29,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The entries of one load. ``str()`` is a sentence and the entries that did not simply load."""
+    """The entries of one load. ``str()`` is a sentence and the entries that did not simply load.
+
+    Attributes:
+        missing_keys: parameters and buffers of the model that are not in the file and stayed as they were.
+        unexpected_keys: names of the file that the model does not have, after renaming. Both are torch's words, and
+            empty unless the load was not strict.
+    """
 
     entries: tuple[Entry, ...]
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
     def with_outcome(self, outcome: Outcome) -> tuple[Entry, ...]:
         """The entries that became this; for scripts that stop where something was ignored."""
@@ -50,4 +58,11 @@ class LoadReport:
         lines += [
             f"  {entry.key}: {entry.outcome}, {entry.reason}" for entry in self.entries if entry.outcome != "loaded"
         ]
+        for keys, what in (
+            (self.missing_keys, "not in the file, and as they were"),
+            (self.unexpected_keys, "not in the model"),
+        ):
+            if keys:
+                more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+                lines.append(f"  {what}: {', '.join(keys[:5])}{more}")
         return "\n".join(lines)

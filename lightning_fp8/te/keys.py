@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -154,29 +155,35 @@ def stem_of(leaf: str) -> str:
 def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str]:
     """A function from a name of the file to one of the model: it strips a leading path and prepends another.
 
-    The pair is the one that lets most names fit; where none does better, names stay as they are.
+    The pair is the one that lets most names fit; where none does better, names stay as they are. So do names without
+    the leading path, which most names have: a metric's or a loss's beside ``model.``.
     """
     strips = ["", *_leading_paths(file_names)]
     prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
+    named = modules - {""}
+
+    def renamed(name: str, strip: str, prepend: str) -> str:
+        return prepend + name.removeprefix(strip) if name.startswith(strip) else name
 
     def fits(strip: str, prepend: str) -> int:
-        names = [prepend + name.removeprefix(strip) for name in file_names]
+        names = [renamed(name, strip, prepend) for name in file_names]
         return sum(name in model_keys or name.rpartition(".")[0] in named for name in names)
 
-    named = modules - {""}
     if fits("", "") == len(file_names):
         return lambda name: name
     strip, prepend = max(
         ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
     )
-    return lambda name: prepend + name.removeprefix(strip)
+    return lambda name: renamed(name, strip, prepend)
 
 
 def _leading_paths(names: list[str]) -> list[str]:
-    """The dotted prefixes that all names share, shortest first."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names)):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return [".".join(shared[: count + 1]) + "." for count in range(len(shared))]
+    """The dotted prefixes that more than half of the names share, shortest first."""
+    paths = [""]
+    while True:
+        inside = [name.removeprefix(paths[-1]) for name in names if name.startswith(paths[-1])]
+        heads = Counter(head for head, dot, _ in (name.partition(".") for name in inside) if dot)
+        head, count = max(heads.items(), key=lambda item: item[1], default=("", 0))
+        if 2 * count <= len(names):
+            return paths[1:]
+        paths.append(f"{paths[-1]}{head}.")

@@ -74,6 +74,25 @@ def test_prefixes_of_wrappers(prefix: str, files: Any) -> None:
     assert_rows(model, expected_rows(written["states"]))
 
 
+def test_names_beside_the_model_do_not_hide_its_prefix(files: Any) -> None:
+    """A loss's buffer and a metric's, as a LightningModule that holds a model has them, beside ``model.``."""
+    written, state_dict = files["2.18"]
+    beside = {"loss.weight": torch.ones(3), "metric.total": torch.zeros(())}
+    file = beside | {f"model.{key}": value for key, value in state_dict.items() if key != "0.fc.bias"}
+    model = blocks()
+    unchanged = model[0].fc.bias.detach().clone()
+    with pytest.raises(CheckpointError, match="lacks 0.fc.bias; the model lacks loss.weight; the model lacks metric"):
+        load_te_state_dict(model, file)
+    report = load_te_state_dict(model, file, strict=False)
+    assert_rows(model, expected_rows(written["states"]))
+    for name, value in model.state_dict().items():
+        if "_extra_state" not in name:
+            assert torch.equal(value, unchanged if name == "0.fc.bias" else written["parameters"][name]), name
+    assert report.missing_keys == ("0.fc.bias",)
+    assert report.unexpected_keys == ("loss.weight", "metric.total")
+    assert "not in the file, and as they were: 0.fc.bias\n  not in the model: loss.weight, metric.total" in str(report)
+
+
 def test_into_a_model_inside_a_model_and_a_compiled_one(files: Any) -> None:
     written, state_dict = files["2.18"]
     outer = nn.ModuleDict({"model": blocks()})

@@ -32,6 +32,7 @@ from lightning_fp8 import (
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import Role
+from tests.small import Regression, fp8_trainer, regression_data
 
 
 class Mlp(LightningModule):
@@ -481,3 +482,13 @@ def test_values_that_mean_the_same_are_taken() -> None:
     assert FP8Precision(skip={"*.head": 1}.keys()).policy.skip == ("*.head",)
     assert Float8CurrentScaling(amax_epsilon=np.float32(0.5)).amax_epsilon == 0.5
     assert fp8_autocast(enabled=np.bool_(False)).context.enabled is False
+
+
+@pytest.mark.parametrize(("skip", "is_said"), [((), True), (("*",), False)])
+def test_training_on_the_cpu_says_once_that_fp8_is_emulated(
+    skip: tuple[str, ...], is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_fp8.callbacks.fp8.rank_zero_info", said.append)
+    fp8_trainer(fp8={"skip": skip}, max_epochs=2).fit(Regression(), regression_data())
+    assert sum("emulated on the CPU" in line for line in said) == is_said

@@ -28,7 +28,10 @@ def num_tile_sums(rows: int) -> int:
 
 
 def num_block_sums(kernel: Kernel, rows: int, device: torch.device) -> int:
-    """The number of partial sums where each is of a block's rows: so many blocks run at once, and each has a row."""
+    """The number of partial sums where each is of a block's rows: as many as blocks that run at once, or as rows.
+
+    On cards with GDDR memory one block less may fit into a multiprocessor: the last ones then wait.
+    """
     return min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
 
 

@@ -1,7 +1,10 @@
 """The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
 
-:func:`planned` chooses: where no kernel runs, a warning names the reason, and the op's reference serves, in plain
-torch. Tensors on the CPU go there at once; a GEMM on a card tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``).
+:func:`planned` chooses: where a card runs no kernel, a warning names the reason, and the op's reference serves, in
+plain torch. A GEMM tries ``torch._scaled_mm`` first (``ops/gemm/cuda.py``); attention is not called where it has no
+kernel: its layers ask before and run in BF16. On the CPU nothing is planned and nothing warns: the reference is what
+ops are there.
+
 The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, no bindings), which is not asked
 again; ``KernelError`` where a kernel cannot be made (no compiler), which the next plan tries anew.
 

@@ -3,7 +3,7 @@
 | of an operation | registers |
 |---|---|
 | ``schema.py`` | an op's signature, and its implementation for fake and meta tensors, marked ``@fake`` |
-| ``reference.py`` | what runs on the CPU |
+| ``reference.py``, of attention ``cpu.py`` | what runs on the CPU |
 | ``cuda.py`` | what runs on a GPU |
 
 The shapes that casts give on fake tensors are in ``ops/quantize/outputs.py``. The operation's ``__init__`` calls what
