@@ -85,8 +85,8 @@ fence_proxy_async_shared = asm("fence.proxy.async.shared::cta;")
 
 
 @cache
-def wgmma(n: int, a: str, b: str) -> Any:
-    """``(acc, x, y, keep) -> acc``: ``A [64, 32] Bᵀ [32, n]`` of FP8 formats ``a`` and ``b``, plus acc if ``keep``.
+def wgmma(n: int, atype: str, btype: str) -> Any:
+    """``(acc, x, y, keep) -> acc``: ``A [64, 32] Bᵀ [32, n]`` of FP8 ``atype`` and ``btype``, plus acc if ``keep``.
 
     ``x``, ``y``: matrix descriptors, :func:`cuda_kernels.device.swizzle.smem_descriptor`.
     """
@@ -94,13 +94,13 @@ def wgmma(n: int, a: str, b: str) -> Any:
     acc = ", ".join(f"${index}" for index in range(num_registers))
     return asm(
         f"{{ .reg .pred p; setp.ne.b32 p, ${n + 2}, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, ${n}, ${n + 1}, p, 1, 1; }}",
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{atype}.{btype} {{{acc}}}, ${n}, ${n + 1}, p, 1, 1; }}",
         fragment_type(num_registers), fragment_type(num_registers), i64, i64, i32,
     )  # fmt: skip
 
 
 @cache
-def wgmma_rs(n: int, a: str, b: str) -> Any:
+def wgmma_rs(n: int, atype: str, btype: str) -> Any:
     """``(acc, x, y, keep) -> acc``: as :func:`wgmma`, with A in four registers ``x`` of each thread.
 
     They are words of four neighbouring columns: row ``lane / 4`` of a warp's 16 rows and the one eight below, columns
@@ -112,7 +112,7 @@ def wgmma_rs(n: int, a: str, b: str) -> Any:
     x = ", ".join(f"${n + index}" for index in range(4))
     return asm(
         f"{{ .reg .pred p; setp.ne.b32 p, ${n + 5}, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{acc}}}, {{{x}}}, ${n + 4}, p, 1, 1; }}",
+        f" wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{atype}.{btype} {{{acc}}}, {{{x}}}, ${n + 4}, p, 1, 1; }}",
         fragment_type(num_registers), fragment_type(num_registers), u32x(4), i64, i32,
     )  # fmt: skip
 

@@ -76,7 +76,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     num_acc_regs = strips * WARP_COLUMNS // 2
     zero_acc = zeros(num_acc_regs)
     promote_add = add(num_acc_regs)
-    mma_k32 = mma(strips, parts, spec.a, spec.b)
+    mma_k32 = mma(strips, parts, spec.a_dtype, spec.b_dtype)
     load_a, load_b = ldmatrix_x4(strips, 16 * TILE_K), ldmatrix_x4(parts // 2, 16 * TILE_K)
     promote_add_scaled = _make_promote_add(spec, strips)
     epilogue_store = _make_epilogue_store(spec, strips, config.even)

@@ -94,7 +94,7 @@ class GemmSpec:
     """``out [M, N] = A [M, K] Bᵀ [K, N] + bias [N]``, or ``out += A Bᵀ``.
 
     Attributes:
-        a, b: FP8 formats, ``e4m3`` or ``e5m2``.
+        a_dtype, b_dtype: FP8 formats, ``e4m3`` or ``e5m2``.
         scaling: which scales A and B have.
         out_dtype: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
         bias_dtype: dtype of the bias, or None where none is added.
@@ -104,8 +104,8 @@ class GemmSpec:
         has_amax: raise a given number to the largest magnitude of ``out``.
     """
 
-    a: str
-    b: str
+    a_dtype: str
+    b_dtype: str
     scaling: Scaling
     out_dtype: DtypeName
     bias_dtype: DtypeName | None = None
@@ -118,7 +118,7 @@ class GemmSpec:
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
-        parts = [self.a, self.b, self.scaling.value.replace(" ", "*"), self.out_dtype]
+        parts = [self.a_dtype, self.b_dtype, self.scaling.value.replace(" ", "*"), self.out_dtype]
         parts += [f"bias={self.bias_dtype}"] * bool(self.bias_dtype)
         parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.has_amax
         return " ".join(parts)

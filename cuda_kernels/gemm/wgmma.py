@@ -92,7 +92,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     mcast_mask = (1 << cluster) - 1
     empty_arrivals = warpgroups_per_tile * cluster * (_WARPGROUP_WARPS if scaling.along_k else 1)
     zero_acc = zeros(num_registers)
-    wgmma_k32 = wgmma(tile_n, spec.a, spec.b)
+    wgmma_k32 = wgmma(tile_n, spec.a_dtype, spec.b_dtype)
     wgmma_wait_0, wgmma_wait_1 = wgmma_wait(num_registers, 0), wgmma_wait(num_registers, 1)
     epilogue_store = make_epilogue_store(spec, config)
     smem_epilogue = config.smem_epilogue

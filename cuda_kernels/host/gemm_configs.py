@@ -93,12 +93,12 @@ def cublaslt_takes(problem: GemmProblem) -> bool:
     It wants n and k in multiples of :data:`CUBLASLT_MULTIPLE`; scales of rows only for E4M3 and results in bfloat16.
     """
     spec = problem.spec
-    if problem.n % CUBLASLT_MULTIPLE or problem.k % CUBLASLT_MULTIPLE or spec.a == spec.b == "e5m2":
+    if problem.n % CUBLASLT_MULTIPLE or problem.k % CUBLASLT_MULTIPLE or spec.a_dtype == spec.b_dtype == "e5m2":
         return False
     if spec.bias_dtype is not None and (spec.bias_dtype != spec.out_dtype or spec.out_dtype == "float32"):
         return False
     if spec.scaling is Scaling.ROW:
-        return spec.a == spec.b == "e4m3" and spec.out_dtype == "bfloat16"
+        return spec.a_dtype == spec.b_dtype == "e4m3" and spec.out_dtype == "bfloat16"
     return spec.scaling is Scaling.TENSOR
 
 

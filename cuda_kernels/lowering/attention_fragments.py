@@ -38,11 +38,13 @@ def _reduced(name: str, instruction: str, num_registers: int) -> Any:
         acc = unpack_tuple(builder, args[0])
         results = []
         for row in range(2):
-            left = [x for index, x in enumerate(acc) if _row_of(index) == row]
-            while len(left) > 1:
-                pairs = [left[index : index + 2] for index in range(0, len(left), 2)]
-                left = [_pure(builder, instruction, _F32, "=f,f,f", *x) if len(x) == 2 else x[0] for x in pairs]
-            results += left
+            values = [x for index, x in enumerate(acc) if _row_of(index) == row]
+            while len(values) > 1:
+                pairs = [values[index : index + 2] for index in range(0, len(values), 2)]
+                values = [
+                    _pure(builder, instruction, _F32, "=f,f,f", *pair) if len(pair) == 2 else pair[0] for pair in pairs
+                ]
+            results += values
         return pack_array(builder, results)
 
     return intrinsic_of(

@@ -37,8 +37,8 @@ def ldmatrix_x4(count: int, stride: int) -> Any:
 
 
 @cache
-def mma(strips: int, parts: int, a: str, b: str) -> Any:
-    """``(acc, x, y) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``a`` and ``b``, of a warp.
+def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
+    """``(acc, x, y) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``atype`` and ``btype``, of a warp.
 
     ``acc``: ``4 parts`` registers for each strip. ``x``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
     bytes 0 to 15, then of 16 to 31. ``y``: two registers for each part.
@@ -46,7 +46,7 @@ def mma(strips: int, parts: int, a: str, b: str) -> Any:
     num_registers = 4 * strips * parts
     four = ir.LiteralStructType([_F32] * 4)
     template = (
-        f"mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"
+        f"mma.sync.aligned.m16n8k32.row.col.f32.{atype}.{btype}.f32"
         " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
     )
     constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)

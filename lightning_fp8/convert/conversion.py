@@ -106,7 +106,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
-            module.fp8 = next(layer.follows for layer in planned if layer.decision.name == clean_name(name))
+            module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if reason_for_bf16(place, policy)]
     attach.prepare(model, reached_places(planned, kept))
