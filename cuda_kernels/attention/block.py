@@ -46,31 +46,31 @@ def fill_stage(full, empty, phase, size):
 
 @cache
 def make_row_load(panels: int) -> Any:
-    """A device function ``(shared, tensor, barrier, row)`` that copies 128 rows of codes.
+    """A device function ``(shared, tensor, barrier, first_row)`` that copies 128 rows of codes.
 
     Channels beyond 128 lie in a second panel, behind the first.
     """
 
     @device
-    def load(shared, tensor, barrier, row):
+    def load(shared, tensor, barrier, first_row):
         for panel in range(panels):
-            tma_load(shared + panel * TILE, tensor, barrier, panel * 128, row)
+            tma_load(shared + panel * TILE, tensor, barrier, panel * 128, first_row)
 
     return load
 
 
 @cache
 def make_own_load(panels: int) -> Any:
-    """A device function ``(x, map_x, y, map_y, barrier, row)`` that copies the block's own 128 rows of two tensors.
+    """A device function ``(x, map_x, y, map_y, barrier, first_row)`` that copies the block's own 128 rows of both.
 
-    ``x``, ``y``: where they go in shared memory.
+    ``x``, ``y``: where the rows of two tensors go in shared memory.
     """
     load_rows = make_row_load(panels)
 
     @device
-    def load(x, map_x, y, map_y, barrier, row):
+    def load(x, map_x, y, map_y, barrier, first_row):
         mbarrier_arrive_expect_tx(barrier, 2 * panels * TILE)
-        load_rows(x, map_x, barrier, row)
-        load_rows(y, map_y, barrier, row)
+        load_rows(x, map_x, barrier, first_row)
+        load_rows(y, map_y, barrier, first_row)
 
     return load

@@ -87,13 +87,13 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     q_bytes, k_bytes, v_bytes = panels * TILE, panels * TILE, head_dim * 128
     columns = min(head_dim, 128)
     two_halves = head_dim > 128
-    scores_count, out_count = ROWS // 2, columns // 2
-    zero_scores, zero_out = zeros(scores_count), zeros(out_count)
+    scores_count, acc_count = ROWS // 2, columns // 2
+    zero_scores, zero_acc = zeros(scores_count), zeros(acc_count)
     scores_of = make_product(ROWS, spec.k_steps, panels)
     times_v = make_register_product(columns, ROWS // 32)
-    scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(out_count, 0)
+    scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(acc_count, 0)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
-    scaled, rescale_add = scale_all(out_count), rescale_add_rows(out_count)
+    scaled, rescale_add = scale_all(acc_count), rescale_add_rows(acc_count)
     store = make_result_store(columns, spec.out_dtype)
     store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
     load_rows = make_row_load(panels)
@@ -109,9 +109,14 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
         kv_head = quotient(head, group)
-        row, first_key_row, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        packed_row, first_key_row, first_tile, last_tile = (
+            tile[TILE_ROW],
+            tile[TILE_OTHERS],
+            tile[TILE_FIRST],
+            tile[TILE_LAST],
+        )
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
-        load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + row)
+        load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for j in range(first_tile, last_tile):
             full, empty = smem + full_k + 8 * stage_idx, smem + empty_k + 8 * stage_idx
@@ -128,19 +133,19 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def values_of(words, desc_v):
         """The product of P's codes with 128 channels of V."""
         wgmma_fence()
-        return part_done(times_v(zero_out(), words, desc_v, 0))
+        return part_done(times_v(zero_acc(), words, desc_v, 0))
 
     @device
     def consume(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
         """The sums of both halves of the channels, the unit that they are multiples of, and the softmax's state."""
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         wg_thread = cuda.threadIdx.x & 127
-        row, column = accumulator_origin(wg_idx)
-        visible = visible_columns(tile, row, column, left, right)
+        row_in_tile, col_in_tile = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
         query_factor = from_bits(load_4_if(scale_inv_q, True)) * c
         desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
         softmax_state = START
-        out, out_high = zero_out(), zero_out()
+        acc_o, acc_o_high = zero_acc(), zero_acc()
         unit = _ONE
         next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
         next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
@@ -175,16 +180,16 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 unit = value_scale_inv
             else:
                 part = scaled(part, value_scale_inv * reciprocal_approx(unit))
-            out = rescale_add(out, part, alpha * ratio, alpha_below * ratio)
+            acc_o = rescale_add(acc_o, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
                 part = values_of(words, advance_descriptor(desc_v, TILE))
                 if not usual:
                     part = scaled(part, value_scale_inv * reciprocal_approx(unit))
-                out_high = rescale_add(out_high, part, alpha * ratio, alpha_below * ratio)
+                acc_o_high = rescale_add(acc_o_high, part, alpha * ratio, alpha_below * ratio)
             if wg_thread == 0:
                 mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
-        return out, out_high, unit, softmax_state
+        return acc_o, acc_o_high, unit, softmax_state
 
     def attention_forward(
         map_q, map_k, map_v, table, scale_inv_q, scale_inv_k, scale_inv_v, out, m, l,  # noqa: E741
@@ -197,23 +202,23 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             kv_head = quotient(head, group)
             query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
             key_block = i64(kv_head) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
-            acc, acc_high, unit, softmax_state = consume(
+            acc_o, acc_o_high, unit, softmax_state = consume(
                 smem, tile, wg_idx,
                 scale_inv_q + query_block * 4, scale_inv_k + key_block * 4, scale_inv_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
             tile, head = tile_again(table, heads)
             lane = cuda.threadIdx.x & 31
-            line = warp * 16 + (lane >> 2)
+            row_in_tile = warp * 16 + (lane >> 2)
             inverse, inverse_below, seen, seen_below = store_statistics(
-                softmax_state, m, l, tile, head, rows_q, line, lane
+                softmax_state, m, l, tile, head, rows_q, row_in_tile, lane
             )
             inverse, inverse_below = unit * inverse, unit * inverse_below
             strides = stride_b, stride_l, stride_h
             shared = smem + out_offset
-            store(acc, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
+            store(acc_o, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
             if two_halves:
-                store_high(acc_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
+                store_high(acc_o_high, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
     parameters = {
         **typed(tensor_map, "map_q map_k map_v"),

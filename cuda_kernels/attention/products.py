@@ -21,9 +21,9 @@ found_again = asm("mov.b32 $0, $1;", i32, i32)
 
 @cache
 def make_product(n: int, k_steps: int, panels: int = 1) -> Any:
-    """A device function ``(acc, x, y, keep) -> acc`` that starts ``A [64, K] Bᵀ [K, n]`` of E4M3 codes.
+    """A device function ``(acc, a, b, keep) -> acc`` that starts ``A [64, K] Bᵀ [K, n]`` of E4M3 codes.
 
-    ``x``, ``y``: matrix descriptors. ``K``: 32 ``k_steps`` channels of each of ``panels`` panels of 128 rows. The
+    ``a``, ``b``: matrix descriptors. ``K``: 32 ``k_steps`` channels of each of ``panels`` panels of 128 rows. The
     products are a group of their own.
     """
     offsets = [panel * _PANEL + _STEP * step for panel in range(panels) for step in range(k_steps)]
@@ -32,7 +32,7 @@ def make_product(n: int, k_steps: int, panels: int = 1) -> Any:
 
 @cache
 def make_register_product(n: int, k_steps: int) -> Any:
-    """:func:`make_product` of one panel with ``x`` the words of A: four for each 32 of K."""
+    """:func:`make_product` of one panel with ``a`` the words of A: four for each 32 of K."""
     parts = [(slice_words(4 * k_steps, 4 * step, 4), _STEP * step) for step in range(k_steps)]
     return _chain(wgmma_rs(n, "e4m3", "e4m3"), parts)
 
@@ -42,14 +42,14 @@ def _advanced(offset: int) -> Any:
 
 
 def _chain(multiply: Any, steps: list[tuple[Any, int]]) -> Any:
-    """Products that each take their part of A by a function of ``x``, and of B some bytes behind ``y``; then a commit.
+    """Products that each take their part of A by a function of ``a``, and of B some bytes behind ``b``; then a commit.
 
     The first one replaces ``acc``, unless ``keep`` is 1.
     """
     if not steps:
 
         @device
-        def commit(acc, x, y, keep):
+        def commit(acc, a, b, keep):
             wgmma_commit()
             return acc
 
@@ -57,7 +57,7 @@ def _chain(multiply: Any, steps: list[tuple[Any, int]]) -> Any:
     (part_of, offset), rest = steps[0], _chain(multiply, steps[1:])
 
     @device
-    def issue(acc, x, y, keep):
-        return rest(multiply(acc, part_of(x), advance_descriptor(y, offset), keep), x, y, 1)
+    def issue(acc, a, b, keep):
+        return rest(multiply(acc, part_of(a), advance_descriptor(b, offset), keep), a, b, 1)
 
     return issue

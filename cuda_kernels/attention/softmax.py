@@ -95,8 +95,8 @@ def _row_statistics(largest, unit, total, inside):
 
 
 @device
-def store_statistics(softmax_state, m, l, tile, head, rows_q, row, lane):  # noqa: E741
-    """Store the maximum ``m`` and the sum ``l`` of rows ``row`` and ``row + 8`` of a tile of queries.
+def store_statistics(softmax_state, m, l, tile, head, rows_q, row_in_tile, lane):  # noqa: E741
+    """Store the maximum ``m`` and the sum ``l`` of rows ``row_in_tile`` and ``row_in_tile + 8`` of a tile of queries.
 
     ``softmax_state``: after the last tile of keys. ``m``, ``l``: addresses of float32 ``[H, rows_q]``.
 
@@ -107,10 +107,12 @@ def store_statistics(softmax_state, m, l, tile, head, rows_q, row, lane):  # noq
     largest, largest_below, unit, unit_below, total, total_below = softmax_state
     total, total_below = quad_sum(total), quad_sum(total_below)
     inverse, inverse_below = reciprocal_approx(total), reciprocal_approx(total_below)
-    seen, largest, total = _row_statistics(largest, unit, total, row < valid)
-    seen_below, largest_below, total_below = _row_statistics(largest_below, unit_below, total_below, row + 8 < valid)
+    seen, largest, total = _row_statistics(largest, unit, total, row_in_tile < valid)
+    seen_below, largest_below, total_below = _row_statistics(
+        largest_below, unit_below, total_below, row_in_tile + 8 < valid
+    )
     if lane & 3 == 0:
-        place = (i64(head) * rows_q + tile[TILE_ROW] + row) * 4
+        place = (i64(head) * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         store_f32(m + place, largest)
         store_f32(m + place + 32, largest_below)
         store_f32(l + place, total)

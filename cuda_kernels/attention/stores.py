@@ -35,8 +35,10 @@ def make_result_store(channels: int, dtype: DtypeName, first_channel: int = 0, a
         stride_b, stride_l, stride_h = strides
         warp_row = warp * 16
         place = i64(sequence) * stride_b + i64(out_row + warp_row) * stride_l + i64(head) * stride_h + first_channel
-        rows, lane = out_rows - warp_row, cuda.threadIdx.x & 31
-        store_rows(finish(acc, s, t, i, j), shared + warp * WARP_BYTES, out + place * item, stride_l * item, rows, lane)
+        rows_left, lane = out_rows - warp_row, cuda.threadIdx.x & 31
+        store_rows(
+            finish(acc, s, t, i, j), shared + warp * WARP_BYTES, out + place * item, stride_l * item, rows_left, lane
+        )
 
     return store
 
@@ -51,19 +53,21 @@ def make_gradient_store(channels: int, dtype: DtypeName, first_channel: int = 0,
 
     @device
     def store(acc, factor, shared, out, tile, head, warp, strides):
-        row, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[TILE_VALID]
-        store_result(acc, factor, factor, row < valid, row + 8 < valid, shared, out, tile, head, warp, strides)
+        row_in_tile, valid = warp * 16 + (cuda.threadIdx.x >> 2 & 7), tile[TILE_VALID]
+        store_result(
+            acc, factor, factor, row_in_tile < valid, row_in_tile + 8 < valid, shared, out, tile, head, warp, strides
+        )
 
     return store
 
 
 @cache
 def make_row_store(channels: int, dtype: DtypeName, again: bool) -> Any:
-    """A device function ``(acc, shared, out, stride, rows, lane)`` that stores 16 rows of ``channels`` of a warp.
+    """A device function ``(acc, shared, out, stride, rows_left, lane)`` that stores 16 rows of ``channels`` of a warp.
 
     ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a
     multiple of the swizzle's ``ATOM_BYTES``. ``out``: the address of the first row, a multiple of 16 as is ``stride``,
-    the bytes from one row to the next. Of the rows the first ``rows`` are stored. ``again``: the warp may still be
+    the bytes from one row to the next. The first ``rows_left`` of the rows are stored. ``again``: the warp may still be
     reading what it stored before through the same shared memory.
     """
     return _store_from(0, channels, dtype, again)
@@ -81,7 +85,7 @@ def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any
     store_rest = None if is_last else _store_from(start + columns, channels, dtype, True)
 
     @device
-    def store(acc, shared, out, stride, rows, lane):
+    def store(acc, shared, out, stride, rows_left, lane):
         if again:
             syncwarp()
         to_shared(part(acc), shared, lane)
@@ -90,15 +94,15 @@ def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any
         for index in range(4):
             line = 4 * index + (lane >> 3)
             words = shared_load_16(shared + swizzle_128b(line, chunk))
-            if line < rows and chunk < chunks:
+            if line < rows_left and chunk < chunks:
                 store_16(out + i64(line) * stride + byte + 16 * chunk, words[0], words[1], words[2], words[3])
 
     if is_last:
         return store
 
     @device
-    def store_all(acc, shared, out, stride, rows, lane):
-        store(acc, shared, out, stride, rows, lane)
-        store_rest(acc, shared, out, stride, rows, lane)
+    def store_all(acc, shared, out, stride, rows_left, lane):
+        store(acc, shared, out, stride, rows_left, lane)
+        store_rest(acc, shared, out, stride, rows_left, lane)
 
     return store_all

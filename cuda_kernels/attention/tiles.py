@@ -54,15 +54,15 @@ def visited_tiles(tile):
 
 
 @device
-def visible_columns(tile, row, column, left, right):
-    """What row ``row`` of a tile sees: the first and the last column, and the last one that there is.
+def visible_columns(tile, row_in_tile, col_in_tile, left, right):
+    """What row ``row_in_tile`` sees: the first and the last column, and the last one that there is.
 
-    They count from ``column``, this thread's first.
+    They count from ``col_in_tile``, this thread's first.
     """
     count, diagonal = tile[TILE_COUNT], tile[TILE_DIAGONAL]
-    lowest = i32(i32(diagonal + row) - i32(left + column))
-    highest = i32(i32(diagonal + row) + i32(right - column))
-    return lowest, highest, i32(i32(count - 1) - column)
+    lowest = i32(i32(diagonal + row_in_tile) - i32(left + col_in_tile))
+    highest = i32(i32(diagonal + row_in_tile) + i32(right - col_in_tile))
+    return lowest, highest, i32(i32(count - 1) - col_in_tile)
 
 
 @cache

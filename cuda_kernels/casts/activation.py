@@ -118,12 +118,12 @@ class Activation:
     """An activation's device functions.
 
     Attributes:
-        value: ``x -> value``.
+        forward: ``x -> value``.
         grad_and_value: ``(dy, x) -> (dy times the derivative, value)``.
         gated: the second half of a row multiplies the values of its first.
     """
 
-    value: Any
+    forward: Any
     grad_and_value: Any
     gated: bool
 
@@ -199,34 +199,34 @@ def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
     elements.
     """
     activation = ACTIVATIONS[name]
-    value, gated = activation.value, activation.gated
+    forward, gated = activation.forward, activation.gated
     itemsize = ITEM_BYTES[dtype]
-    quad = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     load_quad = quad_loader(dtype, aligned)
     decode_quad = quad_decoder(dtype)
 
     @device
-    def load_row(args, columns, row, column, in_bounds, registers, first_register):
+    def load_row(args, columns, row, column, in_bounds, raw_registers, first_register):
         x, stride = args[0], args[1]
         address = x + (row * stride + i64(column)) * itemsize
         loaded = load_quad(address, column, columns, in_bounds)
-        for register in range(quad):
-            registers[first_register + register] = loaded[register]
+        for register in range(registers_of_quad):
+            raw_registers[first_register + register] = loaded[register]
         if gated:
             loaded = load_quad(address + i64(columns) * itemsize, column, columns, in_bounds)
-            for register in range(quad):
-                registers[first_register + quad + register] = loaded[register]
+            for register in range(registers_of_quad):
+                raw_registers[first_register + registers_of_quad + register] = loaded[register]
 
     @device
-    def compute(columns, column, registers, first_register, values):
+    def compute(columns, column, raw_registers, first_register, values):
         x, gate = cuda.local.array(4, f32), cuda.local.array(4, f32)
-        unpack(decode_quad(registers, first_register), x)
+        unpack(decode_quad(raw_registers, first_register), x)
         if gated:
-            unpack(decode_quad(registers, first_register + quad), gate)
+            unpack(decode_quad(raw_registers, first_register + registers_of_quad), gate)
         for index in range(4):
-            values[index] = value(x[index]) * gate[index] if gated else value(x[index])
+            values[index] = forward(x[index]) * gate[index] if gated else forward(x[index])
 
-    raw = 2 * quad if gated else quad
+    raw = 2 * registers_of_quad if gated else registers_of_quad
     return computed_loader(f"{name} {dtype}", aligned, 2, raw, load_row, compute)
 
 
@@ -270,43 +270,45 @@ def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName,
     activation = ACTIVATIONS[name]
     grad_and_value, gated = activation.grad_and_value, activation.gated
     itemsize = ITEM_BYTES[dtype]
-    quad = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     dy_itemsize = ITEM_BYTES[dy_dtype]
-    dy_quad = quad_registers(dy_dtype)
+    registers_of_dy_quad = quad_registers(dy_dtype)
     decode_x, decode_dy = quad_decoder(dtype), quad_decoder(dy_dtype)
     load_x, load_dy = _wrapped_loader(dtype, aligned), _wrapped_loader(dy_dtype, aligned)
     load_gate = quad_loader(dtype, aligned)
 
     @device
-    def load_row(args, columns, row, column, in_bounds, registers, first_register):
+    def load_row(args, columns, row, column, in_bounds, raw_registers, first_register):
         period = columns >> 1 if gated else columns
         x, stride, dy, dy_stride = args[0], args[1], args[2], args[3]  # that of sums may follow
         x_row = x + row * stride * itemsize
         dy_row = dy + row * dy_stride * dy_itemsize
         loaded = load_x(x_row, column, period, columns, in_bounds)
-        for register in range(quad):
-            registers[first_register + register] = loaded[register]
+        for register in range(registers_of_quad):
+            raw_registers[first_register + register] = loaded[register]
         loaded_dy = load_dy(dy_row, column, period, columns, in_bounds)
-        for register in range(dy_quad):
-            registers[first_register + quad + register] = loaded_dy[register]
+        for register in range(registers_of_dy_quad):
+            raw_registers[first_register + registers_of_quad + register] = loaded_dy[register]
         if gated:  # the gate is a factor of the first half alone
             loaded_gate = load_gate(x_row + i64(period + column) * itemsize, column, period, in_bounds)
-            for register in range(quad):
-                registers[first_register + quad + dy_quad + register] = loaded_gate[register]
+            for register in range(registers_of_quad):
+                raw_registers[first_register + registers_of_quad + registers_of_dy_quad + register] = loaded_gate[
+                    register
+                ]
 
     @device
-    def compute(columns, column, registers, first_register, values):
+    def compute(columns, column, raw_registers, first_register, values):
         x = cuda.local.array(4, f32)
         dy = cuda.local.array(4, f32)
         gate = cuda.local.array(4, f32)
-        unpack(decode_x(registers, first_register), x)
-        unpack(decode_dy(registers, first_register + quad), dy)
+        unpack(decode_x(raw_registers, first_register), x)
+        unpack(decode_dy(raw_registers, first_register + registers_of_quad), dy)
         if gated:
-            unpack(decode_x(registers, first_register + quad + dy_quad), gate)
+            unpack(decode_x(raw_registers, first_register + registers_of_quad + registers_of_dy_quad), gate)
         for index in range(4):
             factor = dy[index] * gate[index] if gated else dy[index]
             grad, value = grad_and_value(factor, x[index])
             values[index] = grad if not gated or column + index < columns >> 1 else dy[index] * value
 
-    raw = (2 * quad if gated else quad) + dy_quad
+    raw = (2 * registers_of_quad if gated else registers_of_quad) + registers_of_dy_quad
     return computed_loader(f"gradient of {name} {dtype}, {dy_dtype}", aligned, 4, raw, load_row, compute)

@@ -36,16 +36,16 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     """``max |x|`` of a tensor, by blocks that each take every n-th tile.
 
-    ``accumulate``: the maximum raises ``amax [1]``. Otherwise ``amax [blocks]`` gets one for each block, and nothing
-    happens where ``scale [1]`` (if it is given) is not 0.
+    ``accumulate``: the maximum raises ``amax_ptr [1]``. Otherwise ``amax_ptr [blocks]`` gets one for each block, and
+    nothing happens where ``scale_ptr [1]`` (if it is given) is not 0.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile_at = loader.load_tile_at()
     origin_of = thread_origin(loader.vector)
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
-    def amax(x, scale, amax, rows, columns):
-        if scale != 0 and load_f32(scale) != _ZERO:
+    def amax(loader_args, scale_ptr, amax_ptr, rows, columns):
+        if scale_ptr != 0 and load_f32(scale_ptr) != _ZERO:
             return
         thread = cuda.threadIdx.x
         registers, running_max = cuda.local.array(num_registers, u32), cuda.local.array(n_maxima, u32)
@@ -55,21 +55,21 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
         tile_idx = i32(cuda.blockIdx.x)
         origin = origin_of(thread)
         while tile_idx < end:
-            load_tile_at(x, tile_idx, origin, rows, columns, registers)
+            load_tile_at(loader_args, tile_idx, origin, rows, columns, registers)
             for quad_index in range(WARP_ROWS):
                 fold(registers, quad_index, decode(registers, quad_index), running_max)
             tile_idx = i32(tile_idx + cuda.gridDim.x)
         amax_bits = block_max(amax_of(running_max), dynamic_shared(), thread)
         if thread == 0:
             if accumulate:
-                atomic_max(amax, amax_bits)
+                atomic_max(amax_ptr, amax_bits)
             else:
-                store_f32(amax + i64(cuda.blockIdx.x) * 4, from_bits(amax_bits))
+                store_f32(amax_ptr + i64(cuda.blockIdx.x) * 4, from_bits(amax_bits))
 
     return Kernel(
         f"amax({loader.name}, {accumulate=})",
         amax,
-        {"x": loader.args_type, **typed(i64, "scale amax"), **typed(i32, "rows columns")},
+        {"loader_args": loader.args_type, **typed(i64, "scale_ptr amax_ptr"), **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=loader.min_blocks_per_sm,
@@ -82,12 +82,12 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
-    columns_of, largest_of = maxima.columns, maxima.largest
+    largest_of_columns, largest_of = maxima.largest_of_columns, maxima.largest
 
-    def row_amax(x, amaxes, rows, columns):
+    def row_amax(loader_args, amaxes, rows, columns):
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
-        _, tile_column, first_row, _, _ = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        _, tile_col, first_row, _, _ = load_tile(loader_args, cuda.blockIdx.x, rows, columns, registers)
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         row_max = u32(0)
@@ -103,19 +103,19 @@ def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel
             atomic_max(amaxes + i64(first_row + lane) * 4, row_max)
         if by_column:
             smem = dynamic_shared()
-            a, b, c, d = columns_of(column_maxima)
-            shared_store_16(smem + warp * (4 * TILE) + lane * 16, a, b, c, d)
+            max_0, max_1, max_2, max_3 = largest_of_columns(column_maxima)
+            shared_store_16(smem + warp * (4 * TILE) + lane * 16, max_0, max_1, max_2, max_3)
             cuda.syncthreads()
-            if thread < TILE and tile_column + thread < columns:
+            if thread < TILE and tile_col + thread < columns:
                 amax_bits = u32(0)
                 for other_warp in range(WARPS):
                     amax_bits = unsigned_max(amax_bits, shared_load_4(smem + other_warp * (4 * TILE) + thread * 4))
-                atomic_max(amaxes + (i64(rows) + tile_column + thread) * 4, amax_bits)
+                atomic_max(amaxes + (i64(rows) + tile_col + thread) * 4, amax_bits)
 
     return Kernel(
         f"row_amax({loader.name}, {by_row=}, {by_column=})",
         row_amax,
-        {"x": loader.args_type, "amaxes": i64, **typed(i32, "rows columns")},
+        {"loader_args": loader.args_type, "amaxes": i64, **typed(i32, "rows columns")},
         THREADS,
         shared_bytes=WARPS * TILE * 4,
         min_blocks_per_sm=max(1, loader.min_blocks_per_sm - 1),

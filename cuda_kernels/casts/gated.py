@@ -20,47 +20,49 @@ def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, comp
         compute_one: device function ``(first, second, third) -> value``; of two tensors the third is the second.
     """
     itemsize = ITEM_BYTES[dtype]
-    quad = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     load_quad, decode_quad = quad_loader(dtype, aligned), quad_decoder(dtype)
-    third = (tensors - 1) * quad
+    third = (tensors - 1) * registers_of_quad
 
     @device
-    def load_tensor(address, stride, columns, row, column, in_bounds, registers, first_register):
+    def load_tensor(address, stride, columns, row, column, in_bounds, raw_registers, first_register):
         loaded = load_quad(address + (row * stride + i64(column)) * itemsize, column, columns, in_bounds)
-        for register in range(quad):
-            registers[first_register + register] = loaded[register]
+        for register in range(registers_of_quad):
+            raw_registers[first_register + register] = loaded[register]
 
     @device
-    def load_two(args, columns, row, column, in_bounds, registers, first_register):
+    def load_two(args, columns, row, column, in_bounds, raw_registers, first_register):
         first, first_stride, second, second_stride = args
-        load_tensor(first, first_stride, columns, row, column, in_bounds, registers, first_register)
-        load_tensor(second, second_stride, columns, row, column, in_bounds, registers, first_register + quad)
+        load_tensor(first, first_stride, columns, row, column, in_bounds, raw_registers, first_register)
+        load_tensor(
+            second, second_stride, columns, row, column, in_bounds, raw_registers, first_register + registers_of_quad
+        )
 
     @device
-    def load_three(args, columns, row, column, in_bounds, registers, first_register):
+    def load_three(args, columns, row, column, in_bounds, raw_registers, first_register):
         first, first_stride, second, second_stride, last, last_stride = args
         pairs = first, first_stride, second, second_stride
-        load_two(pairs, columns, row, column, in_bounds, registers, first_register)
-        load_tensor(last, last_stride, columns, row, column, in_bounds, registers, first_register + third)
+        load_two(pairs, columns, row, column, in_bounds, raw_registers, first_register)
+        load_tensor(last, last_stride, columns, row, column, in_bounds, raw_registers, first_register + third)
 
     @device
-    def compute(columns, column, registers, first_register, values):
+    def compute(columns, column, raw_registers, first_register, values):
         x, y, z = cuda.local.array(4, f32), cuda.local.array(4, f32), cuda.local.array(4, f32)
-        unpack(decode_quad(registers, first_register), x)
-        unpack(decode_quad(registers, first_register + quad), y)
-        unpack(decode_quad(registers, first_register + third), z)
+        unpack(decode_quad(raw_registers, first_register), x)
+        unpack(decode_quad(raw_registers, first_register + registers_of_quad), y)
+        unpack(decode_quad(raw_registers, first_register + third), z)
         for index in range(4):
             values[index] = compute_one(x[index], y[index], z[index])
 
     load_row = load_two if tensors == 2 else load_three
-    return computed_loader(f"{name} {dtype}", aligned, 2 * tensors, tensors * quad, load_row, compute)
+    return computed_loader(f"{name} {dtype}", aligned, 2 * tensors, tensors * registers_of_quad, load_row, compute)
 
 
 @cache
 def gated_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
     """``activation(x) * factor``; see :func:`_apart_loader`. Arguments: x's address and stride, and the factor's."""
-    value = ACTIVATIONS[name].value
-    return _apart_loader(f"gated {name}", dtype, aligned, 2, device(lambda x, factor, _: value(x) * factor))
+    forward = ACTIVATIONS[name].forward
+    return _apart_loader(f"gated {name}", dtype, aligned, 2, device(lambda x, factor, _: forward(x) * factor))
 
 
 @cache

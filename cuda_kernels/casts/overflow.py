@@ -23,7 +23,7 @@ def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:
 
 @cache
 def counting_cast(fp8: str, count: bool) -> Any:
-    """A device function ``(quad, p, q, r, s) -> codes, overflows`` that casts four float32 with the scales p to s.
+    """A device function ``(quad, scale_a, scale_b, scale_c, scale_d) -> codes, overflows``: four float32 are cast.
 
     ``codes``: a register with the four. ``overflows``: how many were saturated (overflow) in the low half, flushed to
     zero (underflow) in the high half; 0 unless ``count``.

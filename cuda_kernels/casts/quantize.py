@@ -41,7 +41,7 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 def quantize_tensor_kernel(
     loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Kernel:
-    """One scale for the tensor: ``scale [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
+    """One scale for the tensor: ``scale_ptr [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
     ``observe`` raises ``amax_out [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of
     values flushed to zero to the int64 ``counts [2]``.
@@ -53,29 +53,31 @@ def quantize_tensor_kernel(
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
 
     def quantize_tensor(
-        x, scale, block_amax, amax_out, counts, out, out_scale_inv, out_t,
+        loader_args, scale_ptr, block_amax, amax_out, counts, out, out_scale_inv, out_t,
         rows, columns, num_block_amax, power_2, epsilon, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        tile_row, tile_col, first_row, column, full_tile = load_tile(
+            loader_args, cuda.blockIdx.x, rows, columns, registers
+        )
 
-        factor = _ZERO
-        if scale != 0:
-            factor = load_f32(scale)
-        if factor == _ZERO:
+        scale = _ZERO
+        if scale_ptr != 0:
+            scale = load_f32(scale_ptr)
+        if scale == _ZERO:
             amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
-            factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
+            scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale_inv, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, scale))
 
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
         overflows = u32(0)
         clear(running_max)
         for quad_index in range(WARP_ROWS):
             quad = decode(registers, quad_index)
-            packed[quad_index], num_overflows = cast(quad, factor, factor, factor, factor)
+            packed[quad_index], num_overflows = cast(quad, scale, scale, scale, scale)
             overflows += num_overflows
             if observe:
                 fold(registers, quad_index, quad, running_max)
@@ -88,12 +90,12 @@ def quantize_tensor_kernel(
             if thread == 0:
                 update_amax(amax_out, amax_bits)
         if columnwise:
-            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_col, columns)
 
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
     parameters = {
-        "x": loader.args_type,
-        **typed(i64, "scale block_amax amax_out counts out out_scale_inv out_t"),
+        "loader_args": loader.args_type,
+        **typed(i64, "scale_ptr block_amax amax_out counts out out_scale_inv out_t"),
         **typed(i32, "rows columns num_block_amax power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_t_stride"),
@@ -114,27 +116,29 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     quads_of_row = loader.vector // 4
 
     def quantize_rows(
-        x, amaxes, counts, out, out_scale_inv, out_t, out_t_scale_inv,
+        loader_args, amaxes, counts, out, out_scale_inv, out_t, out_t_scale_inv,
         rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
-        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
+        tile_row, tile_col, first_row, column, full_tile = load_tile(
+            loader_args, cuda.blockIdx.x, rows, columns, registers
+        )
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)
         if rowwise:
-            scale, factor = _ONE, _ONE  # of row `lane` of the warp's 16
+            row_scale, scale = _ONE, _ONE  # of row `lane` of the warp's 16
             row_of_lane = i32(tile_row + WARP_ROWS * warp + lane)
             if lane < WARP_ROWS and row_of_lane < rows:
-                scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
-                if tile_column == 0:
-                    store_f32(out_scale_inv + i64(row_of_lane) * 4, divide(_ONE, scale))
+                row_scale = amax_to_scale(load_f32(amaxes + i64(row_of_lane) * 4), fp8_max, power_2, epsilon)
+                if tile_col == 0:
+                    store_f32(out_scale_inv + i64(row_of_lane) * 4, divide(_ONE, row_scale))
             for quad_index in range(WARP_ROWS):
                 quad = decode(registers, quad_index)
                 if quad_index & (quads_of_row - 1) == 0:
-                    factor = from_bits(shuffle(magnitude(scale), row_of(lane, quad_index)))
-                packed[quad_index], num_overflows = cast_row(quad, factor, factor, factor, factor)
+                    scale = from_bits(shuffle(magnitude(row_scale), row_of(lane, quad_index)))
+                packed[quad_index], num_overflows = cast_row(quad, scale, scale, scale, scale)
                 overflows += num_overflows
             store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         if columnwise:
@@ -150,13 +154,13 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
                 quad = decode(registers, quad_index)
                 packed[quad_index], num_overflows = cast_columns(quad, scales[0], scales[1], scales[2], scales[3])
                 overflows += num_overflows
-            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, tile_row, tile_column, columns)
+            store_transposed(packed, dynamic_shared(), thread, out_t, out_t_stride, tile_row, tile_col, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
-        "x": loader.args_type,
+        "loader_args": loader.args_type,
         **typed(i64, "amaxes counts out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,

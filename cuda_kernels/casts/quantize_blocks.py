@@ -139,7 +139,7 @@ def quantize_blocks_kernel(
     row_of = row_of_quad(loader.vector)
     store_rows = row_storer(loader.vector)
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
-    columns_of, largest_of = maxima.columns, maxima.largest
+    largest_of_columns, largest_of = maxima.largest_of_columns, maxima.largest
     cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
     block_2d = block_rows > 1
@@ -160,15 +160,17 @@ def quantize_blocks_kernel(
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
-        x, counts, out, out_scale_inv, out_t, out_t_scale_inv,
+        loader_args, counts, out, out_scale_inv, out_t, out_t_scale_inv,
         rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        tile_row, tile_column, first_row, column, full_tile = load_tile(x, cuda.blockIdx.x, rows, columns, registers)
-        block_row, block_column = i64(tile_row >> i32(7)), i64(tile_column >> i32(7))
+        tile_row, tile_col, first_row, column, full_tile = load_tile(
+            loader_args, cuda.blockIdx.x, rows, columns, registers
+        )
+        block_row, block_column = i64(tile_row >> i32(7)), i64(tile_col >> i32(7))
 
         # Quads are decoded once for what they are needed for before they are cast.
         vector_maxima, column_maxima = (
@@ -243,8 +245,8 @@ def quantize_blocks_kernel(
                     overflows += num_overflows
                 store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
             if columnwise:
-                a, b, c, d = columns_of(column_maxima)
-                shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, a, b, c, d)
+                max_0, max_1, max_2, max_3 = largest_of_columns(column_maxima)
+                shared_store_16(smem + amax_smem + (warp * TILE + 4 * lane) * 4, max_0, max_1, max_2, max_3)
                 cuda.syncthreads()
                 if in_parts:
                     for step in range(parts * TILE // THREADS):
@@ -257,9 +259,9 @@ def quantize_blocks_kernel(
                             amax_bits = unsigned_max(amax_bits, shared_load_4(amax_address + 4 * TILE * other_warp))
                         code, scale = block_scale(amax_bits, power_2, epsilon)
                         shared_store_4(smem + scale_smem + index * 4, magnitude(scale))
-                        if tile_column + col_in_tile < columns and tile_row + block_columns * part < rows:
+                        if tile_col + col_in_tile < columns and tile_row + block_columns * part < rows:
                             scale_offset = (block_row * parts + i64(part)) * out_t_scale_inv_stride + i64(
-                                tile_column + col_in_tile
+                                tile_col + col_in_tile
                             )
                             store_scale(out_t_scale_inv + scale_offset * scale_bytes, code, scale)
                 elif thread < TILE:
@@ -270,8 +272,8 @@ def quantize_blocks_kernel(
                         )
                     scale = amax_to_scale(from_bits(amax_bits), fp8_max, power_2, epsilon)
                     shared_store_4(smem + scale_smem + thread * 4, magnitude(scale))
-                    if tile_column + thread < columns:
-                        scale_offset = block_row * out_t_scale_inv_stride + i64(tile_column + thread)
+                    if tile_col + thread < columns:
+                        scale_offset = block_row * out_t_scale_inv_stride + i64(tile_col + thread)
                         store_f32(out_t_scale_inv + scale_offset * 4, divide(_ONE, scale))
                 cuda.syncthreads()
                 part = warp >> log2_warps_of_part if in_parts else 0
@@ -281,13 +283,13 @@ def quantize_blocks_kernel(
                     packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
                     overflows += num_overflows
         if columnwise:
-            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_column, columns)
+            store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_col, columns)
         if count:
             add_overflow_counts(counts, overflows, lane)
 
     name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
-        "x": loader.args_type,
+        "loader_args": loader.args_type,
         **typed(i64, "counts out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,

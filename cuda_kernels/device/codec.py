@@ -218,7 +218,7 @@ class Maxima:
         take: device function ``(registers, quad_index, quad, maxima)`` that replaces them by those of one quad;
             ``quad``: its decoded values.
         fold: the same, but it keeps the larger of each.
-        columns: device function ``maxima -> bits of four float32``.
+        largest_of_columns: device function ``maxima -> bits of four float32``.
         largest: device function ``maxima -> bits`` of the largest.
     """
 
@@ -226,7 +226,7 @@ class Maxima:
     clear: Any
     take: Any
     fold: Any
-    columns: Any
+    largest_of_columns: Any
     largest: Any
 
 
@@ -257,7 +257,7 @@ def packed_maxima(dtype: DtypeName) -> Maxima:
         )
 
     @device
-    def columns(maxima):
+    def largest_of_columns(maxima):
         first_pair, second_pair = maxima[0], maxima[1]
         return (
             magnitude(low(first_pair)),
@@ -271,7 +271,7 @@ def packed_maxima(dtype: DtypeName) -> Maxima:
         pair = larger(maxima[0], maxima[1])
         return unsigned_max(magnitude(low(pair)), magnitude(high(pair)))
 
-    return Maxima(2, _clearer(2), take, fold, columns, largest)
+    return Maxima(2, _clearer(2), take, fold, largest_of_columns, largest)
 
 
 def decoded_maxima() -> Maxima:
@@ -289,7 +289,7 @@ def decoded_maxima() -> Maxima:
             maxima[index] = bits(larger(from_bits(maxima[index]), quad[index]))
 
     @device
-    def columns(maxima):
+    def largest_of_columns(maxima):
         return (
             maxima[0] & _SIGNLESS,
             maxima[1] & _SIGNLESS,
@@ -305,4 +305,4 @@ def decoded_maxima() -> Maxima:
         )
         return magnitude(larger(a, b))
 
-    return Maxima(4, _clearer(4), take, fold, columns, largest)
+    return Maxima(4, _clearer(4), take, fold, largest_of_columns, largest)

@@ -57,8 +57,8 @@ def position(tile_idx, rows, columns):
     """Row and column of tile ``tile_idx``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
     across = i32(i32(columns + TILE - 1) >> 7)
     down = quotient(tile_idx, across)
-    tile_row, tile_column = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
-    return tile_row, tile_column, rows - tile_row >= TILE and columns - tile_column >= TILE
+    tile_row, tile_col = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
+    return tile_row, tile_col, rows - tile_row >= TILE and columns - tile_col >= TILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +95,8 @@ class TileLoader:
     def load_tile(self) -> Any:
         """A device function ``(args, tile_idx, rows, columns, registers)``: what a thread holds of one tile is loaded.
 
-        It returns ``tile_row, tile_column, first_row, column, full_tile``. ``tile_idx``: of a tensor
-        ``[rows, columns]``, row by row. ``tile_row``, ``tile_column``: where the tile begins; ``first_row``,
+        It returns ``tile_row, tile_col, first_row, column, full_tile``. ``tile_idx``: of a tensor
+        ``[rows, columns]``, row by row. ``tile_row``, ``tile_col``: where the tile begins; ``first_row``,
         ``column``: where the thread's elements do; ``full_tile``: whether all of the tile is inside.
         """
         load_at = self.load_tile_at()
@@ -114,11 +114,11 @@ class TileLoader:
 
         @device
         def load_tile_at(args, tile_idx, origin, rows, columns, registers):
-            tile_row, tile_column, full_tile = position(tile_idx, rows, columns)
+            tile_row, tile_col, full_tile = position(tile_idx, rows, columns)
             first_row = i32(tile_row + origin[0])
-            column = i32(tile_column + origin[1])
+            column = i32(tile_col + origin[1])
             load(args, rows, columns, first_row, column, full_tile, registers)
-            return tile_row, tile_column, first_row, column, full_tile
+            return tile_row, tile_col, first_row, column, full_tile
 
         return load_tile_at
 
@@ -159,10 +159,10 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     16 bytes of them, which is not for copies that are transposed.
     """
     itemsize = ITEM_BYTES[dtype]
-    quad = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     decode_quad = quad_decoder(dtype)
     lanes_columns = max(4, vector)
-    num_registers = quad * lanes_columns // 4
+    registers_of_load = registers_of_quad * lanes_columns // 4
     row_step = lanes_columns // 4
     load_inside = vector_loader(dtype, lanes_columns)
     load_some = edge_loader(dtype, vector)
@@ -176,24 +176,26 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
         if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
                 loaded = load_inside(address)
-                for register in range(num_registers):
-                    registers[step * num_registers + register] = loaded[register]
+                for register in range(registers_of_load):
+                    registers[step * registers_of_load + register] = loaded[register]
                 address += stride
         else:
             rows_left = i32(rows - first_row)
             for step in range(WARP_ROWS // row_step):
                 loaded = load_some(address, column, columns, i32(step * row_step) < rows_left)
-                for register in range(num_registers):
-                    registers[step * num_registers + register] = loaded[register]
+                for register in range(registers_of_load):
+                    registers[step * registers_of_load + register] = loaded[register]
                 address += stride
 
     @device
     def decode(registers, quad_index):
-        return decode_quad(registers, quad_index * quad)
+        return decode_quad(registers, quad_index * registers_of_quad)
 
     maxima = decoded_maxima() if dtype == "float32" else packed_maxima(dtype)
-    blocks = (3 if quad == 2 else 2) - int(vector == 1)
-    return TileLoader(f"{dtype}, {vector=}", 2, WARP_ROWS * quad, load, decode, maxima, blocks, lanes_columns)
+    blocks = (3 if registers_of_quad == 2 else 2) - int(vector == 1)
+    return TileLoader(
+        f"{dtype}, {vector=}", 2, WARP_ROWS * registers_of_quad, load, decode, maxima, blocks, lanes_columns
+    )
 
 
 @device
@@ -270,7 +272,7 @@ def transpose_quads(packed):
 
 
 @device
-def store_transposed(packed, shared, thread, out, stride, tile_row, tile_column, columns):
+def store_transposed(packed, shared, thread, out, stride, tile_row, tile_col, columns):
     """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
     ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros. The shared memory has a
@@ -287,10 +289,10 @@ def store_transposed(packed, shared, thread, out, stride, tile_row, tile_column,
             column_address, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]
         )
     cuda.syncthreads()
-    column, part = i32(thread >> 3), i32(thread & 7)
-    load_address = i32(shared + (column << 7) + ((part ^ (warp & 7)) << 4))
-    address = out + i64(tile_column + column) * stride + i64(tile_row + 16 * part)
-    cols_left = i32(columns - tile_column) - column if tile_row + 16 * part < stride else i32(0)
+    col_in_tile, part = i32(thread >> 3), i32(thread & 7)
+    load_address = i32(shared + (col_in_tile << 7) + ((part ^ (warp & 7)) << 4))
+    address = out + i64(tile_col + col_in_tile) * stride + i64(tile_row + 16 * part)
+    cols_left = i32(columns - tile_col) - col_in_tile if tile_row + 16 * part < stride else i32(0)
     for step in range(4):
         codes = shared_load_16(i32(load_address + step * (TRANSPOSED_BYTES // 4)))
         if i32(step * (TILE // 4)) < i32(cols_left):

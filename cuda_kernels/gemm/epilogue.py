@@ -40,10 +40,10 @@ from cuda_kernels.kernel import KernelError
 
 @cache
 def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
-    """A device function ``(acc, epi_args, row, m, column, n) -> acc`` that scales, adds the bias and observes the amax.
+    """A device function ``(acc, epi_args, frag_row, m, frag_col, n) -> acc``: scales, bias and the result's amax.
 
-    ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax. ``row``,
-    ``column``: of the thread's first register in the result.
+    ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax.
+    ``frag_row``, ``frag_col``: where the thread's first register lies in the result.
     """
     visitors: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
@@ -62,15 +62,15 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
 def _composed(visitors: list[Any]) -> Any:
     """One device function that applies ``visitors`` in order; absent ones are skipped in Python and cost nothing."""
     if not visitors:
-        return device(lambda acc, epi_args, row, m, column, n: acc)
+        return device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
     if len(visitors) == 1:
         return visitors[0]
     first_visitor = visitors[0]
     remaining = _composed(visitors[1:])
 
     @device
-    def composed(acc, epi_args, row, m, column, n):
-        return remaining(first_visitor(acc, epi_args, row, m, column, n), epi_args, row, m, column, n)
+    def composed(acc, epi_args, frag_row, m, frag_col, n):
+        return remaining(first_visitor(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
 
     return composed
 
@@ -79,7 +79,7 @@ def _make_tensor_scaler(num_registers: int) -> Any:
     scale = scale_all(num_registers)
 
     @device
-    def scale_acc(acc, epi_args, row, m, column, n):
+    def scale_acc(acc, epi_args, frag_row, m, frag_col, n):
         scale_inv_ab, _, _, _, _ = epi_args
         return scale(acc, scale_inv_ab)
 
@@ -90,9 +90,9 @@ def _make_bias_adder(num_registers: int, dtype: str, even: bool) -> Any:
     add = add_columns(num_registers, dtype, even)
 
     @device
-    def add_bias(acc, epi_args, row, m, column, n):
+    def add_bias(acc, epi_args, frag_row, m, frag_col, n):
         _, _, _, bias, _ = epi_args
-        return add(acc, bias, column, n)
+        return add(acc, bias, frag_col, n)
 
     return add_bias
 
@@ -102,11 +102,11 @@ def _make_row_scaler(num_registers: int, even: bool) -> Any:
     scale_by_columns = scale_columns(num_registers, even)
 
     @device
-    def scale_rows_and_columns(acc, epi_args, row, m, column, n):
+    def scale_rows_and_columns(acc, epi_args, frag_row, m, frag_col, n):
         _, scale_inv_a, scale_inv_b, _, _ = epi_args
-        above = from_bits(load_4_if(scale_inv_a + i64(row) * 4, row < m))
-        below = from_bits(load_4_if(scale_inv_a + i64(row + 8) * 4, row + 8 < m))
-        return scale_by_columns(scale_by_rows(acc, above, below), scale_inv_b, column, n)
+        above = from_bits(load_4_if(scale_inv_a + i64(frag_row) * 4, frag_row < m))
+        below = from_bits(load_4_if(scale_inv_a + i64(frag_row + 8) * 4, frag_row + 8 < m))
+        return scale_by_columns(scale_by_rows(acc, above, below), scale_inv_b, frag_col, n)
 
     return scale_rows_and_columns
 
@@ -116,10 +116,10 @@ def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
     rounded = round_to[out_dtype]
 
     @device
-    def observe_amax(acc, epi_args, row, m, column, n):
+    def observe_amax(acc, epi_args, frag_row, m, frag_col, n):
         _, _, _, _, amax_out = epi_args
-        above, below = largest(acc, n - column)
-        value = warp_max(unsigned_max(above if row < m else u32(0), below if row + 8 < m else u32(0)))
+        above, below = largest(acc, n - frag_col)
+        value = warp_max(unsigned_max(above if frag_row < m else u32(0), below if frag_row + 8 < m else u32(0)))
         if cuda.threadIdx.x & 31 == 0:
             # Rounding keeps the order: the largest of rounded values is the largest, rounded.
             update_amax(amax_out, bits(rounded(from_bits(value))))
@@ -130,10 +130,10 @@ def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
 
 @cache
 def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)``.
+    """A device function that finishes and stores 64 rows of a warpgroup.
 
-    It finishes and stores the 64 rows of a warpgroup, of which ``row`` and ``column`` are the first. ``wg_thread``: the
-    thread's number in its warpgroup.
+    It is ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)``.
+    ``wg_thread``: the thread's number in its warpgroup. ``tile_col``: the tile's first.
     """
     if config.smem_epilogue:
         return _make_smem_store(0, spec, config)
@@ -142,10 +142,10 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
     store = store_fragment_global(num_registers, spec.out_dtype, config.even, spec.accumulate)
 
     @device
-    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n):
         lane = wg_thread & 31
-        frag_row = row + (wg_thread >> 5) * 16 + (lane >> 2)
-        frag_col = column + 2 * (lane & 3)
+        frag_row = first_row + (wg_thread >> 5) * 16 + (lane >> 2)
+        frag_col = tile_col + 2 * (lane & 3)
         store(finish(acc, epi_args, frag_row, m, frag_col, n), out, out_stride, frag_row, m, frag_col, n)
 
     return epilogue_store
@@ -174,7 +174,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     copy = tma_reduce_add if spec.accumulate else tma_store
 
     @device
-    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
+    def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n):
         lane, warp = wg_thread & 31, wg_thread >> 5
         buffer = smem + out_offset + (wg_idx * buffers + buffer_idx) * EPI_TILE_BYTES
         if waits:
@@ -183,13 +183,18 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
             named_barrier(1 + wg_idx, 128)
         # Scales and bias are loaded for each epilogue tile: those of all together would not fit into registers.
         finished = finish(
-            slice_epi_tile(acc), epi_args, row + warp * 16 + (lane >> 2), m, column + (start + 2 * (lane & 3)), n
+            slice_epi_tile(acc),
+            epi_args,
+            first_row + warp * 16 + (lane >> 2),
+            m,
+            tile_col + (start + 2 * (lane & 3)),
+            n,
         )
         copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)
         if wg_thread == 0:
-            copy(map_out, buffer, column + start, row)
+            copy(map_out, buffer, tile_col + start, first_row)
             tma_store_commit()
 
     if is_last:
@@ -197,8 +202,8 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     store_rest = _make_smem_store(epi_tile + 1, spec, config)
 
     @device
-    def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n):
-        epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
-        store_rest(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
+    def store_epi_tiles(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n):
+        epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)
+        store_rest(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)
 
     return store_epi_tiles

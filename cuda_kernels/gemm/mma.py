@@ -90,41 +90,45 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         return stage_addr + bytes_per_stage if stage_addr < smem + prefetch * bytes_per_stage else smem
 
     @device
-    def copy_operand(shared, address, stride, num_rows, row, limit, k):
-        """Copy 128 bytes of ``num_rows`` rows from ``row`` on, with zeros from row ``limit`` and from byte ``k`` on."""
+    def copy_operand(shared, address, stride, num_rows, first_row, limit, k):
+        """Copy 128 bytes of ``num_rows`` rows from ``first_row`` on; zeros from row ``limit`` and byte ``k`` on."""
         row_in_tile, chunk = cuda.threadIdx.x >> 3, cuda.threadIdx.x & 7
         shared += swizzle_128b(row_in_tile, chunk)
-        address += i64(row + row_in_tile) * stride + 16 * chunk
+        address += i64(first_row + row_in_tile) * stride + 16 * chunk
         bytes_left = min(max(k - 16 * chunk, 0), 16)
         for row_offset in range(0, num_rows, rows_at_once):
-            size = bytes_left if row + row_in_tile + row_offset < limit else 0
+            size = bytes_left if first_row + row_in_tile + row_offset < limit else 0
             cp_async_16(shared + row_offset * TILE_K, address + row_offset * stride, size)
 
     @device
-    def copy_scale_invs(shared, address, num_rows, row, limit):
+    def copy_scale_invs(shared, address, num_rows, first_row, limit):
         for row_offset in range(0, num_rows, threads):
             row_in_tile = cuda.threadIdx.x + row_offset
             if row_in_tile < num_rows:
                 cp_async_4(
                     shared + 4 * row_in_tile,
-                    address + 4 * i64(row + row_in_tile),
-                    4 if row + row_in_tile < limit else 0,
+                    address + 4 * i64(first_row + row_in_tile),
+                    4 if first_row + row_in_tile < limit else 0,
                 )
 
     @device
-    def copy(stage_addr, k_iter, a_args, b_args, row, column, m, n, k):
+    def copy(stage_addr, k_iter, a_args, b_args, tile_row, tile_col, m, n, k):
         a, a_stride, scale_inv_a, scale_inv_a_stride = a_args
         b, b_stride, scale_inv_b, scale_inv_b_stride = b_args
         start = k_iter * TILE_K
-        copy_operand(stage_addr, a + start, a_stride, tile_m, row, m, k - start)
-        copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, column, n, k - start)
+        copy_operand(stage_addr, a + start, a_stride, tile_m, tile_row, m, k - start)
+        copy_operand(stage_addr + b_offset, b + start, b_stride, tile_n, tile_col, n, k - start)
         if along_k:
             copy_scale_invs(
-                stage_addr + scale_inv_a_offset, scale_inv_a + 4 * i64(k_iter) * scale_inv_a_stride, tile_m, row, m
+                stage_addr + scale_inv_a_offset, scale_inv_a + 4 * i64(k_iter) * scale_inv_a_stride, tile_m, tile_row, m
             )
         if b_along_k_by_row:
             copy_scale_invs(
-                stage_addr + scale_inv_b_offset, scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride, tile_n, column, n
+                stage_addr + scale_inv_b_offset,
+                scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride,
+                tile_n,
+                tile_col,
+                n,
             )
 
     def mma_gemm(
@@ -134,29 +138,27 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         smem = dynamic_shared()
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
-        tile_row, tile_column = tile_coord(
-            cuda.blockIdx.x, quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
-        )
-        row, column = tile_row * tile_m, tile_column * tile_n
+        i, j = tile_coord(cuda.blockIdx.x, quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n))
+        tile_row, tile_col = i * tile_m, j * tile_n
         a_args = (a, a_stride, scale_inv_a, scale_inv_a_stride)
         b_args = (b, b_stride, scale_inv_b, scale_inv_b_stride)
         k_iters = (k + (TILE_K - 1)) >> LOG2_TILE_K
         for k_iter in range(prefetch):
             if k_iter < k_iters:
-                copy(smem + k_iter * bytes_per_stage, k_iter, a_args, b_args, row, column, m, n, k)
+                copy(smem + k_iter * bytes_per_stage, k_iter, a_args, b_args, tile_row, tile_col, m, n, k)
             cp_async_commit()
 
         warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
         a_fragment_offset = warp_row * TILE_K + ldmatrix_a(lane)
         b_fragment_offset = b_offset + warp_col * TILE_K + ldmatrix_b(lane)
-        frag_row = warp_row + (lane >> 2)  # of this thread's first register
-        frag_col = warp_col + 2 * (lane & 3)
+        row_in_tile = warp_row + (lane >> 2)  # of this thread's first register
+        col_in_tile = warp_col + 2 * (lane & 3)
         acc, stage_addr, free_stage_addr = zero_acc(), smem, smem + prefetch * bytes_per_stage
         for window_start in range(i32(0), k_iters, i32(scale_window)):
             block_scale_invs = (u32(0), u32(0))
             if b_along_k_by_block:
                 block_scale_invs = load_block_scale_invs(
-                    scale_inv_b, scale_inv_b_stride, column + warp_col, n, window_start, k_iters
+                    scale_inv_b, scale_inv_b_stride, tile_col + warp_col, n, window_start, k_iters
                 )
             for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                 cp_async_wait(pending)
@@ -167,7 +169,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 partial = mma_k32(zero_acc() if promote else acc, load_a(a_addr), load_b(b_addr))
                 # The copy is issued here, while the tensor cores are busy.
                 if k_iter + prefetch < k_iters:
-                    copy(free_stage_addr, k_iter + prefetch, a_args, b_args, row, column, m, n, k)
+                    copy(free_stage_addr, k_iter + prefetch, a_args, b_args, tile_row, tile_col, m, n, k)
                 cp_async_commit()
                 partial = mma_k32(partial, load_a(along_row(a_addr, 32)), load_b(along_row(b_addr, 32)))
                 partial = mma_k32(partial, load_a(along_row(a_addr, 64)), load_b(along_row(b_addr, 64)))
@@ -178,8 +180,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                     acc = promote_add_scaled(
                         acc,
                         partial,
-                        stage_addr + scale_inv_a_offset + 4 * frag_row,
-                        stage_addr + scale_inv_b_offset + 4 * frag_col,
+                        stage_addr + scale_inv_a_offset + 4 * row_in_tile,
+                        stage_addr + scale_inv_b_offset + 4 * col_in_tile,
                         block_scale_inv,
                     )
                 else:
@@ -194,9 +196,9 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             out,
             out_stride,
             (scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out),
-            row + frag_row,
+            tile_row + row_in_tile,
             m,
-            column + frag_col,
+            tile_col + col_in_tile,
             n,
         )
 
@@ -248,9 +250,9 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
 
 
 def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0) -> Any:
-    """A device function ``(acc, out, out_stride, epi_args, row, m, column, n)`` that finishes and stores fragments.
+    """A device function ``(acc, out, out_stride, epi_args, frag_row, m, frag_col, n)`` that stores fragments, finished.
 
-    It takes the 16-row strips from ``strip`` on. ``row``, ``column``: of this thread's first register.
+    It takes the 16-row strips from ``strip`` on. ``frag_row``, ``frag_col``: of this thread's first register.
     """
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
@@ -258,17 +260,17 @@ def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0
     store = store_fragment_global(num_registers, spec.out_dtype, even, spec.accumulate)
 
     @device
-    def epilogue_store(acc, out, out_stride, epi_args, row, m, column, n):
-        strip_row = row + 16 * strip
-        store(finish(slice_strip(acc), epi_args, strip_row, m, column, n), out, out_stride, strip_row, m, column, n)
+    def epilogue_store(acc, out, out_stride, epi_args, frag_row, m, frag_col, n):
+        strip_row = frag_row + 16 * strip
+        store(finish(slice_strip(acc), epi_args, strip_row, m, frag_col, n), out, out_stride, strip_row, m, frag_col, n)
 
     if strip == strips - 1:
         return epilogue_store
     next_strips = _make_epilogue_store(spec, strips, even, strip + 1)
 
     @device
-    def store_strips(acc, out, out_stride, epi_args, row, m, column, n):
-        epilogue_store(acc, out, out_stride, epi_args, row, m, column, n)
-        next_strips(acc, out, out_stride, epi_args, row, m, column, n)
+    def store_strips(acc, out, out_stride, epi_args, frag_row, m, frag_col, n):
+        epilogue_store(acc, out, out_stride, epi_args, frag_row, m, frag_col, n)
+        next_strips(acc, out, out_stride, epi_args, frag_row, m, frag_col, n)
 
     return store_strips

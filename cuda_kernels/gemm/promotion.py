@@ -76,35 +76,35 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
 
 @cache
 def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(acc, partial, scale_invs, block_scale_invs, column)``, ``acc + partial * scale_invs``.
+    """A device function ``(acc, partial, scale_invs, block_scale_invs, tile_col)``, ``acc + partial * scale_invs``.
 
-    ``block_scale_invs``: this iteration's, from :func:`block_scale_readers`; ``column``: the tile's first.
+    ``block_scale_invs``: this iteration's, from :func:`block_scale_readers`; ``tile_col``: the tile's first.
     """
     num_registers = config.tile_n // 2
     add_partial = add(num_registers)
     add_row_scaled = add_rows(num_registers)
     add_row_scaled_by_two = add_rows_of_two(num_registers)
     if not spec.scaling.along_k:
-        return device(lambda acc, partial, scale_invs, block_scale_invs, column: add_partial(acc, partial))
+        return device(lambda acc, partial, scale_invs, block_scale_invs, tile_col: add_partial(acc, partial))
     if spec.scaling.b_along_k_by_row:
         add_row_col_scaled = add_rows_and_columns(num_registers, reads_scales_early(spec, config))
         return device(
-            lambda acc, partial, scale_invs, block_scale_invs, column: add_row_col_scaled(
+            lambda acc, partial, scale_invs, block_scale_invs, tile_col: add_row_col_scaled(
                 acc, partial, scale_invs[0][0], scale_invs[0][1], scale_invs[1]
             )
         )
     if SCALE_N % config.tile_n == 0:
         return device(
-            lambda acc, partial, scale_invs, block_scale_invs, column: add_row_scaled(
+            lambda acc, partial, scale_invs, block_scale_invs, tile_col: add_row_scaled(
                 acc, partial, scale_invs[0] * block_scale_invs[0], scale_invs[1] * block_scale_invs[0]
             )
         )
 
     @device
-    def promote_add(acc, partial, scale_invs, block_scale_invs, column):
+    def promote_add(acc, partial, scale_invs, block_scale_invs, tile_col):
         s, t = scale_invs
         first, second = block_scale_invs
-        cols_in_first = i32(SCALE_N - (column & (SCALE_N - 1)))
+        cols_in_first = i32(SCALE_N - (tile_col & (SCALE_N - 1)))
         return add_row_scaled_by_two(acc, partial, s * first, t * first, s * second, t * second, cols_in_first)
 
     return promote_add
@@ -122,18 +122,18 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
     A tile lies in one block of B, or straddles two: 128 is a multiple of its columns, or of those beyond 128.
 
     Returns:
-        ``(scale_inv_b, stride, column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads those of 32
-        iterations, one by each lane, for the tile that begins at ``column``; and
+        ``(scale_inv_b, stride, first_column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads those of 32
+        iterations, one by each lane, for the tile that begins at ``first_column``; and
         ``(block_scale_invs, k_iter) -> (first, second)``.
     """
     straddles = SCALE_N % tile_n > 0
 
     @device
-    def load_block_scale_invs(scale_inv_b, stride, column, n, first_k_iter, k_iters):
-        block = column >> LOG2_SCALE_N
+    def load_block_scale_invs(scale_inv_b, stride, first_column, n, first_k_iter, k_iters):
+        block = first_column >> LOG2_SCALE_N
         k_iter = i32(first_k_iter + (cuda.threadIdx.x & 31))
         address = scale_inv_b + (i64(block) * stride + k_iter) * 4
-        first = load_4_if(address, k_iter < k_iters and column < n)
+        first = load_4_if(address, k_iter < k_iters and first_column < n)
         second = first
         if straddles:
             second = load_4_if(address + stride * 4, k_iter < k_iters and (block + 1) * SCALE_N < n)

@@ -138,7 +138,8 @@ class GemmConfig:
         epi_stages: buffers of each warpgroup for an epilogue tile; with two, one is filled while the other is stored.
         smem_epilogue: store the result through shared memory with TMA, which needs rows of the result that begin at
             multiples of 16 bytes; else straight from registers.
-        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
+        even: N, the output's row stride and all addresses are such that two neighbouring elements of a row can be read
+            or written at once.
         pingpong: two warpgroups take whole tiles in turn, and one multiplies while the other stores its results; else
             they share a tile.
     """
@@ -261,7 +262,8 @@ class MmaConfig:
         tile_m: rows of a tile, a multiple of 32 and of ``tile_n / 4``.
         tile_n: columns of a tile, a multiple of 32. With more than 128 of either, two accumulators do not fit.
         stages: pipeline stages for operands in shared memory, at least 2.
-        even: N and the output's row stride are even, so two neighbouring elements can be read or written at once.
+        even: N, the output's row stride and all addresses are such that two neighbouring elements of a row can be read
+            or written at once.
     """
 
     tile_m: int

@@ -116,12 +116,12 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     def work_coord(work_tile, m_tiles, n_tiles, rank):
         """The first row and column of this block's tile; the blocks of a cluster have neighbouring ones."""
         i, j = tile_coord(work_tile, m_tiles, n_tiles)
-        row, column = i * work_rows, j * work_columns
+        tile_row, tile_col = i * work_rows, j * work_columns
         if multicast_b:
-            row += rank * tile_m
+            tile_row += rank * tile_m
         if multicast_a:
-            column += rank * tile_n
-        return row, column
+            tile_col += rank * tile_n
+        return tile_row, tile_col
 
     @device
     def issue_k_iter(acc, desc_a, desc_b, accumulate):
@@ -136,7 +136,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     @device
     def promoted_k_iter(
         acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
-        row_in_tile, block_scale_invs, k_iter, column, wg_thread,
+        row_in_tile, block_scale_invs, k_iter, tile_col, wg_thread,
     ):  # fmt: skip
         """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
 
@@ -150,15 +150,15 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)
         if two_waves:
             scale_invs_below = read_scale_invs(smem, stage_idx, row_in_tile + 64)
-            acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
+            acc = promote_add(acc, partial, scale_invs, block_scale_inv, tile_col)
             wgmma_fence()
             partial = wgmma_wait_0(issue_k_iter(partial, advance_descriptor(desc_a, 64 * TILE_K), desc_b, 0))
         if releases_early:
             consumer_release(smem, stage_idx, wg_thread)
         if two_waves:
-            acc_below = promote_add(acc_below, partial, scale_invs_below, block_scale_inv, column)
+            acc_below = promote_add(acc_below, partial, scale_invs_below, block_scale_inv, tile_col)
         else:
-            acc = promote_add(acc, partial, scale_invs, block_scale_inv, column)
+            acc = promote_add(acc, partial, scale_invs, block_scale_inv, tile_col)
         if not releases_early:
             consumer_release(smem, stage_idx, wg_thread)
         return acc, acc_below, partial
@@ -168,7 +168,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         map_a, map_b, _, map_scale_inv_a, map_scale_inv_b = maps
         stage_idx, phase = i32(0), i32(0)
         while work_tile < work_tiles:
-            row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
+            tile_row, tile_col = work_coord(work_tile, m_tiles, n_tiles, rank)
             for k_iter in range(k_iters):
                 full = smem + full_offset + 8 * stage_idx
                 a = smem + stage_idx * a_bytes
@@ -177,22 +177,24 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 mbarrier_arrive_expect_tx(full, tx_bytes)
                 if multicast_a:
                     start = rank * a_slice_rows
-                    tma_load_multicast(a + start * TILE_K, map_a, full, k_iter * TILE_K, row + start, mcast_mask)
+                    tma_load_multicast(a + start * TILE_K, map_a, full, k_iter * TILE_K, tile_row + start, mcast_mask)
                 else:
-                    tma_load(a, map_a, full, k_iter * TILE_K, row)
+                    tma_load(a, map_a, full, k_iter * TILE_K, tile_row)
                 if multicast_b:
                     start = rank * b_slice_rows
-                    tma_load_multicast(b + start * TILE_K, map_b, full, k_iter * TILE_K, column + start, mcast_mask)
+                    tma_load_multicast(b + start * TILE_K, map_b, full, k_iter * TILE_K, tile_col + start, mcast_mask)
                 else:
-                    tma_load(b, map_b, full, k_iter * TILE_K, column)
+                    tma_load(b, map_b, full, k_iter * TILE_K, tile_col)
                 if along_k:
                     tma_load(
-                        smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full, row, k_iter
-                    )
+                        smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full,
+                        tile_row, k_iter,
+                    )  # fmt: skip
                 if b_along_k_by_row:
                     tma_load(
-                        smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes, map_scale_inv_b, full, column, k_iter
-                    )
+                        smem + scale_inv_b_offset + stage_idx * scale_inv_b_bytes, map_scale_inv_b, full,
+                        tile_col, k_iter,
+                    )  # fmt: skip
                 stage_idx, phase = next_stage(stage_idx, phase)
             work_tile += quotient(cuda.gridDim.x, i32(cluster))
 
@@ -219,18 +221,18 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
         epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out
         block_scale_invs = (u32(0), u32(0))
-        next_column = 0
+        next_tile_col = 0
         next_block_scale_invs = block_scale_invs
         if b_along_k_by_block:
             next_block_scale_invs = load_block_scale_invs(
                 scale_inv_b, scale_inv_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
             )
         while work_tile < work_tiles:
-            row, column = work_coord(work_tile, m_tiles, n_tiles, rank)
-            row += wg_row
+            tile_row, tile_col = work_coord(work_tile, m_tiles, n_tiles, rank)
+            first_row = tile_row + wg_row
             work_tile += tiles_in_flight * quotient(cuda.gridDim.x, i32(cluster))
             if b_along_k_by_block:
-                next_column = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
+                next_tile_col = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             if pingpong:  # the first warpgroup may take the first tile at once
                 wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
@@ -241,7 +243,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     block_scale_invs = next_block_scale_invs
                     last = window_start + scale_window >= k_iters
                     next_block_scale_invs = load_block_scale_invs(
-                        scale_inv_b, scale_inv_b_stride, next_column if last else column, n,
+                        scale_inv_b, scale_inv_b_stride, next_tile_col if last else tile_col, n,
                         0 if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
@@ -251,7 +253,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     if promote:
                         acc, acc_below, partial = promoted_k_iter(
                             acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
-                            row_in_tile, block_scale_invs, k_iter, column, wg_thread,
+                            row_in_tile, block_scale_invs, k_iter, tile_col, wg_thread,
                         )  # fmt: skip
                     else:
                         wgmma_fence()
@@ -265,11 +267,12 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             if not promote:
                 acc = wgmma_wait_0(acc)
                 consumer_release(smem, previous_stage, wg_thread)
-            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row, m, column, n)
+            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)
             if two_waves:
                 epilogue_store(
-                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, row + 64, m, column, n
-                )
+                    acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread,
+                    first_row + 64, m, tile_col, n,
+                )  # fmt: skip
             if pingpong:
                 stage_idx, phase = stage_after(stage_idx, phase, k_iters)
         if smem_epilogue and wg_thread == 0:

@@ -204,34 +204,34 @@ def _bytecode_of(code: CodeType) -> str:
 
 
 @cache
-def source_hash(name: str) -> str:
+def source_hash(module_name: str) -> str:
     """A hash of a module's file and of those of this package that it imports, found without importing them."""
-    sources = {module_name: _file_of(module_name).read_bytes() for module_name in sorted(_with_imports(name))}
+    sources = {imported: _file_of(imported).read_bytes() for imported in sorted(_with_imports(module_name))}
     return _hashed(
-        " ".join(f"{module_name} {hashlib.sha256(source).hexdigest()}" for module_name, source in sources.items())
+        " ".join(f"{module_name} {hashlib.sha256(source).hexdigest()}" for imported, source in sources.items())
     )
 
 
-def _with_imports(name: str) -> set[str]:
+def _with_imports(module_name: str) -> set[str]:
     """A module and all of this package that it imports, and these import."""
     modules: set[str] = set()
-    todo = [name]
+    todo = [module_name]
     while todo:
-        module_name = todo.pop()
-        if module_name not in modules:
-            modules.add(module_name)
-            todo += _imported_by(module_name)
+        imported = todo.pop()
+        if imported not in modules:
+            modules.add(imported)
+            todo += _imported_by(imported)
     return modules
 
 
-def _imported_by(name: str) -> Iterator[str]:
+def _imported_by(module_name: str) -> Iterator[str]:
     """The modules of this package that a module imports, at its beginning or inside of functions."""
-    for node in ast.walk(ast.parse(_file_of(name).read_bytes())):
+    for node in ast.walk(ast.parse(_file_of(module_name).read_bytes())):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None
-            assert node.level == 0, f"{name} imports by a relative name"
+            assert node.level == 0, f"{module_name} imports by a relative name"
             named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue

@@ -48,7 +48,7 @@ def _reduced(name: str, instruction: str, num_registers: int) -> Any:
         return pack_array(builder, results)
 
     return intrinsic_of(
-        name, 1, lambda context, acc: (signature(UniTuple(f32, 2), fragment_type(num_registers)), lower)
+        name, 1, lambda typingctx, acc: (signature(UniTuple(f32, 2), fragment_type(num_registers)), lower)
     )
 
 
@@ -152,7 +152,7 @@ def pack_a_words(num_registers: int, fp8: str) -> Any:
     return intrinsic_of(
         "pack_a_words",
         1,
-        lambda context, acc: (signature(u32x(num_registers // 4), fragment_type(num_registers)), lower),
+        lambda typingctx, acc: (signature(u32x(num_registers // 4), fragment_type(num_registers)), lower),
     )
 
 
@@ -163,4 +163,4 @@ def slice_words(num_registers: int, start: int, size: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         return pack_array(builder, unpack_tuple(builder, args[0])[start : start + size])
 
-    return intrinsic_of("slice_words", 1, lambda context, words: (signature(u32x(size), u32x(num_registers)), lower))
+    return intrinsic_of("slice_words", 1, lambda typingctx, words: (signature(u32x(size), u32x(num_registers)), lower))

@@ -164,7 +164,7 @@ def _instruction(word: Instruction) -> Any:
             return value
         return pack_array(builder, [builder.extract_value(value, index) for index in range(len(results))])
 
-    def typing(context: Any, *args: Any) -> Any:
+    def typing(typingctx: Any, *args: Any) -> Any:
         known = (isinstance(arg, types.IntegerLiteral) for operand, arg in zip(operands, args) if operand is const)
         if all(known):
             return numba_signature(result, *(arg if op is const else op for op, arg in zip(operands, args))), lower

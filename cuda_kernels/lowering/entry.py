@@ -28,7 +28,7 @@ def in_clusters_of(blocks: int) -> Any:
             _annotate(builder, name, ir.IntType(32)(size))
         return context.get_dummy_value()
 
-    return intrinsic_of("in_clusters", 0, lambda context: (signature(void), lower))
+    return intrinsic_of("in_clusters", 0, lambda typingctx: (signature(void), lower))
 
 
 @cache
@@ -45,7 +45,7 @@ def grid_constant_params() -> Any:
         _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
         return context.get_dummy_value()
 
-    return intrinsic_of("grid_constant_params", 0, lambda context: (signature(void), lower))
+    return intrinsic_of("grid_constant_params", 0, lambda typingctx: (signature(void), lower))
 
 
 @cache
@@ -55,7 +55,7 @@ def address_of() -> Any:
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         return builder.ptrtoint(args[0], ir.IntType(64))
 
-    return intrinsic_of("address_of", 1, lambda context, x: (signature(i64, x), lower))
+    return intrinsic_of("address_of", 1, lambda typingctx, x: (signature(i64, x), lower))
 
 
 @cache
@@ -70,4 +70,4 @@ def dynamic_shared(alignment: int) -> Any:
             memory.align = alignment
         return builder.ptrtoint(memory, ir.IntType(32))
 
-    return intrinsic_of("dynamic_shared", 0, lambda context: (signature(i32), lower))
+    return intrinsic_of("dynamic_shared", 0, lambda typingctx: (signature(i32), lower))

@@ -47,7 +47,7 @@ def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
         return context.get_dummy_value()
 
     kinds = fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4))
-    return intrinsic_of("store_fragment_shared", 2, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of("store_fragment_shared", 2, lambda typingctx, *args: (signature(void, *kinds), lower))
 
 
 _STORED = {
@@ -94,4 +94,4 @@ def store_fragment_global(num_registers: int, dtype: DtypeName, even: bool, accu
         return context.get_dummy_value()
 
     kinds = fragment_type(num_registers), i64, i64, i32, i32, i32, i32
-    return intrinsic_of("store_fragment_global", 7, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of("store_fragment_global", 7, lambda typingctx, *args: (signature(void, *kinds), lower))

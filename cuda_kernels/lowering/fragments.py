@@ -58,7 +58,7 @@ def _mapped(
         return pack_array(builder, emit(builder, unpacked[0], unpacked[1:]))
 
     return intrinsic_of(
-        name, 1 + len(operands), lambda context, *args: (signature(fragment, fragment, *operands), lower)
+        name, 1 + len(operands), lambda typingctx, *args: (signature(fragment, fragment, *operands), lower)
     )
 
 
@@ -69,7 +69,7 @@ def zeros(num_registers: int) -> Any:
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         return ir.Constant(context.get_value_type(sig.return_type), None)
 
-    return intrinsic_of("zeros", 0, lambda context: (signature(fragment_type(num_registers)), lower))
+    return intrinsic_of("zeros", 0, lambda typingctx: (signature(fragment_type(num_registers)), lower))
 
 
 @cache
@@ -80,7 +80,9 @@ def slice_fragment(num_registers: int, start: int, size: int) -> Any:
         return pack_array(builder, unpack_tuple(builder, args[0])[start : start + size])
 
     return intrinsic_of(
-        "slice_fragment", 1, lambda context, acc: (signature(fragment_type(size), fragment_type(num_registers)), lower)
+        "slice_fragment",
+        1,
+        lambda typingctx, acc: (signature(fragment_type(size), fragment_type(num_registers)), lower),
     )
 
 
@@ -161,23 +163,23 @@ def column_pairs(num_registers: int) -> Any:
         return pack_array(builder, [x for j in range(num_registers // 4) for x in _column_pair(builder, args[0], j)])
 
     return intrinsic_of(
-        "column_pairs", 1, lambda context, shared: (signature(fragment_type(num_registers // 2), i32), lower)
+        "column_pairs", 1, lambda typingctx, shared: (signature(fragment_type(num_registers // 2), i32), lower)
     )
 
 
 @cache
 def add_rows_and_columns(num_registers: int, loaded: bool = False) -> Any:
-    """``(acc, part, s, t, columns) -> acc + part`` with part's rows scaled by ``s`` and ``t``, and its columns as well.
+    """``(acc, part, s, t, col_scales) -> acc + part`` with part's rows scaled by ``s`` and ``t``, and its columns, too.
 
-    ``columns``: the scales that :func:`column_pairs` loaded, if ``loaded``; else their address, and each pair is loaded
-    when it is needed.
+    ``col_scales``: the scales that :func:`column_pairs` loaded, if ``loaded``; else their address, and each pair is
+    loaded when it is needed.
     """
 
     def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, s, t, columns = rest
+        part, s, t, col_scales = rest
         results = []
         for j in range(num_registers // 4):
-            pair = columns[2 * j : 2 * j + 2] if loaded else _column_pair(builder, columns, j)
+            pair = col_scales[2 * j : 2 * j + 2] if loaded else _column_pair(builder, col_scales, j)
             for index in range(4):
                 factor = _multiply(builder, pair[index & 1], (s, t)[index >> 1])
                 results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
@@ -276,5 +278,5 @@ def largest_of_rows(num_registers: int) -> Any:
 
     results = UniTuple(u32, 2)
     return intrinsic_of(
-        "largest_of_rows", 2, lambda context, *args: (signature(results, fragment_type(num_registers), i32), lower)
+        "largest_of_rows", 2, lambda typingctx, *args: (signature(results, fragment_type(num_registers), i32), lower)
     )

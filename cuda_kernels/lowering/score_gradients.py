@@ -105,7 +105,7 @@ def add_rows_to_global(num_registers: int, threads: int) -> Any:
         return context.get_dummy_value()
 
     kinds = fragment_type(num_registers), f32, f32, i64
-    return intrinsic_of("add_rows_to_global", 4, lambda context, *args: (signature(void, *kinds), lower))
+    return intrinsic_of("add_rows_to_global", 4, lambda typingctx, *args: (signature(void, *kinds), lower))
 
 
 @cache

@@ -33,15 +33,15 @@ def ldmatrix_x4(count: int, stride: int) -> Any:
             builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
         )
 
-    return intrinsic_of("ldmatrix_x4", 1, lambda context, shared: (signature(u32x(4 * count), i32), lower))
+    return intrinsic_of("ldmatrix_x4", 1, lambda typingctx, shared: (signature(u32x(4 * count), i32), lower))
 
 
 @cache
 def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
-    """``(acc, x, y) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``atype`` and ``btype``, of a warp.
+    """``(acc, a, b) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``atype`` and ``btype``, of a warp.
 
-    ``acc``: ``4 parts`` registers for each strip. ``x``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
-    bytes 0 to 15, then of 16 to 31. ``y``: two registers for each part.
+    ``acc``: ``4 parts`` registers for each strip. ``a``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
+    bytes 0 to 15, then of 16 to 31. ``b``: two registers for each part.
     """
     num_registers = 4 * strips * parts
     four = ir.LiteralStructType([_F32] * 4)
@@ -52,17 +52,17 @@ def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
     constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        acc, x, y = (unpack_tuple(builder, value) for value in args)
+        acc, a, b = (unpack_tuple(builder, value) for value in args)
         results = []
         for strip in range(strips):
             for part in range(parts):
                 first_register = 4 * (strip * parts + part)
                 operands = (
-                    acc[first_register : first_register + 4] + x[4 * strip : 4 * strip + 4] + y[2 * part : 2 * part + 2]
+                    acc[first_register : first_register + 4] + a[4 * strip : 4 * strip + 4] + b[2 * part : 2 * part + 2]
                 )
                 summed = inline(builder, template, four, constraints, operands, pure=True)
                 results += [builder.extract_value(summed, index) for index in range(4)]
         return pack_array(builder, results)
 
     kinds = fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
-    return intrinsic_of("mma", 3, lambda context, acc, x, y: (signature(fragment_type(num_registers), *kinds), lower))
+    return intrinsic_of("mma", 3, lambda typingctx, acc, a, b: (signature(fragment_type(num_registers), *kinds), lower))

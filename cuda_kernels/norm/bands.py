@@ -25,7 +25,7 @@ _ONE = np.float32(1)
 def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
-    ``scale [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
+    ``scale_ptr [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
     multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_loader``.
     """
     loader = normalized_loader(spec, aligned)
@@ -39,14 +39,14 @@ def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: boo
     itemsize = ITEM_BYTES[spec.dtype]
 
     def normalize_bands(
-        x, scale, amax_out, out, out_scale_inv, out_t,
+        loader_args, scale_ptr, amax_out, out, out_scale_inv, out_t,
         rows, columns, eps, out_stride, out_t_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         lane, warp = thread & 31, thread >> 5
         first_row = i32(BAND * cuda.blockIdx.x)
-        x_address, x_stride, _, _, statistics_address, _ = x
+        x_address, x_stride, _, _, statistics_address, _ = loader_args
         for index in range(BAND // WARPS):
             row = first_row + warp + i32(WARPS * index)
             address = x_address + i64(row) * x_stride * itemsize
@@ -57,19 +57,19 @@ def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: boo
                 store_f32(rstd_pointer(statistics_address, rows) + i64(row) * 4, r)
         cuda.syncthreads()
 
-        factor = load_f32(scale)
+        scale = load_f32(scale_ptr)
         start = i32(0)
         running_max = cuda.local.array(n_maxima, u32)
         clear(running_max)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale_inv, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, scale))
         while start < columns:
             column = i32(start + 4 * thread)
             registers, packed = cuda.local.array(num_registers, u32), cuda.local.array(WARP_ROWS, u32)
-            load(x, rows, columns, first_row, column, False, registers)
+            load(loader_args, rows, columns, first_row, column, False, registers)
             for quad_index in range(WARP_ROWS):
                 a, b, c, d = decode(registers, quad_index)
-                packed[quad_index] = pack(a * factor, b * factor, c * factor, d * factor)
+                packed[quad_index] = pack(a * scale, b * scale, c * scale, d * scale)
                 if observe:
                     fold(registers, quad_index, (a, b, c, d), running_max)
             if rowwise:
@@ -91,8 +91,8 @@ def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: boo
         f"normalize_bands({spec}, {aligned=}, {fp8}, {rowwise=}, {observe=})",
         normalize_bands,
         {
-            "x": loader.args_type,
-            **typed(i64, "scale amax_out out out_scale_inv out_t"),
+            "loader_args": loader.args_type,
+            **typed(i64, "scale_ptr amax_out out out_scale_inv out_t"),
             **typed(i32, "rows columns"),
             "eps": f32,
             **typed(i64, "out_stride out_t_stride"),

@@ -73,24 +73,26 @@ def _row_caster(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Any:
     parameter_address, code_address = quad_address(itemsize, row_layout), quad_address(1, row_layout)
 
     @device
-    def cast(registers, columns, lane, weight, bias, offset, mean, rstd, factor, codes, stride, stored):
+    def cast(registers, columns, thread_in_row, weight, bias, offset, mean, rstd, scale, codes, stride, stored):
         largest = _ZERO
         packed = cuda.local.array(2, u32)
         for quad in range(quads):
-            column = column_of(quad, lane)
+            column = column_of(quad, thread_in_row)
             part = quad & last
             in_bounds = is_inside(column, columns)
             mask = _ALL if in_bounds else u32(0)
             a, b, c, d = decode(registers, quad * registers_of_quad)
-            w0, w1, w2, w3 = parameters(parameter_address(weight, quad, lane), in_bounds)
-            bias0, bias1, bias2, bias3 = parameters(parameter_address(bias, quad, lane), in_bounds and has_bias)
+            w0, w1, w2, w3 = parameters(parameter_address(weight, quad, thread_in_row), in_bounds)
+            bias0, bias1, bias2, bias3 = parameters(
+                parameter_address(bias, quad, thread_in_row), in_bounds and has_bias
+            )
             a = normalize(a, mean, rstd, w0 + offset, bias0)
             b = normalize(b, mean, rstd, w1 + offset, bias1)
             c = normalize(c, mean, rstd, w2 + offset, bias2)
             d = normalize(d, mean, rstd, w3 + offset, bias3)
             quad_max = larger(larger(a, b), larger(c, d))
             largest = larger(largest, quad_max if in_bounds else _ZERO)
-            packed[part] = pack(a * factor, b * factor, c * factor, d * factor) & mask
+            packed[part] = pack(a * scale, b * scale, c * scale, d * scale) & mask
             if part == last and stored and is_inside(column, stride):
                 if last:
                     store_8(code_address(codes, quad - 1, 0), packed[0], packed[1])
@@ -107,7 +109,7 @@ def _min_blocks_per_sm(spec: NormSpec, row_layout: RowLayout) -> int:
 
 @cache
 def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
-    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale [1]`` is not 0.
+    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale_ptr [1]`` is not 0.
 
     Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
     of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
@@ -119,59 +121,59 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     rstd_pointer = rstd_address(spec.has_mean)
     registers_of_row = row_registers(spec.dtype, row_layout)
     itemsize = ITEM_BYTES[spec.dtype]
-    lane_mask = row_layout.threads_per_row - 1
+    row_thread_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
     larger = larger_magnitudes["float32"]
     code_address = quad_address(1, row_layout)
 
     def normalize(
-        x, stride, weight, bias, statistics, scale, block_amax, amax_out, out, out_scale_inv,
+        x, stride, weight, bias, statistics, scale_ptr, block_amax, amax_out, out, out_scale_inv,
         rows, columns, offset, eps, out_stride,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
-        lane = thread & lane_mask
-        factor = _ZERO
-        if scale != 0:
-            factor = load_f32(scale)
+        thread_in_row = thread & row_thread_mask
+        scale = _ZERO
+        if scale_ptr != 0:
+            scale = load_f32(scale_ptr)
         largest = _ZERO
         sum_buffer = i32(0)
         first_row = i64(cuda.blockIdx.x) * rows_of_block
         # The address is advanced by additions: a product would be computed again for each of a row's stores.
-        codes = code_address(out + (first_row + (thread >> shift)) * out_stride, 0, lane)
+        codes = code_address(out + (first_row + (thread >> shift)) * out_stride, 0, thread_in_row)
         while first_row < rows:
             row = first_row + (thread >> shift)
             in_bounds = row < rows
             registers = cuda.local.array(registers_of_row, u32)
             # A thread without a row reads the last again, whose amax changes nothing.
-            load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, lane, registers)
-            m, r = statistics_of_row(registers, columns, lane, eps, smem + sum_buffer, thread)
-            if lane == 0 and in_bounds:
+            load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, thread_in_row, registers)
+            m, r = statistics_of_row(registers, columns, thread_in_row, eps, smem + sum_buffer, thread)
+            if thread_in_row == 0 and in_bounds:
                 if has_mean:
                     store_f32(statistics + row * 4, m)
                 store_f32(rstd_pointer(statistics, rows) + row * 4, r)
-            stored = in_bounds and factor != _ZERO
-            amax = cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, stored)
+            stored = in_bounds and scale != _ZERO
+            amax = cast(registers, columns, thread_in_row, weight, bias, offset, m, r, scale, codes, out_stride, stored)
             largest = larger(largest, amax)
             sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
             first_row += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
-        if observe or factor == _ZERO:
+        if observe or scale == _ZERO:
             block_max_bits = block_max(magnitude(largest), smem + 128, thread)
             if thread == 0:
-                if factor == _ZERO:
+                if scale == _ZERO:
                     store_f32(block_amax + i64(cuda.blockIdx.x) * 4, from_bits(block_max_bits))
                 if observe:
                     update_amax(amax_out, block_max_bits)
-        if factor != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale_inv, divide(_ONE, factor))
+        if scale != _ZERO and cuda.blockIdx.x == 0 and thread == 0:
+            store_f32(out_scale_inv, divide(_ONE, scale))
 
     return Kernel(
         f"normalize({spec}, {fp8}, {row_layout}, {observe=})",
         normalize,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax amax_out out out_scale_inv"),
+            **typed(i64, "x stride weight bias statistics scale_ptr block_amax amax_out out out_scale_inv"),
             **typed(i32, "rows columns"),
             **typed(f32, "offset eps"),
             "out_stride": i64,
@@ -184,7 +186,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
 
 @cache
 def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Kernel:
-    """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale [1]`` is given that is not 0."""
+    """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale_ptr [1]`` is given that is not 0."""
     # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
     predicated = replace(row_layout, full=False)
     load_row = row_loader(spec.dtype, row_layout)
@@ -194,38 +196,38 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
     has_mean = spec.has_mean
     fp8_max = FP8_MAX[fp8]
     rstd_pointer = rstd_address(spec.has_mean)
-    lane_mask = row_layout.threads_per_row - 1
+    row_thread_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
-        x, stride, weight, bias, statistics, scale, block_amax, out, out_scale_inv,
+        x, stride, weight, bias, statistics, scale_ptr, block_amax, out, out_scale_inv,
         rows, columns, offset, num_block_amax, power_2, epsilon, out_stride,
     ):  # fmt: skip
-        if scale != 0 and load_f32(scale) != _ZERO:
+        if scale_ptr != 0 and load_f32(scale_ptr) != _ZERO:
             return
         thread = cuda.threadIdx.x
-        lane = thread & lane_mask
+        thread_in_row = thread & row_thread_mask
         amax = from_bits(reduce_block_amax(block_amax, num_block_amax, dynamic_shared(), thread))
-        factor = amax_to_scale(amax, fp8_max, power_2, epsilon)
+        scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
-            store_f32(out_scale_inv, divide(_ONE, factor))
+            store_f32(out_scale_inv, divide(_ONE, scale))
         row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
         while row < rows:
             registers = cuda.local.array(registers_of_row, u32)
-            load_row(x + row * stride * itemsize, columns, lane, registers)
+            load_row(x + row * stride * itemsize, columns, thread_in_row, registers)
             m = load_f32(statistics + row * 4) if has_mean else _ZERO
             r = load_f32(rstd_pointer(statistics, rows) + row * 4)
-            codes = code_address(out + row * out_stride, 0, lane)
-            cast(registers, columns, lane, weight, bias, offset, m, r, factor, codes, out_stride, True)
+            codes = code_address(out + row * out_stride, 0, thread_in_row)
+            cast(registers, columns, thread_in_row, weight, bias, offset, m, r, scale, codes, out_stride, True)
             row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
         f"cast_normalized({spec}, {fp8}, {row_layout})",
         cast_normalized,
         {
-            **typed(i64, "x stride weight bias statistics scale block_amax out out_scale_inv"),
+            **typed(i64, "x stride weight bias statistics scale_ptr block_amax out out_scale_inv"),
             **typed(i32, "rows columns"),
             "offset": f32,
             **typed(i32, "num_block_amax power_2"),

@@ -81,7 +81,7 @@ def cast_row_layout(dtype: DtypeName, columns: int) -> RowLayout | None:
 
 
 def row_loader(dtype: DtypeName, row_layout: RowLayout) -> Any:
-    """A device function ``(address, columns, lane, registers)`` that loads a row's share of one thread.
+    """A device function ``(address, columns, thread_in_row, registers)`` that loads a row's share of one thread.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
     """
@@ -89,18 +89,18 @@ def row_loader(dtype: DtypeName, row_layout: RowLayout) -> Any:
     vectors = row_layout.vecs_per_thread
     width = 4 * row_layout.quads_per_vec
     itemsize = ITEM_BYTES[dtype]
-    num_registers = ITEM_BYTES[dtype] * row_layout.quads_per_vec
-    load_vector = load_16_if if num_registers == 4 else load_8_if
+    registers_of_vector = ITEM_BYTES[dtype] * row_layout.quads_per_vec
+    load_vector = load_16_if if registers_of_vector == 4 else load_8_if
     in_bounds = inside_row(row_layout)
 
     @device
-    def load(address, columns, lane, registers):
-        lane_address = address + i64(lane) * (width * itemsize)
+    def load(address, columns, thread_in_row, registers):
+        thread_address = address + i64(thread_in_row) * (width * itemsize)
         for vector in range(vectors):
-            column = i32((vector * threads + lane) * width)
-            loaded = load_vector(lane_address + vector * threads * width * itemsize, in_bounds(column, columns))
-            for register in range(num_registers):
-                registers[vector * num_registers + register] = loaded[register]
+            column = i32((vector * threads + thread_in_row) * width)
+            loaded = load_vector(thread_address + vector * threads * width * itemsize, in_bounds(column, columns))
+            for register in range(registers_of_vector):
+                registers[vector * registers_of_vector + register] = loaded[register]
 
     return load
 
@@ -117,24 +117,24 @@ def inside_row(row_layout: RowLayout) -> Any:
 
 
 def quad_column(row_layout: RowLayout) -> Any:
-    """A device function ``(quad, lane) -> column`` of the first element of a thread's ``quad``-th four."""
+    """A device function ``(quad, thread_in_row) -> column`` of the first element of a thread's ``quad``-th four."""
     threads = row_layout.threads_per_row
     width = 4 * row_layout.quads_per_vec
     shift = row_layout.quads_per_vec - 1
     mask = row_layout.quads_per_vec - 1
 
     @device
-    def column_of(quad, lane):
-        return i32(((quad >> shift) * threads + lane) * width + 4 * (quad & mask))
+    def column_of(quad, thread_in_row):
+        return i32(((quad >> shift) * threads + thread_in_row) * width + 4 * (quad & mask))
 
     return column_of
 
 
 def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
-    """A device function ``(begin, quad, lane) -> address`` of a thread's ``quad``-th four elements.
+    """A device function ``(begin, quad, thread_in_row) -> address`` of a thread's ``quad``-th four elements.
 
-    Elements have ``itemsize`` bytes. The address is that of the lane and a number known when compiled, which loads and
-    stores add for nothing.
+    Elements have ``itemsize`` bytes. The address is the thread's first and a number known when compiled, which loads
+    and stores add for nothing.
     """
     threads = row_layout.threads_per_row
     width = 4 * row_layout.quads_per_vec
@@ -142,9 +142,11 @@ def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
     mask = row_layout.quads_per_vec - 1
 
     @device
-    def address_of(begin, quad, lane):
+    def address_of(begin, quad, thread_in_row):
         return (
-            begin + i64(lane) * (width * itemsize) + ((quad >> shift) * threads * width + 4 * (quad & mask)) * itemsize
+            begin
+            + i64(thread_in_row) * (width * itemsize)
+            + ((quad >> shift) * threads * width + 4 * (quad & mask)) * itemsize
         )
 
     return address_of
@@ -159,14 +161,14 @@ def quad_reader(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(row_address, column, columns) -> four float32`` of that row; zeros beyond columns."""
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
-    num_registers = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     itemsize = ITEM_BYTES[dtype]
 
     @device
     def quad(row_address, column, columns):
-        registers = cuda.local.array(num_registers, u32)
+        registers = cuda.local.array(registers_of_quad, u32)
         loaded = load(row_address + i64(column) * itemsize, column, columns, True)
-        for register in range(num_registers):
+        for register in range(registers_of_quad):
             registers[register] = loaded[register]
         return decode(registers, 0)
 
@@ -178,15 +180,15 @@ def parameter_quad(dtype: DtypeName) -> Any:
 
     It stays in the multiprocessor's first cache. Zeros where not ``in_bounds``.
     """
-    num_registers = quad_registers(dtype)
-    load = cached_16_if if num_registers == 4 else cached_8_if
+    registers_of_quad = quad_registers(dtype)
+    load = cached_16_if if registers_of_quad == 4 else cached_8_if
     decode = quad_decoder(dtype)
 
     @device
     def quad(address, in_bounds):
-        registers = cuda.local.array(num_registers, u32)
+        registers = cuda.local.array(registers_of_quad, u32)
         loaded = load(address, in_bounds)
-        for register in range(num_registers):
+        for register in range(registers_of_quad):
             registers[register] = loaded[register]
         return decode(registers, 0)
 

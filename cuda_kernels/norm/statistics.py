@@ -74,13 +74,13 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
     ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
     keeps the statistics of one row.
     """
-    x = tensor_loader(spec.dtype, 4 if aligned else 1)
+    x_loader = tensor_loader(spec.dtype, 4 if aligned else 1)
     normalize = normalizer(spec)
     rstd_pointer = rstd_address(spec.has_mean)
-    load_x, decode_x = x.load, x.decode
+    load_x, decode_x = x_loader.load, x_loader.decode
     parameters = quad_reader(spec.weight_dtype, aligned)
     has_mean, has_bias = spec.has_mean, spec.has_bias
-    weight_registers = x.num_registers
+    weight_registers = x_loader.num_registers
     bias_registers = weight_registers + 4
     mean_register = bias_registers + (4 if has_bias else 0)
     rstd_register = mean_register + (1 if has_mean else 0)
@@ -154,11 +154,11 @@ def _rstd(squares, columns, eps):
 
 
 def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Any:
-    """A device function ``(registers, columns, lane, eps, shared, thread) -> mean, rstd`` of the row in registers.
+    """A device function ``(registers, columns, thread_in_row, eps, shared, thread) -> mean, rstd`` of a row.
 
-    ``shared``: two times 32 bytes.
+    ``registers``: this thread's share of the row. ``shared``: two times 32 bytes.
     """
-    num_registers = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     quads = row_layout.quads_per_thread
     column_of = quad_column(row_layout)
     decode = quad_decoder(dtype)
@@ -166,35 +166,37 @@ def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> A
     in_bounds = inside_row(row_layout)
 
     @device
-    def statistics(registers, columns, lane, eps, shared, thread):
+    def statistics(registers, columns, thread_in_row, eps, shared, thread):
         m, squares = _ZERO, _ZERO
         if has_mean:
             for quad in range(quads):
-                a, b, c, d = decode(registers, quad * num_registers)
+                a, b, c, d = decode(registers, quad * registers_of_quad)
                 m += (a + b) + (c + d)
             m = divide(total(m, shared, thread), f32(columns))
         for quad in range(quads):
-            a, b, c, d = decode(registers, quad * num_registers)
+            a, b, c, d = decode(registers, quad * registers_of_quad)
             a, b, c, d = a - m, b - m, c - m, d - m
-            squares += (a * a + b * b) + (c * c + d * d) if in_bounds(column_of(quad, lane), columns) else _ZERO
+            squares += (
+                (a * a + b * b) + (c * c + d * d) if in_bounds(column_of(quad, thread_in_row), columns) else _ZERO
+            )
         return m, _rstd(total(squares, shared + 32, thread), columns, eps)
 
     return statistics
 
 
 def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads: int) -> Any:
-    """A device function ``(row_address, columns, in_bounds, lane, eps, shared, thread) -> mean, rstd``.
+    """A device function ``(row_address, columns, in_bounds, thread_in_row, eps, shared, thread) -> mean, rstd``.
 
     Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
     read of a row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
-    num_registers = quad_registers(dtype)
+    registers_of_quad = quad_registers(dtype)
     itemsize = ITEM_BYTES[dtype]
     total = row_sum(threads)
     stride = 4 * threads
-    all_registers = _AT_ONCE * num_registers
+    num_registers = _AT_ONCE * registers_of_quad
     columns_at_once = _AT_ONCE * stride
 
     @device
@@ -202,27 +204,27 @@ def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads
         for index in range(_AT_ONCE):
             col = column + index * stride
             loaded = load(row_address + i64(col) * itemsize, col, columns, in_bounds)
-            for register in range(num_registers):
-                registers[index * num_registers + register] = loaded[register]
+            for register in range(registers_of_quad):
+                registers[index * registers_of_quad + register] = loaded[register]
 
     @device
-    def statistics(row_address, columns, in_bounds, lane, eps, shared, thread):
-        registers = cuda.local.array(all_registers, u32)
+    def statistics(row_address, columns, in_bounds, thread_in_row, eps, shared, thread):
+        registers = cuda.local.array(num_registers, u32)
         m, squares, start = _ZERO, _ZERO, i32(0)
         while has_mean and start < columns:
-            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
+            load_some(row_address, start + 4 * thread_in_row, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
-                a, b, c, d = decode(registers, index * num_registers)
+                a, b, c, d = decode(registers, index * registers_of_quad)
                 m += (a + b) + (c + d)
             start += i32(columns_at_once)
         if has_mean:
             m = divide(total(m, shared, thread), f32(columns))
         start = i32(0)
         while start < columns:
-            load_some(row_address, start + 4 * lane, columns, in_bounds, registers)
+            load_some(row_address, start + 4 * thread_in_row, columns, in_bounds, registers)
             for index in range(_AT_ONCE):
-                column = start + 4 * lane + index * stride
-                a, b, c, d = decode(registers, index * num_registers)
+                column = start + 4 * thread_in_row + index * stride
+                a, b, c, d = decode(registers, index * registers_of_quad)
                 a, b, c, d = a - m, b - m, c - m, d - m
                 squares += a * a if column < columns else _ZERO
                 squares += b * b if column + 1 < columns else _ZERO
@@ -246,22 +248,22 @@ def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowL
     """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
     load_row = row_loader(dtype, row_layout)
     statistics_of_row = row_statistics(dtype, has_mean, row_layout)
-    num_registers = row_registers(dtype, row_layout)
+    registers_of_row = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
-    lane_mask = row_layout.threads_per_row - 1
+    row_thread_mask = row_layout.threads_per_row - 1
     shift = row_layout.log2_threads
     rows_of_block = THREADS >> row_layout.log2_threads
     rstd_pointer = rstd_address(has_mean)
 
     def statistics_of_rows(x, stride, statistics, rows, columns, eps):
         thread = cuda.threadIdx.x
-        lane = thread & lane_mask
+        thread_in_row = thread & row_thread_mask
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
-        registers = cuda.local.array(num_registers, u32)
+        registers = cuda.local.array(registers_of_row, u32)
         # A thread without a row reads the last again.
-        load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, lane, registers)
-        m, r = statistics_of_row(registers, columns, lane, eps, dynamic_shared(), thread)
-        if lane == 0 and row < rows:
+        load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, thread_in_row, registers)
+        m, r = statistics_of_row(registers, columns, thread_in_row, eps, dynamic_shared(), thread)
+        if thread_in_row == 0 and row < rows:
             if has_mean:
                 store_f32(statistics + i64(row) * 4, m)
             store_f32(rstd_pointer(statistics, rows) + i64(row) * 4, r)
@@ -272,7 +274,7 @@ def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowL
         _PARAMETERS,
         THREADS,
         shared_bytes=64,
-        min_blocks_per_sm=2 if num_registers > 32 else 4,
+        min_blocks_per_sm=2 if registers_of_row > 32 else 4,
     )
 
 

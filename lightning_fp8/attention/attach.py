@@ -21,12 +21,12 @@ class AttentionPlace(NamedTuple):
     Attributes:
         name: the module's in its model.
         fp8: whether its attention runs in FP8.
-        config: transformers' configuration that says which function it calls; None where it calls torch's.
+        hf_config: transformers' configuration that says which function it calls; None where it calls torch's.
     """
 
     name: str
     fp8: bool
-    config: Any = None
+    hf_config: Any = None
 
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
 
 
 def _key(place: AttentionPlace) -> tuple[str, bool, int]:
-    return place.name, place.fp8, id(place.config)
+    return place.name, place.fp8, id(place.hf_config)
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -67,9 +67,9 @@ def attach(model: nn.Module) -> None:
             module = model.get_submodule(place.name)
             owner = Owner(place.name, type(module).__qualname__, place.fp8)
             # one in high precision stays there when somebody switches the configuration back to torch's function
-            owners.own(module, owner, entered=place.config is None or not place.fp8)
+            owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(_disowning(module, owner))
-        configs = {id(place.config): place.config for place in _prepared[model] if place.config is not None}
+        configs = {id(place.hf_config): place.hf_config for place in _prepared[model] if place.hf_config is not None}
         undo += [_switched(hf_config) for hf_config in configs.values()]
         # The newest reference to a dead model is told first: it has to be out of ``_attached`` when ours is told.
         weakref.finalize(model, _uninstall_if_unused).atexit = False

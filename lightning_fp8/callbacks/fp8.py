@@ -1,4 +1,4 @@
-"""FP8Callback: when scales are updated, and how foreign checkpoints are taken."""
+"""FP8Callback: what a Trainer knows and the plugin needs: steps, epochs, evaluation, and foreign checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from lightning_fp8.te.unpickle import CheckpointError
 
 
 class FP8Callback(Callback):
-    """Has :class:`lightning_fp8.FP8Precision` update its scales once per optimizer step, in one collective.
+    """Tells :class:`lightning_fp8.FP8Precision` when steps, epochs and evaluation begin; takes foreign checkpoints.
 
-    The plugin sees every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or
-    not. A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``.
-    After the first training step the plugin's table says what really ran, and a warning names what did not; layers
-    that nothing called are only named at the end of the first epoch, or after 50 steps.
+    The plugin itself updates the scales, in one collective after every step of a ``torch.optim.Optimizer`` that holds
+    parameters of the model, through Lightning or not: ``FP8FabricPrecision.update_scales``. A checkpoint with
+    Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. After the first training step the
+    plugin's table says what really ran, and a warning names what did not; layers that nothing called are only named at
+    the end of the first epoch, or after 50 steps.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.

@@ -247,7 +247,11 @@ def _place(
 ) -> tuple[dict[str, TensorState], Outcome, str]:
     """The states of tensors, by slot, that a state becomes, and what to say of it."""
     if state.forward is None:
-        return {}, "defaulted", f"{state.recipe} keeps no state" if state.recipe else "the module had no FP8 state"
+        return (
+            {},
+            "defaulted",
+            f"{state.recipe_name} keeps no state" if state.recipe_name else "the module had no FP8 state",
+        )
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):

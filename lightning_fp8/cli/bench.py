@@ -161,9 +161,9 @@ def _lines(gemm: LayerGemm, times: dict[GemmChoice, float]) -> Iterator[str]:
         yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * gemm.m * gemm.n * gemm.k / seconds:7.0f} TFLOP/s  {name}"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 bench``."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("lightning-fp8 bench times products on a CUDA card; torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())

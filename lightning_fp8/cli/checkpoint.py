@@ -21,7 +21,7 @@ PLUGIN = "FP8Precision"
 """The key under which Lightning keeps the plugin's state."""
 
 
-def main(args: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Run the command; an error is one line on the standard error, and exit status 1."""
     parser = argparse.ArgumentParser("lightning-fp8 checkpoint", description="FP8 state in checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -32,13 +32,13 @@ def main(args: Sequence[str]) -> None:
     )
     convert_parser.add_argument("source", type=Path, metavar="IN")
     convert_parser.add_argument("target", type=Path, metavar="OUT")
-    options = parser.parse_args(args)
-    file = options.file if options.command == "inspect" else options.source
+    args = parser.parse_args(argv)
+    file = args.file if args.command == "inspect" else args.source
     try:
-        if options.command == "inspect":
-            print(inspect(options.file))
+        if args.command == "inspect":
+            print(inspect(args.file))
         else:
-            print(convert(options.source, options.target))
+            print(convert(args.source, args.target))
     except CheckpointError as error:
         raise SystemExit(f"lightning-fp8: {file}: {error}") from None
     except OSError as error:
@@ -110,11 +110,11 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for key, value in (holder or {}).items():
         if is_state(key):
             try:
-                state = read_te_state(_bytes_of(value))
+                te_state = read_te_state(_bytes_of(value))
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}") from None
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
-            yield key, state.writer, {} if is_grouped(owner, holder or {}) else state.named_tensor_states(owner)
+            yield key, te_state.writer, {} if is_grouped(owner, holder or {}) else te_state.named_tensor_states(owner)
     for key, state in _our_states(file):
         try:
             names, scale, amax_history, _ = validated_state(_loaded(state, Path(key)))
@@ -176,10 +176,10 @@ def _loaded(value: Any, path: Path) -> Any:
 
 
 def _save(value: Any, target: Path) -> None:
-    name = target.with_name(f".{target.name}.{os.getpid()}")  # mkstemp's could be read by its owner alone
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")  # mkstemp's could be read by its owner alone
     try:
-        torch.save(value, name)
-        os.replace(name, target)
+        torch.save(value, temporary)
+        os.replace(temporary, target)
     except BaseException:
-        name.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

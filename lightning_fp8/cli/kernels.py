@@ -188,9 +188,9 @@ def doctors_kernels() -> list[Kernel]:
     return list(launched.values())
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 kernels``."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(argv)
     failed = build(
         layers_kernels, (args.linear, args.tokens, args.recipe or ["delayed"], args.arch), args.arch, args.out
     )

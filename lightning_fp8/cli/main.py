@@ -54,12 +54,12 @@ def recipe_hints(message: str) -> str:
     return "\n".join(lines)
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run ``lightning-fp8`` with ``args`` (``None``: the command line).
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``lightning-fp8`` with ``argv`` (``None``: the command line).
 
     Models and data modules are named by class path, also from modules of the working directory.
     """
-    arguments = list(sys.argv[1:] if args is None else args)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command in COMMANDS:
         importlib.import_module(COMMANDS[command]).main(arguments[1:])
@@ -68,13 +68,13 @@ def main(args: Sequence[str] | None = None) -> None:
     elif command == "--version":
         print(f"lightning-fp8 {__version__}")
     elif command in LIGHTNING or command.startswith("-"):
-        _lightning_cli(args)
+        _lightning_cli(argv)
     else:
         print(f"{HELP}\nerror: there is no command {command!r}", file=sys.stderr)
         raise SystemExit(2)
 
 
-def _lightning_cli(args: Sequence[str] | None) -> None:
+def _lightning_cli(argv: Sequence[str] | None) -> None:
     try:
         import jsonargparse
     except ImportError:
@@ -122,7 +122,7 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        args=None if args is None else list(args),  # Lightning warns of arguments that come twice
+        args=None if argv is None else list(argv),  # Lightning warns of arguments that come twice
     )
 
 

@@ -123,9 +123,9 @@ def plan_attention(
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
     """What to attach: the modules, and blocks in high precision of whose attention none was found."""
-    found = [layer.decision.name for layer in planned]
+    found = [attention.decision.name for attention in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
-    return [layer.place for layer in planned if layer.place is not None] + [
+    return [attention.place for attention in planned if attention.place is not None] + [
         AttentionPlace(name, False) for name in blind
     ]
 

@@ -83,17 +83,17 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
         decisions += other_matrices(module, name)
     if not policy.fuse:
         return ConversionSummary(tuple(decisions))
-    by_name = {layer.name: layer for layer in decisions}
+    by_name = {decision.name: decision for decision in decisions}
     return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
 
 
 def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     blocks = find_blocks(model)
-    names = {clean_name(name): module for name, module in model.named_modules()}
+    modules = {clean_name(name): module for name, module in model.named_modules()}
     aliases = _all_names(model)
 
     def reason(name: str) -> str:
-        return skipped_by(aliases[id(names[name])], policy) or reason_for_bf16(place_in(blocks, name), policy)
+        return skipped_by(aliases[id(modules[name])], policy) or reason_for_bf16(place_in(blocks, name), policy)
 
     return plan_attention(model, policy.replace_layers, reason)
 
@@ -188,8 +188,8 @@ def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
         "replace_layers=False": "pass replace_layers=True, or make layers as lightning_fp8.Linear",
         "output head": "make an output head as lightning_fp8.Linear",
     }
-    fitting = [way for key, way in ways.items() if any(key in reason for reason in reasons)]
-    others = [reason for reason in reasons if not any(key in reason for key in ways)]
+    fitting = [way for phrase, way in ways.items() if any(phrase in reason for reason in reasons)]
+    others = [reason for reason in reasons if not any(phrase in reason for phrase in ways)]
     said = "; ".join([*fitting, *others[:3]]) if reasons else "it has no linear layer"
     return f"no layer of the model runs in FP8 (the table says why); {said}"
 

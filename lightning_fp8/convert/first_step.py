@@ -279,15 +279,15 @@ class FirstStep:
         if calls.unknown:
             return None
         if layer.kind == "attention" and layer.name != owner:
-            key = layer.name.rpartition(".")[2]
-            roles = "qkv" if key == "in_proj_weight" else key[0]
-            rows = sum(self._calls.get(f"{owner}.{role}", _Calls()).products(trained) for role in roles)
-            return 2 * rows * layer.parameters // len(roles)
+            parameter_name = layer.name.rpartition(".")[2]
+            roles = "qkv" if parameter_name == "in_proj_weight" else parameter_name[0]
+            product_rows = sum(self._calls.get(f"{owner}.{role}", _Calls()).products(trained) for role in roles)
+            return 2 * product_rows * layer.parameters // len(roles)
         norm = module.layer_norm_weight if isinstance(module, (LayerNormLinear, LayerNormMLP)) else None
-        rows = calls.products(trained, norm is not None and norm.requires_grad)
+        product_rows = calls.products(trained, norm is not None and norm.requires_grad)
         if layer.kind == "experts" and calls.rows:
-            rows = rows * calls.routed // (calls.rows * layer.shape[0])
-        return 2 * rows * layer.parameters
+            product_rows = product_rows * calls.routed // (calls.rows * layer.shape[0])
+        return 2 * product_rows * layer.parameters
 
 
 def _fits(module: nn.Module, x: Tensor, sizes: set[int]) -> bool:

@@ -94,8 +94,8 @@ class ConversionSummary:
     def with_high_precision(self, name: str) -> ConversionSummary:
         """The same decisions for a model that computes in ``name``, such as ``"FP32"``, what it does not in FP8."""
         layers, norms, mlps = (
-            tuple(replace(layer, high_precision=name) for layer in rows)
-            for rows in (self.layers, self.norms, self.mlps)
+            tuple(replace(layer, high_precision=name) for layer in decisions)
+            for decisions in (self.layers, self.norms, self.mlps)
         )
         return ConversionSummary(layers, norms, mlps)
 

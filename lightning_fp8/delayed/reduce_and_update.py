@@ -3,7 +3,7 @@
 | an optimizer steps | the update is called for by |
 |---|---|
 | as a step of Lightning | the plugin after it: ``optimizer_step`` in ``plugin/fabric.py`` and ``plugin/precision.py`` |
-| outside of one, under a plugin | the hook of :func:`_after_step` below, through ``AmaxHistory.after_step`` |
+| outside of one, under a plugin | the hook of :func:`_after_optimizer_step` below, through ``AmaxHistory.after_step`` |
 | inside a backward pass, under a plugin | the plugin's next training forward: ``forward_context`` |
 | without a plugin | the next outermost ``fp8_autocast`` that takes gradients, at its start; of calibration, its end |
 
@@ -257,14 +257,14 @@ def _overflowed(optimizer: Optimizer) -> bool:
 
 # A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
 @torch.compiler.disable
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(history.steps is None for history in all_histories()):
         for history in _stepped(optimizer):
             history.steps = history.steps or 0  # an optimizer is known: what its closure runs belongs to its step
 
 
 @torch.compiler.disable
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _step_number
     _step_number = next(_numbers)
     if _overflowed(optimizer):
@@ -277,5 +277,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         update()
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(_before_optimizer_step)
+register_optimizer_step_post_hook(_after_optimizer_step)

@@ -74,9 +74,9 @@ def report(machine: Machine, seconds: float, compiling: bool) -> list[Finding]:
     return findings
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 doctor``."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(argv)
     findings = report(this_machine(args.seconds), args.seconds, args.compile)
     status = int(any(finding.verdict is Verdict.FAIL for finding in findings))
     if args.json is not None:

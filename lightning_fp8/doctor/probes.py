@@ -43,10 +43,10 @@ def cast() -> str:
     x = _values(320, 200)
     on_card = cast_both_ways(x.to(_device()))
     exact = (x.double() * SCALE).clamp(-E4M3.max, E4M3.max)
-    for name, codes, wanted in (("", on_card[0], exact), ("transposed ", on_card[1], exact.t())):
+    for adjective, codes, wanted in (("", on_card[0], exact), ("transposed ", on_card[1], exact.t())):
         wrong = int((_nearest(wanted) != codes.cpu().double()).sum())
         if wrong:
-            raise ArithmeticError(f"{wrong} of {wanted.numel()} {name}values are not the nearest of {E4M3.name}")
+            raise ArithmeticError(f"{wrong} of {wanted.numel()} {adjective}values are not the nearest of {E4M3.name}")
     return f"[320, 200] in bfloat16 to E4M3 and its transpose, all {2 * x.numel():,} values right, on {_where()}"
 
 

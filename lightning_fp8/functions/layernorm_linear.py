@@ -16,8 +16,8 @@ from lightning_fp8.scaled import Role
 
 def quantized_norm(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
     norm: Norm,
     product: Product,
     *,
@@ -27,8 +27,8 @@ def quantized_norm(
     """The norm of ``x [R, K]`` as the input of ``product``; ``columnwise``: also for its wgrad."""
     return ops.norm_quantize(
         x,
-        weight,
-        bias,
+        norm_weight,
+        norm_bias,
         product.cast(Role.INPUT),
         eps=norm.eps,
         rms=norm.rms,
@@ -38,7 +38,13 @@ def quantized_norm(
 
 
 def norm_gradients(
-    dy: Tensor | None, of_output: Tensor | None, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias: bool
+    dy: Tensor | None,
+    of_output: Tensor | None,
+    x: Tensor,
+    norm_weight: Tensor,
+    statistics: Tensor,
+    norm: Norm,
+    bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of x ``[R, K]``, weight and bias, from those of the FP8 copy and of the high-precision output."""
     if dy is None or of_output is None:
@@ -46,7 +52,9 @@ def norm_gradients(
         assert dy is not None
     else:
         dy = dy + of_output
-    return ops.norm_backward(dy, x, weight, statistics, rms=norm.rms, zero_centered=norm.zero_centered, bias=bias)
+    return ops.norm_backward(
+        dy, x, norm_weight, statistics, rms=norm.rms, zero_centered=norm.zero_centered, bias_gradient=bias_gradient
+    )
 
 
 class LayerNormLinearFunction(torch.autograd.Function):

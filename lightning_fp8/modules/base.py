@@ -136,20 +136,22 @@ class FP8Module(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
-        if (state := take_state(state_dict, prefix)) is not None:
-            key, value = state
+        if (entry := take_state(state_dict, prefix)) is not None:
+            key, extra_state = entry
             try:
-                self._load_te_state(value)
+                self._load_te_state(extra_state)
             except CheckpointError as error:
                 error_msgs.append(f"{key}: {error}")
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _load_te_state(self, value: Any) -> None:
-        state = read_te_state(value)
-        if state.forward is not None:
-            tensor_states = [state.tensor_state(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles]
+    def _load_te_state(self, extra_state: Any) -> None:
+        te_state = read_te_state(extra_state)
+        if te_state.forward is not None:
+            tensor_states = [
+                te_state.tensor_state(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles
+            ]
             self.ensure_slots()
             for (_, slot), tensor_state in zip(self.named_slots(), tensor_states):
                 slot.history.set_slot(slot.index, tensor_state.scale, tensor_state.amax_history)

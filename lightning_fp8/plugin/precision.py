@@ -37,7 +37,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         in_trainer = isinstance(module, LightningModule) and module._trainer is not None
         if in_trainer and not self._has_callback:
             raise MisconfigurationException(
-                "FP8Precision needs FP8Callback, which has it update its scales; add it: "
+                "FP8Precision needs FP8Callback, which tells it when steps begin and what they ran in FP8; add it: "
                 "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()])"
             )
         return super().convert_module(module)

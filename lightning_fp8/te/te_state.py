@@ -81,14 +81,14 @@ class TEState:
         writer: the versions of Transformer Engine that write this form.
         forward: ``None`` where the module had no FP8 state.
         backward: likewise.
-        recipe: the recipe's class name, where the form holds one.
+        recipe_name: the recipe's class name, where the form holds one.
         dropped: how many infinite or NaN amaxes were read as 0.
     """
 
     writer: str
     forward: Columns | None = None
     backward: Columns | None = None
-    recipe: str | None = None
+    recipe_name: str | None = None
     dropped: int = 0
 
     @property
@@ -184,7 +184,7 @@ def _from_dict(state: Any, writer: str) -> TEState:
             raise CheckpointError(
                 "it holds neither 'scale_fwd' nor a recipe: this is not Transformer Engine's FP8 state"
             )
-        return TEState(writer, recipe=name)  # a recipe without state
+        return TEState(writer, recipe_name=name)  # a recipe without state
     forward, dropped_forward = _columns(state, "fwd")
     backward, dropped_backward = _columns(state, "bwd") if "scale_bwd" in state else (None, 0)
     return TEState(writer, forward, backward, name, dropped_forward + dropped_backward)

@@ -214,12 +214,12 @@ def _lookup(budget: _Budget, *, nested: bool = False, standins: bool = False) ->
     if not nested:
         constructors |= dict.fromkeys(_LOAD_FROM_BYTES, load_from_bytes)
 
-    def lookup(name: str) -> Constructor | None:
-        if name in constructors:
-            return constructors[name]
-        if name in _STORAGE_DTYPES or name in _DTYPES:
+    def lookup(global_name: str) -> Constructor | None:
+        if global_name in constructors:
+            return constructors[global_name]
+        if global_name in _STORAGE_DTYPES or global_name in _DTYPES:
             return _not_callable
-        return (lambda *args: Standin(name, args)) if standins or _RECIPE.fullmatch(name) else None
+        return (lambda *args: Standin(global_name, args)) if standins or _RECIPE.fullmatch(global_name) else None
 
     return lookup
 
@@ -246,16 +246,21 @@ def _storage(value: Any) -> Storage:
     return value
 
 
-def _storage_key(key: Any) -> tuple[torch.dtype, str, int]:
-    """dtype, name and element count of ``("storage", type, name, location, numel, ...)``."""
-    if not (isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global)):
+def _parse_persistent_id(persistent_id: Any) -> tuple[torch.dtype, str, int]:
+    """dtype, key and element count of ``("storage", type, storage_key, location, numel, ...)``."""
+    if not (
+        isinstance(persistent_id, tuple)
+        and len(persistent_id) >= 5
+        and persistent_id[0] == "storage"
+        and isinstance(persistent_id[1], Global)
+    ):
         raise CheckpointError("a persistent id names no storage")
-    dtype = _STORAGE_DTYPES.get(key[1].name)
-    name = key[2]
-    numel = key[4]
-    if dtype is None or not isinstance(name, str) or type(numel) is not int or not 0 <= numel <= _INT64_MAX:
-        raise CheckpointError(f"a storage of {key[1].name[:200]!r} cannot be read")
-    return dtype, name, numel
+    dtype = _STORAGE_DTYPES.get(persistent_id[1].name)
+    storage_key = persistent_id[2]
+    numel = persistent_id[4]
+    if dtype is None or not isinstance(storage_key, str) or type(numel) is not int or not 0 <= numel <= _INT64_MAX:
+        raise CheckpointError(f"a storage of {persistent_id[1].name[:200]!r} cannot be read")
+    return dtype, storage_key, numel
 
 
 def _read_zip(file: Any, budget: _Budget, *, standins: bool = False) -> Any:
@@ -269,13 +274,13 @@ def _read_zip(file: Any, budget: _Budget, *, standins: bool = False) -> Any:
             raise CheckpointError(f"the archive's {info.filename[:200]!r} is compressed; torch.save does not compress")
         budget.spend(info.file_size)
 
-    def read(name: str) -> bytes:
+    def read(record: str) -> bytes:
         try:
-            return archive.read(infos[name])
+            return archive.read(infos[record])
         except Exception as error:
-            raise CheckpointError(f"the archive's {name[:200]!r} is damaged ({type(error).__name__})") from None
+            raise CheckpointError(f"the archive's {record[:200]!r} is damaged ({type(error).__name__})") from None
 
-    pickles = [name for name in infos if name.count("/") == 1 and name.endswith("/data.pkl")]
+    pickles = [record for record in infos if record.count("/") == 1 and record.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError("the archive was not written by torch.save: it has no data.pkl")
     root = pickles[0].removesuffix("data.pkl")
@@ -285,14 +290,14 @@ def _read_zip(file: Any, budget: _Budget, *, standins: bool = False) -> Any:
         raise CheckpointError(f"data.pkl has {infos[pickles[0]].file_size} bytes; at most {MAX_PICKLE_BYTES} are read")
     storages: dict[str, Storage] = {}
 
-    def persistent(key: Any) -> Storage:
-        dtype, name, numel = _storage_key(key)
-        record = f"{root}data/{name}"
+    def persistent(persistent_id: Any) -> Storage:
+        dtype, storage_key, numel = _parse_persistent_id(persistent_id)
+        record = f"{root}data/{storage_key}"
         if record not in infos:
             raise CheckpointError(f"the archive lacks {record[:200]!r}")
         if infos[record].file_size != numel * dtype.itemsize:
             raise CheckpointError(f"a tensor claims {numel} {dtype} and has {infos[record].file_size} bytes")
-        return storages.setdefault(name, Storage(dtype, numel, partial(read, record)))
+        return storages.setdefault(storage_key, Storage(dtype, numel, partial(read, record)))
 
     return unpickle(read(pickles[0]), _lookup(budget, standins=standins), persistent)
 
@@ -305,17 +310,17 @@ def _read_legacy(stream: io.BytesIO, lookup: Lookup) -> Any:
         raise CheckpointError("it is big-endian; save it again on a little-endian machine")
     storages: dict[str, Storage] = {}
 
-    def persistent(key: Any) -> Storage:
-        dtype, name, numel = _storage_key(key)
-        return storages.setdefault(name, Storage(dtype, numel))
+    def persistent(persistent_id: Any) -> Storage:
+        dtype, storage_key, numel = _parse_persistent_id(persistent_id)
+        return storages.setdefault(storage_key, Storage(dtype, numel))
 
     value = unpickle(stream, lookup, persistent)
-    for name in _names(unpickle(stream, lookup)):
-        storage = storages.get(name)
+    for storage_key in _names(unpickle(stream, lookup)):
+        storage = storages.get(storage_key)
         size = stream.read(8)
         available = len(stream.getbuffer()) - stream.tell()
         if storage is None or size != storage.numel.to_bytes(8, "little") or storage.num_bytes > available:
-            raise CheckpointError(f"the bytes of storage {name[:200]!r} do not fit its tensor")
+            raise CheckpointError(f"the bytes of storage {storage_key[:200]!r} do not fit its tensor")
         storage.read = partial(bytes, stream.read(storage.num_bytes))
     return value
 

@@ -240,10 +240,10 @@ class _Machine:
             raise TypeError(f"{type(target).__name__} is given a state")
 
     def op_binpersid(self, _: None) -> None:
-        (key,) = self._pop(1)
+        (persistent_id,) = self._pop(1)
         if self.persistent is None:
             raise CheckpointError("it holds a persistent id outside a torch.save archive")
-        self.stack.append(self.persistent(key))
+        self.stack.append(self.persistent(persistent_id))
 
 
 def _call(function: Any, arguments: Any) -> Any:

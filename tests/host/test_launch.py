@@ -454,14 +454,19 @@ def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
 def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, when a launch is bound: the kernel's own names, in its order."""
     card, kernel = Card(monkeypatch), amax_kernel(tensor_loader("bfloat16", 4), True)
-    bind(kernel, 7, card.device, ("x", "scale", "amax"), rows=140, columns=264)(ADDRESS, 272, 0, ADDRESS + 64)
+    bind(kernel, 7, card.device, ("loader_args", "scale_ptr", "amax_ptr"), rows=140, columns=264)(
+        ADDRESS, 272, 0, ADDRESS + 64
+    )
     assert card.values[-1] == (ADDRESS, 272, 0, ADDRESS + 64, 140, 264)
     for addresses, scalars in (
-        (("x", "scale", "amax"), {"columns": 264, "rows": 140}),
-        (("x", "amax", "scale"), {"rows": 140, "columns": 264}),
-        (("x", "scale", "amax"), {"rows": 140}),
+        (("loader_args", "scale_ptr", "amax_ptr"), {"columns": 264, "rows": 140}),
+        (("loader_args", "amax_ptr", "scale_ptr"), {"rows": 140, "columns": 264}),
+        (("loader_args", "scale_ptr", "amax_ptr"), {"rows": 140}),
     ):
-        with pytest.raises(TypeError, match=r"has the parameters x, scale, amax, rows, columns; it is bound with x"):
+        with pytest.raises(
+            TypeError,
+            match=r"has the parameters loader_args, scale_ptr, amax_ptr, rows, columns; it is bound with loader_args",
+        ):
             bind(kernel, 7, card.device, addresses, **scalars)
 
 

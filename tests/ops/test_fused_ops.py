@@ -129,7 +129,7 @@ def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -
     dy = values(*shape, FP32, seed=5)
     statistics = ops.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5, rms=rms).statistics
     dx, dweight, dbias = ops.norm_backward(
-        dy, x, weight, statistics, rms=rms, zero_centered=zero_centered, bias=not rms
+        dy, x, weight, statistics, rms=rms, zero_centered=zero_centered, bias_gradient=not rms
     )
     leaves = [tensor.double().requires_grad_() for tensor in (x, weight, *([] if rms else [bias]))]
     exact_norm(*leaves, *([None] if rms else []), rms, zero_centered).backward(dy.double())
@@ -143,7 +143,7 @@ def test_norm_backward(rms: bool, zero_centered: bool, shape: tuple[int, int]) -
 def test_gradients_have_their_tensors_dtypes() -> None:
     x, weight, bias = norm_inputs((9, 16), FP16, BF16, False)
     statistics = ops.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5).statistics
-    gradients = ops.norm_backward(x.float(), x, weight, statistics, bias=True)
+    gradients = ops.norm_backward(x.float(), x, weight, statistics, bias_gradient=True)
     assert [gradient.dtype for gradient in gradients if gradient is not None] == [FP16, BF16, BF16]
     for dtype in (BF16, FP32):
         assert ops.activation_backward_quantize(

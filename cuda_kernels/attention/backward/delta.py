@@ -52,26 +52,26 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
     from a sequence to the next, a row and a head, multiples of 8.
     """
     assert head_dim in HEAD_DIMS
-    lanes = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # of a row, 16 channels each
-    rows_at_once = _THREADS // lanes
+    threads_per_row = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # 16 channels each
+    rows_at_once = _THREADS // threads_per_row
     passes = ROWS // rows_at_once
 
     @device
-    def dot(codes_row, values_row, inside, lane):
-        """The sum of a row's products, in all of its lanes; addresses of the row, which counts if ``inside``."""
-        inside = inside and 16 * lane < head_dim
-        codes = load_16_if(codes_row + 16 * lane, inside)
-        first_half = load_16_if(values_row + 32 * lane, inside)
-        second_half = load_16_if(values_row + (32 * lane + 16), inside)
+    def dot(codes_row, values_row, inside, thread_in_row):
+        """The sum of a row's products, in all of its threads; addresses of the row, which counts if ``inside``."""
+        inside = inside and 16 * thread_in_row < head_dim
+        codes = load_16_if(codes_row + 16 * thread_in_row, inside)
+        first_half = load_16_if(values_row + 32 * thread_in_row, inside)
+        second_half = load_16_if(values_row + (32 * thread_in_row + 16), inside)
         total = _products(_ZERO, codes[0], first_half[0], first_half[1])
         total = _products(total, codes[1], first_half[2], first_half[3])
         total = _products(total, codes[2], second_half[0], second_half[1])
         total = _products(total, codes[3], second_half[2], second_half[3])
         total = total + from_bits(shuffle_xor(bits(total), 1))
         total = total + from_bits(shuffle_xor(bits(total), 2))
-        if lanes > 4:
+        if threads_per_row > 4:
             total = total + from_bits(shuffle_xor(bits(total), 4))
-        if lanes > 8:
+        if threads_per_row > 8:
             total = total + from_bits(shuffle_xor(bits(total), 8))
         return total
 
@@ -85,21 +85,21 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         gradient_scale_inv = load_f32(scale_inv_do + block)
         packed = i64(head) * rows_q + first_row
         mine = statistics + (i64(head) * STATISTICS * rows_q + first_row) * 4
-        lane = remainder(cuda.threadIdx.x, i32(lanes))
+        thread_in_row = remainder(cuda.threadIdx.x, i32(threads_per_row))
         for step in range(passes):
-            row = i32(step * rows_at_once + quotient(cuda.threadIdx.x, i32(lanes)))
-            place = i64(sequence) * stride_b + i64(out_row + row) * stride_l + i64(head) * stride_h
-            total = dot(do + (packed + row) * head_dim, o + place * 2, row < valid, lane)
-            if lane == 0:
-                store_f32(mine + (i64(DELTA) * rows_q + row) * 4, total * gradient_scale_inv)
-        row = cuda.threadIdx.x
-        if row < ROWS:
-            sum_of_row, total = load_f32(l + (packed + row) * 4), _INFINITY
-            if row < valid and sum_of_row != _ZERO:
-                total = load_f32(m + (packed + row) * 4) + log2_approx(sum_of_row)
-            store_f32(mine + (i64(TOTAL) * rows_q + row) * 4, total)
-            store_f32(mine + (i64(GRADIENT_SCALE_INV) * rows_q + row) * 4, gradient_scale_inv)
-            store_f32(mine + (i64(QUERY_SCALE_INV) * rows_q + row) * 4, load_f32(scale_inv_q + block))
+            row_in_tile = i32(step * rows_at_once + quotient(cuda.threadIdx.x, i32(threads_per_row)))
+            place = i64(sequence) * stride_b + i64(out_row + row_in_tile) * stride_l + i64(head) * stride_h
+            total = dot(do + (packed + row_in_tile) * head_dim, o + place * 2, row_in_tile < valid, thread_in_row)
+            if thread_in_row == 0:
+                store_f32(mine + (i64(DELTA) * rows_q + row_in_tile) * 4, total * gradient_scale_inv)
+        row_in_tile = cuda.threadIdx.x
+        if row_in_tile < ROWS:
+            sum_of_row, total = load_f32(l + (packed + row_in_tile) * 4), _INFINITY
+            if row_in_tile < valid and sum_of_row != _ZERO:
+                total = load_f32(m + (packed + row_in_tile) * 4) + log2_approx(sum_of_row)
+            store_f32(mine + (i64(TOTAL) * rows_q + row_in_tile) * 4, total)
+            store_f32(mine + (i64(GRADIENT_SCALE_INV) * rows_q + row_in_tile) * 4, gradient_scale_inv)
+            store_f32(mine + (i64(QUERY_SCALE_INV) * rows_q + row_in_tile) * 4, load_f32(scale_inv_q + block))
 
     parameters = {
         **typed(i64, "table do scale_inv_do scale_inv_q o m l statistics"),

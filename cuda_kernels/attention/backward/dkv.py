@@ -233,8 +233,13 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def produce(smem, maps, tile, kv_head, shape):
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
-        row, queries, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
-        load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
+        packed_row, queries, first_tile, last_tile = (
+            tile[TILE_ROW],
+            tile[TILE_OTHERS],
+            tile[TILE_FIRST],
+            tile[TILE_LAST],
+        )
+        load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
@@ -252,8 +257,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):
         scratch += (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        row, column = accumulator_origin(wg_idx)
-        visible = visible_columns(tile, row, column, left, right)
+        row_in_tile, col_in_tile = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
         own = wg_idx * HALF_TILE
         desc_k, desc_v = smem_descriptor(smem + k_offset + own), smem_descriptor(smem + v_offset + own)
         dv, dk = zero_sums(), zero_sums()
@@ -275,7 +280,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     wgmma_fence()
                     scores = scores_of(zero_scores(), desc_k, smem_descriptor(smem + q_offset + of_rows), 0)
                     dp = scores_of(zero_scores(), desc_v, smem_descriptor(smem + do_offset + of_rows), 0)
-                    query = i32(half * QUERIES + column)
+                    query = i32(half * QUERIES + col_in_tile)
                     query_scale_inv, gradient_scale_inv = scales_of(smem, stage_idx, query)
                     scores = scores_wait_1(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:

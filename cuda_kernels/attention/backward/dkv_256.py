@@ -96,11 +96,16 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         map_t = map_qt if is_dk else map_dot
-        row, queries, first_tile, last_tile = tile[TILE_ROW], tile[TILE_OTHERS], tile[TILE_FIRST], tile[TILE_LAST]
+        packed_row, queries, first_tile, last_tile = (
+            tile[TILE_ROW],
+            tile[TILE_OTHERS],
+            tile[TILE_FIRST],
+            tile[TILE_LAST],
+        )
         mbarrier_arrive_expect_tx(smem + full_kv, own_bytes)
-        load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + row)
+        load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + packed_row)
         if is_dk:
-            load_rows(smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + row)
+            load_rows(smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
@@ -124,8 +129,8 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        row, column = accumulator_origin(wg_idx)
-        visible = visible_columns(tile, row, column, left, right)
+        row_in_tile, col_in_tile = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
         own = i32(smem + k_offset + wg_idx * HALF_TILE)
         sums, limits = zero_sums(), (START, START)
         steps, flushed = i32(0), i32(0)
@@ -151,7 +156,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                     dp = zero_scores()
                     if is_dk:
                         dp = scores_of(dp, desc_v, smem_descriptor(smem + ring + do_stage * WIDE_TILE + of_rows), 0)
-                    query = i32(half * QUERIES + column)
+                    query = i32(half * QUERIES + col_in_tile)
                     query_scale_inv, gradient_scale_inv = scales_of(smem, q_stage, query)
                     scores = scores_wait_1(scores) if is_dk else scores_wait_0(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:

@@ -79,11 +79,11 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
             mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
-            line = i64(rows_q) * 4
-            delta, delta_below = load_f32(mine + DELTA * line), load_f32(mine + DELTA * line + 32)
+            stat_bytes = i64(rows_q) * 4
+            delta, delta_below = load_f32(mine + DELTA * stat_bytes), load_f32(mine + DELTA * stat_bytes + 32)
             row_terms = (
-                load_f32(mine + QUERY_SCALE_INV * line) * c, load_f32(mine + GRADIENT_SCALE_INV * line),
-                load_f32(mine + TOTAL * line), load_f32(mine + TOTAL * line + 32), delta, delta_below,
+                load_f32(mine + QUERY_SCALE_INV * stat_bytes) * c, load_f32(mine + GRADIENT_SCALE_INV * stat_bytes),
+                load_f32(mine + TOTAL * stat_bytes), load_f32(mine + TOTAL * stat_bytes + 32), delta, delta_below,
             )  # fmt: skip
             key_block = i64(quotient(head, group)) * (rows_k >> 7) + (tile[TILE_OTHERS] >> 7)
             dq, rest, rest_below = consume(
@@ -94,8 +94,8 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:
-                store_f32(mine + CORRECTED * line, delta + rest)
-                store_f32(mine + CORRECTED * line + 32, delta_below + rest_below)
+                store_f32(mine + CORRECTED * stat_bytes, delta + rest)
+                store_f32(mine + CORRECTED * stat_bytes + 32, delta_below + rest_below)
             store(dq, softmax_scale, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
 
     parameters = {

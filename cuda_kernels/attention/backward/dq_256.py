@@ -105,9 +105,9 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         return smem + ring + stage_idx * WIDE_TILE, barrier
 
     @device
-    def load_rows(shared, tensor, barrier, row):
-        tma_load(shared, tensor, barrier, 0, row)
-        tma_load(shared + TILE, tensor, barrier + 8, 128, row)
+    def load_rows(shared, tensor, barrier, first_row):
+        tma_load(shared, tensor, barrier, 0, first_row)
+        tma_load(shared + TILE, tensor, barrier + 8, 128, first_row)
 
     @device
     def wait_for(smem, stage_idx, phase):
@@ -143,8 +143,8 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv = row_terms[0], row_terms[1]
         wg_thread = cuda.threadIdx.x & 127
-        row, column = accumulator_origin(wg_idx)
-        diagonal, _, end = visible_columns(tile, row, column, 0, 0)
+        row_in_tile, col_in_tile = accumulator_origin(wg_idx)
+        diagonal, _, end = visible_columns(tile, row_in_tile, col_in_tile, 0, 0)
         seen = diagonal, end, left, right
         own = i32(smem + q_offset + wg_idx * HALF_TILE)
         dq_0, dq_1, dq_2, dq_3, rest, rest_below = zero_sums(), zero_sums(), zero_sums(), zero_sums(), _ZERO, _ZERO

@@ -91,8 +91,8 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
         wg_thread = cuda.threadIdx.x & 127
-        row, column = accumulator_origin(wg_idx)
-        visible = visible_columns(tile, row, column, left, right)
+        row_in_tile, col_in_tile = accumulator_origin(wg_idx)
+        visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
         own = wg_idx * HALF_TILE
         desc_q, desc_do = smem_descriptor(smem + q_offset + own), smem_descriptor(smem + do_offset + own)
         dq, rest, rest_below = zero_sums(), _ZERO, _ZERO

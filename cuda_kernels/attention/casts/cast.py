@@ -87,21 +87,21 @@ def _finite_or_nan(value, raw):
 
 
 def _decoder(spec: HeadsSpec, centered: bool) -> Any:
-    """A device function ``(registers, step, mean, rows) -> four float32`` of row ``step``.
+    """A device function ``(registers, step, mean, rows_left) -> four float32`` of row ``step``.
 
-    If ``centered`` their channels' ``mean`` is subtracted from the first ``rows`` rows.
+    If ``centered`` their channels' ``mean`` is subtracted from the first ``rows_left`` rows.
     """
-    quad = quad_registers(spec.dtype)
+    registers_of_quad = quad_registers(spec.dtype)
     decode_quad = quad_decoder(spec.dtype)
 
     @device
-    def decode(registers, step, mean, rows):
-        return decode_quad(registers, step * quad)
+    def decode(registers, step, mean, rows_left):
+        return decode_quad(registers, step * registers_of_quad)
 
     @device
-    def decode_centered(registers, step, mean, rows):
-        a, b, c, d = decode_quad(registers, step * quad)
-        inside = step < rows
+    def decode_centered(registers, step, mean, rows_left):
+        a, b, c, d = decode_quad(registers, step * registers_of_quad)
+        inside = step < rows_left
         return (
             a - mean[0] if inside else _ZERO,
             b - mean[1] if inside else _ZERO,
@@ -137,7 +137,9 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         thread = i32(cuda.threadIdx.x)
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
-        head, sequence, row, rows, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
+        head, sequence, packed_row, rows_left, group, quad = read(
+            x, table, heads, stride_b, stride_l, stride_h, registers
+        )
         mean = (_ZERO, _ZERO, _ZERO, _ZERO)
         if centered:
             found = load_16_if(means + ((i64(head) * sequences + sequence) * head_dim + 4 * quad) * 4, True)
@@ -146,37 +148,40 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         kept = cuda.local.array(n_kept, u32)
         clear(kept)
         for step in range(GROUP):
-            fold(registers, step, decode(registers, step, mean, rows), kept)
-        amax = block_max(largest(kept), smem + amax_smem, thread)
+            fold(registers, step, decode(registers, step, mean, rows_left), kept)
+        amax_bits = block_max(largest(kept), smem + amax_smem, thread)
         if centered:
             mean = _same_again(mean, thread & 31)
-        finite = amax < INFINITY_BITS
+        finite = amax_bits < INFINITY_BITS
         if not finite:
             of_finite = u32(0)
             for step in range(GROUP):
-                quad_values, raw = decode(registers, step, mean, rows), decode_raw(registers, step, mean, rows)
+                quad_values, raw = (
+                    decode(registers, step, mean, rows_left),
+                    decode_raw(registers, step, mean, rows_left),
+                )
                 for index in range(4):
                     of_finite = unsigned_max(of_finite, _finite_magnitude(quad_values[index], raw[index]))
-            amax = block_max(of_finite, smem + amax_smem + 64, thread)
-        scale = amax_to_scale(from_bits(amax), fp8_max, False, _ZERO)
+            amax_bits = block_max(of_finite, smem + amax_smem + 64, thread)
+        scale = amax_to_scale(from_bits(amax_bits), fp8_max, False, _ZERO)
         if thread == 0:
-            store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (row >> 7)) * 4, divide(_ONE, scale))
+            store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (packed_row >> 7)) * 4, divide(_ONE, scale))
 
         packed = cuda.local.array(GROUP, u32)
         for step in range(GROUP):
-            a, b, c, d = decode(registers, step, mean, rows)
+            a, b, c, d = decode(registers, step, mean, rows_left)
             if not finite:
-                raw = decode_raw(registers, step, mean, rows)
+                raw = decode_raw(registers, step, mean, rows_left)
                 a, b = _finite_or_nan(a, raw[0]), _finite_or_nan(b, raw[1])
                 c, d = _finite_or_nan(c, raw[2]), _finite_or_nan(d, raw[3])
             packed[step] = pack(a * scale, b * scale, c * scale, d * scale)
         if rowwise:
-            address = out + (i64(head) * packed_rows + row + group * GROUP) * head_dim + 4 * quad
+            address = out + (i64(head) * packed_rows + packed_row + group * GROUP) * head_dim + 4 * quad
             for step in range(GROUP):
                 store_4(address, packed[step])
                 address += head_dim
         if columnwise:
-            out_address = out_t + i64(head) * head_dim * packed_rows + row
+            out_address = out_t + i64(head) * head_dim * packed_rows + packed_row
             store_columns(packed, smem, group, quad, thread, out_address, i64(packed_rows))
 
     return Kernel(

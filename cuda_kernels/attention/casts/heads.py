@@ -43,20 +43,20 @@ class HeadsSpec(HeadSize):
 
 @cache
 def make_heads_loader(spec: HeadsSpec) -> Any:
-    """A device function ``(x, stride, rows, registers)`` that loads a thread's four channels of 16 rows.
+    """A device function ``(x, stride, rows_left, registers)`` that loads a thread's four channels of 16 rows.
 
-    ``x``: the address of the first. ``stride``: the bytes from a row to the next. Rows from ``rows`` on are 0.
+    ``x``: the address of the first. ``stride``: the bytes from a row to the next. Rows from ``rows_left`` on are 0.
     """
-    num_registers = quad_registers(spec.dtype)
+    registers_of_quad = quad_registers(spec.dtype)
     load_quad = quad_loader(spec.dtype, spec.vector == 4)
 
     @device
-    def load(x, stride, rows, registers):
+    def load(x, stride, rows_left, registers):
         address = x
         for step in range(GROUP):
-            loaded = load_quad(address, 0, 4, step < rows)
-            for register in range(num_registers):
-                registers[step * num_registers + register] = loaded[register]
+            loaded = load_quad(address, 0, 4, step < rows_left)
+            for register in range(registers_of_quad):
+                registers[step * registers_of_quad + register] = loaded[register]
             address += stride
 
     return load
@@ -79,12 +79,12 @@ def make_heads_reader(spec: HeadsSpec) -> Any:
         block = quotient(cuda.blockIdx.x, heads)
         head = i32(cuda.blockIdx.x - block * heads)
         entry = load_16_if(table + i64(block) * 16, True)
-        sequence, source_row, valid, row = i32(entry[0]), i32(entry[1]), i32(entry[2]), i32(entry[3])
+        sequence, source_row, valid, packed_row = i32(entry[0]), i32(entry[1]), i32(entry[2]), i32(entry[3])
         group = quotient(thread, quads)
         quad = i32(thread - group * quads)
-        rows = i32(valid - group * GROUP)
+        rows_left = i32(valid - group * GROUP)
         place = i64(sequence) * stride_b + i64(source_row + group * GROUP) * stride_l + i64(head) * stride_h
-        load(x + (place + 4 * quad) * item, stride_l * item, rows, registers)
-        return head, sequence, row, rows, group, quad
+        load(x + (place + 4 * quad) * item, stride_l * item, rows_left, registers)
+        return head, sequence, packed_row, rows_left, group, quad
 
     return read

@@ -65,16 +65,16 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
     strides in elements, from a sequence to the next, a row and a head.
     """
     head_dim, quads = spec.head_dim, spec.quads
-    quad_words = quad_registers(spec.dtype)
+    registers_of_quad = quad_registers(spec.dtype)
     read, decode = make_heads_reader(spec), quad_decoder(spec.dtype)
     group_sum = _make_group_sum(quads)
-    num_registers = GROUP * quad_words
+    num_registers = GROUP * registers_of_quad
 
     @device
     def add_up(registers, only_finite):
         sum_a, sum_b, sum_c, sum_d = _ZERO, _ZERO, _ZERO, _ZERO
         for step in range(GROUP):
-            a, b, c, d = decode(registers, step * quad_words)
+            a, b, c, d = decode(registers, step * registers_of_quad)
             if only_finite:
                 a, b, c, d = _finite(a), _finite(b), _finite(c), _finite(d)
             sum_a, sum_b, sum_c, sum_d = sum_a + a, sum_b + b, sum_c + c, sum_d + d
@@ -82,14 +82,14 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
 
     def sum_heads(x, table, sums, heads, packed_rows, stride_b, stride_l, stride_h):
         registers = cuda.local.array(num_registers, u32)
-        head, _, row, _, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
+        head, _, packed_row, _, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
         a, b, c, d = add_up(registers, False)
         # A sum that is not finite shows in the sum of all: only then is each value looked at.
         if magnitude((a - a) + (b - b) + (c - c) + (d - d)) != u32(0):
             a, b, c, d = add_up(registers, True)
         a, b, c, d = group_sum(a, b, c, d, dynamic_shared(), group, quad)
         if group == 0:
-            place = (i64(head) * (packed_rows >> 7) + (row >> 7)) * head_dim + 4 * quad
+            place = (i64(head) * (packed_rows >> 7) + (packed_row >> 7)) * head_dim + 4 * quad
             store_16(sums + place * 4, bits(a), bits(b), bits(c), bits(d))
 
     return Kernel(

@@ -240,9 +240,9 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
     ):  # fmt: skip
         smem = dynamic_shared()
         tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
-        row = tile[TILE_ROW]
-        in_k = (i64(head) * rows_k + row) * head_dim
-        block = (i64(head) * (rows_k >> 7) + (row >> 7)) * 4
+        packed_row = tile[TILE_ROW]
+        in_k = (i64(head) * rows_k + packed_row) * head_dim
+        block = (i64(head) * (rows_k >> 7) + (packed_row >> 7)) * 4
         if tile[TILE_FIRST] < tile[TILE_LAST]:
             copy_keys(smem, k + in_k, i64(head_dim))
             if with_dk:

@@ -136,16 +136,16 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         smem = dynamic_shared()
         tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
-        row, others = tile[TILE_ROW], tile[TILE_OTHERS]
-        line, _ = own_place()
-        mine = statistics + (i64(head) * STATISTICS * rows_q + row + line) * 4
-        of_each = i64(rows_q) * 4
+        packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
+        row_in_tile, _ = own_place()
+        mine = statistics + (i64(head) * STATISTICS * rows_q + packed_row + row_in_tile) * 4
+        stat_bytes = i64(rows_q) * 4
         row_terms = (
-            load_f32(mine + QUERY_SCALE_INV * of_each) * c, load_f32(mine + GRADIENT_SCALE_INV * of_each),
-            load_f32(mine + TOTAL * of_each), load_f32(mine + TOTAL * of_each + 32),
-            load_f32(mine + DELTA * of_each), load_f32(mine + DELTA * of_each + 32),
+            load_f32(mine + QUERY_SCALE_INV * stat_bytes) * c, load_f32(mine + GRADIENT_SCALE_INV * stat_bytes),
+            load_f32(mine + TOTAL * stat_bytes), load_f32(mine + TOTAL * stat_bytes + 32),
+            load_f32(mine + DELTA * stat_bytes), load_f32(mine + DELTA * stat_bytes + 32),
         )  # fmt: skip
-        in_q = (i64(head) * rows_q + row) * head_dim
+        in_q = (i64(head) * rows_q + packed_row) * head_dim
         in_k = (i64(kv_head) * rows_k + others) * head_dim
         in_kt = (i64(kv_head) * head_dim + first_channel) * rows_k + others
         block = (i64(kv_head) * (rows_k >> 7) + (others >> 7)) * 4
@@ -156,11 +156,11 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
         )  # fmt: skip
         # Found again: kept, they would take registers from the loop.
         tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
-        mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + line) * 4
+        mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0 and first_channel == 0:
-            store_f32(mine + CORRECTED * of_each, load_f32(mine + DELTA * of_each) + rest)
-            store_f32(mine + CORRECTED * of_each + 32, load_f32(mine + DELTA * of_each + 32) + rest_below)
+            store_f32(mine + CORRECTED * stat_bytes, load_f32(mine + DELTA * stat_bytes) + rest)
+            store_f32(mine + CORRECTED * stat_bytes + 32, load_f32(mine + DELTA * stat_bytes + 32) + rest_below)
         store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
     parameters = {

@@ -61,14 +61,14 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
 
         @device
         def some(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key):
-            smem, in_b = ring_of
+            ring_smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
             cuda.syncthreads()  # these keys are there, and all are done with what came before them
             if is_last:
-                copy_columns(smem + there, operands[4] + i64(first_key), operands[5])
+                copy_columns(ring_smem + there, operands[4] + i64(first_key), operands[5])
             else:
-                copy_keys(smem + there, operands, first_key, start + KEYS)
+                copy_keys(ring_smem + there, operands, first_key, start + KEYS)
             cp_async_commit()
             in_stage = in_b + here
             addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset

@@ -55,12 +55,12 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
     stages, head_dim = STAGES[spec.head_dim], spec.head_dim
     prefetch, pending = stages - 1, stages - 2
     stage_bytes = TILE + head_dim * LINE
-    scores_count, out_count = ROWS // 2, head_dim // 2
+    scores_count, acc_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     scores_of = make_product(ROWS, spec.k_steps)
     hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
-    rescale, add_product = scale_rows(out_count), make_add_product(head_dim, ROWS // STEP)
-    zero_out = zeros(out_count)
+    rescale, add_product = scale_rows(acc_count), make_add_product(head_dim, ROWS // STEP)
+    zero_acc = zeros(acc_count)
 
     @device
     def copy_keys(stage, k, j):
@@ -78,7 +78,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         visible = visible_columns(tile, i32(warp * 16 + (lane >> 2)), i32(2 * (lane & 3)), left, right)
         first_stage = i32(smem + TILE)
         in_a, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(ldmatrix_b(lane))
-        out, softmax_state = zero_out(), START
+        acc_o, softmax_state = zero_acc(), START
         if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
         for ahead in range(prefetch):
@@ -102,10 +102,10 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
                 scores = hide(scores, visible, i32(j * ROWS))
             factor = float_max(query_factor * key_scale_inv, SMALLEST)
             words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
-            out = rescale(out, alpha, alpha_below)
-            out = add_product(out, words, stage + TILE + in_b, value_scale_inv, value_scale_inv)
+            acc_o = rescale(acc_o, alpha, alpha_below)
+            acc_o = add_product(acc_o, words, stage + TILE + in_b, value_scale_inv, value_scale_inv)
             stage, free_stage = next_stage(stage, first_stage), stage
-        return out, softmax_state
+        return acc_o, softmax_state
 
     name = f"mma_attention_forward({spec}, {stages=})"
     return _forward_pass(spec, name, attend, TILE + stages * stage_bytes)
@@ -116,7 +116,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
 
     Args:
         attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right) ->
-            out, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
+            acc_o, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
             ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
             ``scale_inv`` times c. ``key_block``: the sequence's first among the ``scale_invs`` of K and V.
     """
@@ -131,12 +131,12 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
         smem = dynamic_shared()
         tile, head = tile_of(cuda.blockIdx.x, table, heads)
         kv_head = quotient(head, group)
-        row, others = tile[TILE_ROW], tile[TILE_OTHERS]
-        query_block = (i64(head) * (rows_q >> 7) + (row >> 7)) * 4
+        packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
+        query_block = (i64(head) * (rows_q >> 7) + (packed_row >> 7)) * 4
         key_block = i32(kv_head * (rows_k >> 7) + (others >> 7))
-        acc, softmax_state = attend(
+        acc_o, softmax_state = attend(
             smem, tile,
-            q + (i64(head) * rows_q + row) * head_dim,
+            q + (i64(head) * rows_q + packed_row) * head_dim,
             k + (i64(kv_head) * rows_k + others) * head_dim,
             v_t + i64(kv_head) * head_dim * rows_k + others,
             i64(rows_k), load_f32(scale_inv_q + query_block) * c, (scale_inv_k, scale_inv_v), key_block, left, right,
@@ -144,12 +144,14 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
         tile, head = tile_again(table, heads)
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         lane = cuda.threadIdx.x & 31
-        line = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
-        inverse, inverse_below, seen, seen_below = store_statistics(softmax_state, m, l, tile, head, rows_q, line, lane)
+        row_in_tile = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        inverse, inverse_below, seen, seen_below = store_statistics(
+            softmax_state, m, l, tile, head, rows_q, row_in_tile, lane
+        )
         place = i64(sequence) * stride_b + i64(out_row) * stride_l + i64(head) * stride_h
         store(
-            finish(acc, inverse, inverse_below, seen, seen_below),
-            out + (place + first_channel) * item, stride_l, line, out_rows, i32(2 * (lane & 3)), i32(channels),
+            finish(acc_o, inverse, inverse_below, seen, seen_below),
+            out + (place + first_channel) * item, stride_l, row_in_tile, out_rows, i32(2 * (lane & 3)), i32(channels),
         )  # fmt: skip
 
     parameters = {

@@ -34,7 +34,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     k_offset, v_offset = panels * TILE, 2 * panels * TILE
     copy_rows, copy_values = make_row_copy(ROWS, head_dim), make_copy(CHANNELS, ROWS)
     scores_of = make_product(ROWS, spec.k_steps, panels=panels)
-    hide, softmax, zero_out = make_band_mask(ROWS // 2), make_softmax(ROWS), zeros(CHANNELS // 2)
+    hide, softmax, zero_acc = make_band_mask(ROWS // 2), make_softmax(ROWS), zeros(CHANNELS // 2)
     rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)
 
     @device
@@ -44,7 +44,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
         own_row, own_column = own_place()
         visible = visible_columns(tile, own_row, own_column, left, right)
         in_a, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ldmatrix_b(lane))
-        out, softmax_state = zero_out(), START
+        acc_o, softmax_state = zero_acc(), START
         v_t += first_channel * rows_k
         if first_tile < last_tile:
             copy_rows(smem, q, i64(head_dim))
@@ -68,9 +68,9 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             if j + 1 < last_tile:
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
-            out = add_product(
-                rescale(out, alpha, alpha_below), words, in_b + v_offset, value_scale_inv, value_scale_inv
+            acc_o = add_product(
+                rescale(acc_o, alpha, alpha_below), words, in_b + v_offset, value_scale_inv, value_scale_inv
             )
-        return out, softmax_state
+        return acc_o, softmax_state
 
     return attend, v_offset + CHANNELS * LINE

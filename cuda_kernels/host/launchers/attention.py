@@ -105,7 +105,7 @@ class AttentionProblem:
         queries, keys: the packed rows of the batch.
         visible: the mask.
         softmax_scale: greater than 0.
-        longest_query: rows that no sequence of queries has more of; None is ``queries.rows``.
+        longest_query: rows that no sequence of queries has more of; None is ``queries.length_or_total``.
 
     Raises:
         ValueError: ``softmax_scale`` is none that kernels take, or heads cannot be shared evenly.

@@ -21,18 +21,22 @@ class RowSpace(NamedTuple):
 
     Attributes:
         sequences: of the batch.
-        rows: of each of them, in a padded batch; of the tensor, where sequences lie one after the other.
+        length_or_total: rows of each of them, in a padded batch; of the tensor, where they lie one after the other.
         ragged: they do.
     """
 
     sequences: int
-    rows: int
+    length_or_total: int
     ragged: bool
 
     @property
     def blocks(self) -> int:
         """Blocks of 128 packed rows; of ragged sequences as many as any choice of lengths needs."""
-        return self.rows // ROWS + self.sequences if self.ragged else self.sequences * ceil_div(self.rows, ROWS)
+        return (
+            self.length_or_total // ROWS + self.sequences
+            if self.ragged
+            else self.sequences * ceil_div(self.length_or_total, ROWS)
+        )
 
     @property
     def total(self) -> int:
@@ -66,10 +70,10 @@ class PackedRows(NamedTuple):
 def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device) -> PackedRows:
     """The rows of a batch, on the device of ``cu_seqlens`` if they are given.
 
-    Of a padded batch, ``[B, H, L, D]`` in any order of strides, each sequence has ``space.rows``, of which as many
-    count as ``cu_seqlens [B + 1]`` differ. Of ``[T, H, D]`` sequence ``b`` has the rows from ``cu_seqlens[b]`` to
-    ``cu_seqlens[b + 1]``, and its packed rows begin with block ``cu_seqlens[b] // 128 + b``; rows behind the last one
-    are padding of it. Blocks between two sequences, at most one each, are nobody's.
+    Of a padded batch, ``[B, H, L, D]`` in any order of strides, each sequence has ``space.length_or_total`` rows, of
+    which as many count as ``cu_seqlens [B + 1]`` differ. Of ``[T, H, D]`` sequence ``b`` has the rows from
+    ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, and its packed rows begin with block ``cu_seqlens[b] // 128 + b``; rows
+    behind the last one are padding of it. Blocks between two sequences, at most one each, are nobody's.
 
     Starts that do not rise from 0 to at most the tensor's rows are taken for such ones that do: nothing outside the
     tensor is touched.
@@ -78,15 +82,15 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
     index = torch.arange(space.sequences, device=device)
     if space.ragged:
         assert cu_seqlens is not None
-        ends = cu_seqlens[1:].long().clamp(0, space.rows)
+        ends = cu_seqlens[1:].long().clamp(0, space.length_or_total)
         bounds = torch.cat([ends.new_zeros(1), ends]).cummax(0).values
         lengths, first_row = bounds.diff(), bounds[:-1]
-        held = torch.where(index < space.sequences - 1, lengths, space.rows - first_row)
+        held = torch.where(index < space.sequences - 1, lengths, space.length_or_total - first_row)
         starts = first_row // ROWS + index
     else:
-        held = torch.full_like(index, space.rows)
-        lengths = held if cu_seqlens is None else cu_seqlens.long().diff().clamp(0, space.rows)
-        first_row, starts = torch.zeros_like(index), index * ceil_div(space.rows, ROWS)
+        held = torch.full_like(index, space.length_or_total)
+        lengths = held if cu_seqlens is None else cu_seqlens.long().diff().clamp(0, space.length_or_total)
+        first_row, starts = torch.zeros_like(index), index * ceil_div(space.length_or_total, ROWS)
     block = torch.arange(space.blocks, device=device)
     sequence = torch.searchsorted(starts, block, right=True) - 1
     return PackedRows(space, lengths, held, first_row, starts * ROWS, sequence, (block - starts[sequence]) * ROWS)
@@ -174,7 +178,7 @@ def most_seen(others: RowSpace, left: int | None, right: int | None, longest: in
 
     ``longest``: no sequence of the others has more rows.
     """
-    blocks = ceil_div(others.rows if longest is None else min(longest, others.rows), ROWS)
+    blocks = ceil_div(others.length_or_total if longest is None else min(longest, others.length_or_total), ROWS)
     if left is not None and right is not None:
         span = left + ROWS + right
         blocks = min(blocks, ceil_div(span - 1, ROWS) + 1)

@@ -134,12 +134,14 @@ def _blocks_of_stage(module: nn.Module) -> Iterator[str]:
 
 def _networks(model: nn.Module) -> list[str]:
     """Names of the children that hold three or more linear layers, of the first module with several children."""
-    name = ""
+    prefix = ""
     module = model
     while True:
         children = {child_name: child for child_name, child in module.named_children() if linear_names(child)}
         if len(children) != 1:
             break
         child_name, module = next(iter(children.items()))
-        name = f"{name}{child_name}."
-    return [clean_name(f"{name}{child_name}") for child_name, child in children.items() if len(linear_names(child)) > 2]
+        prefix = f"{prefix}{child_name}."
+    return [
+        clean_name(f"{prefix}{child_name}") for child_name, child in children.items() if len(linear_names(child)) > 2
+    ]

@@ -158,9 +158,11 @@ def _check_masks(
                 check_mask_beside(of, mask, cu, held)
 
 
-def _of_mask(mask: Tensor, sequences: int, rows: int) -> Tensor:
+def _of_mask(mask: Tensor, sequences: int, max_seqlen: int) -> Tensor:
     """:func:`cu_seqlens_of`, one tensor for all layers."""
-    (starts,) = shared(mask.device, (mask,), (sequences, rows), lambda: (cu_seqlens_of(mask, sequences, rows),))
+    (starts,) = shared(
+        mask.device, (mask,), (sequences, max_seqlen), lambda: (cu_seqlens_of(mask, sequences, max_seqlen),)
+    )
     return starts
 
 

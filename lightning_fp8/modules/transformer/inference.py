@@ -128,22 +128,22 @@ class InferenceParams:
         self._batch, self.sequence_len_offset = None, 0
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Begin a step: the rows that each sequence of the batch brings, by the sequence's name, in the batch's order.
+        """Begin a step: the rows that each sequence of the batch brings, by the sequence's id, in the batch's order.
 
         A sequence that is not named is finished; one that is named first is new.
 
         Raises:
             ValueError: more sequences or rows than the cache has.
-            TypeError: no mapping of names to integers.
+            TypeError: no mapping to integers.
         """
         if not isinstance(step_dict, Mapping):
             raise TypeError(f"pre_step takes a mapping of sequences to their new rows, {{0: 5}}, not {step_dict!r}")
-        step_dict = {name: _count(f"rows of sequence {name!r}", new) for name, new in step_dict.items()}
-        lengths = {name: sum(counts) for name, counts in (self._batch or {}).items()}
-        batch = {name: (lengths.get(name, 0), new) for name, new in step_dict.items()}
+        step_dict = {seq_id: _count(f"rows of sequence {seq_id!r}", new) for seq_id, new in step_dict.items()}
+        lengths = {seq_id: sum(counts) for seq_id, counts in (self._batch or {}).items()}
+        batch = {seq_id: (lengths.get(seq_id, 0), new) for seq_id, new in step_dict.items()}
         self._check([*batch], [*batch.values()])
-        old = {name: place for place, name in enumerate(lengths)}
-        moves = [(old[name], place) for place, name in enumerate(batch) if name in old]
+        old = {seq_id: place for place, seq_id in enumerate(lengths)}
+        moves = [(old[seq_id], place) for place, seq_id in enumerate(batch) if seq_id in old]
         if any(source != target for source, target in moves):
             sources, targets = map(list, zip(*moves))
             for cache in self._caches.values():
@@ -216,13 +216,13 @@ class InferenceParams:
             return CachedKeys(all_k, all_v, None, None)
         return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
 
-    def _check(self, names: Sequence[Any], before_and_new: Sequence[tuple[int, int]]) -> None:
-        if len(names) > self.max_batch_size:
-            raise ValueError(f"{len(names)} sequences are more than max_batch_size={self.max_batch_size}")
-        for name, (before, new) in zip(names, before_and_new):
+    def _check(self, seq_ids: Sequence[Any], before_and_new: Sequence[tuple[int, int]]) -> None:
+        if len(seq_ids) > self.max_batch_size:
+            raise ValueError(f"{len(seq_ids)} sequences are more than max_batch_size={self.max_batch_size}")
+        for seq_id, (before, new) in zip(seq_ids, before_and_new):
             if before + new > self.max_sequence_length:
                 raise ValueError(
-                    f"{new} rows for sequence {name!r}, which has {before}, do not fit "
+                    f"{new} rows for sequence {seq_id!r}, which has {before}, do not fit "
                     f"max_sequence_length={self.max_sequence_length}"
                 )
 

@@ -235,8 +235,8 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             bottom_right_diagonal = True
             core |= dict(zip(_CU_SEQLENS, [*cu_seqlens, None, None])) | dict.fromkeys(_MAX_SEQLENS)
         core |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
-        context = self.core_attention(q, k, v, attention_mask, attn_mask_type=kind, **core)
-        projected = self.proj(context, call.get("is_first_microbatch"))
+        context_layer = self.core_attention(q, k, v, attention_mask, attn_mask_type=kind, **core)
+        projected = self.proj(context_layer, call.get("is_first_microbatch"))
         outputs = [*projected] if self.return_bias else [projected]
         outputs += [] if normalized is None else [normalized]
         return tuple(outputs) if len(outputs) > 1 else outputs[0]

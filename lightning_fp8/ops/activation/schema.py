@@ -72,10 +72,10 @@ def parse_activation_options(text: str) -> ActivationOptions:
         ValueError: ``text`` has another form.
     """
     name, _, words = text.partition(", ")[0].partition(" ")
-    bias = parse_options(words, ("bias",)).get("bias")
-    if not (bias is None or bias in DTYPES):
-        raise ValueError(f"{text!r} gives bias={bias}; use one of {', '.join(DTYPES)}")
-    return ActivationOptions(name, None if bias is None else DTYPES[bias])
+    bias_dtype_name = parse_options(words, ("bias",)).get("bias")
+    if not (bias_dtype_name is None or bias_dtype_name in DTYPES):
+        raise ValueError(f"{text!r} gives bias={bias_dtype_name}; use one of {', '.join(DTYPES)}")
+    return ActivationOptions(name, None if bias_dtype_name is None else DTYPES[bias_dtype_name])
 
 
 @fake("activation_quantize", "activation_quantize" + UNOBSERVED)

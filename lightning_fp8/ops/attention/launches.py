@@ -83,7 +83,7 @@ class Heads(NamedTuple):
             "bshd": (rows * of_row, of_row),
             "sbhd": (of_row, self.space.sequences * of_row),
         }[qkv_format]
-        space = self.space._replace(rows=rows)
+        space = self.space._replace(length_or_total=rows)
         return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
 
     def cast(self, device: torch.device, copies: tuple[bool, bool], mean_blocks: int = 0) -> CastLaunch:
@@ -183,7 +183,7 @@ class ForwardPlan:
             k.cast(device, (True, False), problem.mean_blocks),
             v.cast(device, (True, True)),
         )
-        out = q.contiguous(problem.qkv_format, q.heads, q.space.rows)
+        out = q.contiguous(problem.qkv_format, q.heads, q.space.length_or_total)
         self._forward = ForwardLaunch(problem.kernels, out.strides, device)
         self._tables = problem.tables(
             device,
@@ -217,7 +217,7 @@ class BackwardPlan:
         self._cast = do.cast(device, (True, True))
         self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)
         self._transpose_k = TransposeLaunch(k.head_dim, k.heads, k.space, device)
-        dq = do.contiguous(problem.qkv_format, do.heads, do.space.rows)
+        dq = do.contiguous(problem.qkv_format, do.heads, do.space.length_or_total)
         self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
         self._tables = problem.tables(
             device,
@@ -296,7 +296,7 @@ def require_operands(q: Heads, k: Heads, v: Heads) -> None:
 
 
 def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
-    batch, rows = x.space.sequences, x.space.rows
+    batch, rows = x.space.sequences, x.space.length_or_total
     padded = (batch, rows) if qkv_format == "bshd" else (rows, batch)
     return (*((rows,) if qkv_format == "thd" else padded), x.heads, x.head_dim)
 

@@ -85,7 +85,7 @@ class Packing:
 
     def __init__(self, packed: PackedRows) -> None:
         self._space = packed.space
-        self._longest = max(packed.lengths.tolist(), default=0) if packed.space.ragged else packed.space.rows
+        self._longest = max(packed.lengths.tolist(), default=0) if packed.space.ragged else packed.space.length_or_total
         self._rows = _Places(packed.starts, packed.lengths, self._longest)
         blocks = -(-packed.lengths // BLOCK)
         self._blocks = _Places(packed.starts // BLOCK, blocks, -(-self._longest // BLOCK))

@@ -3,7 +3,7 @@
 - Operands: :func:`is_aligned_operand`, which our kernels and cuBLASLt ask. Casts write no others
   (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`,
   unless nothing but the reference multiplies its layouts, which takes any.
-  Sizes may be any: rows are padded in memory, K is not.
+  Sizes may be any: a row's bytes in memory are rounded up to 16, its shape stays ``K``.
 - Sizes: ``cublaslt_takes`` of :mod:`cuda_kernels.host.gemm_configs`, which cuBLASLt alone asks. Where it refuses, our
   kernels multiply, or the reference, as :mod:`cuda_kernels.host.gemm_selection` chooses.
 - The result: :func:`is_aligned_result` and :func:`has_aligned_pairs`. Otherwise our kernels store it in smaller pieces.
@@ -27,23 +27,23 @@ ALIGNMENT = 16
 """Bytes at multiples of which rows of codes begin: TMA, and vector loads, want no less."""
 
 
-def is_aligned_operand(layout: Layout, data: TensorKey, scale_inv: TensorKey) -> bool:
+def is_aligned_operand(layout: Layout, data_key: TensorKey, scale_inv_key: TensorKey) -> bool:
     """Whether each row of an operand's codes, and each line of its scales, starts where a kernel's copies can start.
 
     Args:
-        data: the key of the codes ``[R, K]``, one byte each: rows are contiguous and begin at multiples of 16 bytes.
-        scale_inv: its key. MN-major scales of a block along K are contiguous and begin at multiples of 16
+        data_key: of the codes ``[R, K]``, one byte each: rows are contiguous and begin at multiples of 16 bytes.
+        scale_inv_key: of its scales. MN-major scales of a block along K are contiguous and begin at multiples of 16
             bytes; K-major ones have contiguous rows; one scale for each row is contiguous.
     """
-    if not data.has_contiguous_rows or data.stride <= 0 or data.stride % ALIGNMENT or data.misalignment:
+    if not data_key.has_contiguous_rows or data_key.stride <= 0 or data_key.stride % ALIGNMENT or data_key.misalignment:
         return False
-    strides = scale_inv.strides
+    strides = scale_inv_key.strides
     if layout.scale_major == "mn":
         bytes_per_line = strides[1] * layout.scale_dtype.itemsize
-        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale_inv.misalignment
+        return strides[0] == 1 and bytes_per_line % ALIGNMENT == 0 and not scale_inv_key.misalignment
     if layout.scales_along_k:
         return strides[1] == 1
-    return layout.has_one_scale or strides[0] == 1 or data.rows == 1
+    return layout.has_one_scale or strides[0] == 1 or data_key.rows == 1
 
 
 def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: int) -> tuple[Allocation, Allocation]:
@@ -66,8 +66,8 @@ def empty_operand(
     device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """Allocate ``data`` and ``scale_inv`` as :func:`operand_allocations` says."""
-    data, scale_inv = operand_allocations(layout, dtype, rows, columns)
-    return data.empty(device), scale_inv.empty(device)
+    of_data, of_scale_inv = operand_allocations(layout, dtype, rows, columns)
+    return of_data.empty(device), of_scale_inv.empty(device)
 
 
 def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,15 +78,15 @@ def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tenso
     return copies
 
 
-def is_aligned_result(out: TensorKey) -> bool:
+def is_aligned_result(out_key: TensorKey) -> bool:
     """Whether TMA can store the result of a GEMM: its rows begin at multiples of 16 bytes."""
-    return out.is_vectorizable(1, ALIGNMENT)
+    return out_key.is_vectorizable(1, ALIGNMENT)
 
 
-def has_aligned_pairs(out: TensorKey, *of_columns: TensorKey | None) -> bool:
+def has_aligned_pairs(out_key: TensorKey, *of_columns: TensorKey | None) -> bool:
     """Whether a GEMM may write two neighbouring elements of its result at once, and read two of ``of_columns``.
 
     Args:
         of_columns: what has an element for each column of the result, a bias or B's scales, if there is one.
     """
-    return out.is_vectorizable(2) and all(each is None or each.misalignment % 8 == 0 for each in of_columns)
+    return out_key.is_vectorizable(2) and all(each is None or each.misalignment % 8 == 0 for each in of_columns)

@@ -6,7 +6,7 @@ kernel: its layers ask before and run in BF16. On the CPU nothing is planned and
 ops are there.
 
 The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, no bindings), which is not asked
-again; ``KernelError`` where a kernel cannot be made (no compiler), which the next plan tries anew.
+again; ``KernelError`` where a kernel cannot be made (no compiler), which a plan for another key tries anew.
 
 A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
 tensors that only allocates results and starts kernels.

@@ -39,7 +39,7 @@ def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> T
 
 
 def multiply(a: Operand, b: Operand, options: ScaledMMOptions, bias: Tensor | None) -> Tensor:
-    """``a @ bᵀ + bias`` in ``options.out_dtype``; no operand is rounded."""
+    """``a @ bᵀ + bias`` in ``options.out_dtype``; operands are exact, or rounded to float32 where scales ask for it."""
     data_a, data_b = a[0], b[0]
     for name, (data, scale_inv), layout in (("a", a, options.layout_a), ("b", b, options.layout_b)):
         if data.numel():
@@ -108,7 +108,10 @@ def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
 
 
 def _float32_mm(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ rightᵀ`` of two operands in BF16 or float32, in float32."""
+    """``left @ rightᵀ`` of two operands in BF16 or float32, in float32.
+
+    Operands in float32 are multiplied as ``torch.set_float32_matmul_precision`` says.
+    """
     with torch.autocast(left.device.type, enabled=False):  # which would round float32 factors and the result
         if left.dtype == torch.float32:
             return torch.mm(left, right.t())

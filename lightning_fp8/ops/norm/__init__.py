@@ -89,7 +89,7 @@ def norm_backward(
     *,
     rms: bool = False,
     zero_centered: bool = False,
-    bias: bool = False,
+    bias_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of :func:`norm_quantize`: of x ``[R, K]``, weight ``[K]`` and, if there is one, bias ``[K]``.
 
@@ -100,16 +100,16 @@ def norm_backward(
         dy: ``[R, K]``, one of the three dtypes.
         x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
         statistics: what it gave.
-        bias: whether to give its gradient.
+        bias_gradient: whether to give the bias's.
 
     Raises:
         TypeError, ValueError: x, dy, weight or statistics do not fit together.
     """
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
         raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
-    options_text = format_norm_options(rms, 0.0, zero_centered, bias)
+    options_text = format_norm_options(rms, 0.0, zero_centered, bias_gradient)
     dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, options_text)
-    return dx, dweight, dbias if bias else None
+    return dx, dweight, dbias if bias_gradient else None
 
 
 def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:

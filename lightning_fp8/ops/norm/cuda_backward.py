@@ -38,8 +38,10 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, opt
 class NormBackwardLaunches:
     """The launches that compute dx and partial sums over rows, and add those up."""
 
-    def __init__(self, x_key: TensorKey, dy_key: TensorKey, weight_key: TensorKey, options: NormOptions) -> None:
-        spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_key.dtype], not options.rms, options.bias_gradient)
+    def __init__(self, x_key: TensorKey, dy_key: TensorKey, weight_key: TensorKey, norm_options: NormOptions) -> None:
+        spec = NormSpec(
+            DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_key.dtype], not norm_options.rms, norm_options.bias_gradient
+        )
         device, inputs, dy_dtype = x_key.device, (x_key, dy_key, weight_key), DTYPE_NAMES[dy_key.dtype]
         row_layout = None
         if all(key.is_vectorizable(8, 16) for key in inputs):
@@ -53,14 +55,16 @@ class NormBackwardLaunches:
         self._allocate = allocator(device)
         self._checked = CheckedAddresses(device)
         self._device = device
-        self._statistics_shape = options.num_statistics, x_key.rows
+        self._statistics_shape = norm_options.num_statistics, x_key.rows
         self._dx = (x_key.rows, x_key.columns), (x_key.columns, 1), x_key.dtype
         self._dweight = (x_key.columns,), (1,), weight_key.dtype
         self._strides = x_key.stride, dy_key.stride
-        self._no_bias = None if options.bias_gradient else empty_tensor(device, weight_key.dtype)
-        scalars = x_key.rows, x_key.columns, float(options.zero_centered)
+        self._no_bias = None if norm_options.bias_gradient else empty_tensor(device, weight_key.dtype)
+        scalars = x_key.rows, x_key.columns, float(norm_options.zero_centered)
         self._run = launch.Launch(kernel, blocks, scalars, device).run
-        self._sums = ColumnSums(device, blocks, x_key.columns, weight_key.dtype, num_sets=1 + options.bias_gradient)
+        self._sums = ColumnSums(
+            device, blocks, x_key.columns, weight_key.dtype, num_sets=1 + norm_options.bias_gradient
+        )
 
     def run(self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options_text: str) -> Gradients:
         pointer = self._pointer

@@ -70,9 +70,9 @@ class OneReadNorm(NormLaunches):
         self, x_key: TensorKey, spec: NormSpec, norm_options: NormOptions, row_layout: RowLayout, variant: CastVariant
     ) -> None:
         super().__init__(x_key, norm_options)
-        options, device = variant.options, x_key.device
-        fp8 = options.float8.name.lower()
-        self._outputs = CastOutputs(device, options, x_key.rows, x_key.columns)
+        cast_options, device = variant.options, x_key.device
+        fp8 = cast_options.float8.name.lower()
+        self._outputs = CastOutputs(device, cast_options, x_key.rows, x_key.columns)
         kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
         num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
@@ -114,9 +114,11 @@ class BandNorm(NormLaunches):
         self, x_key: TensorKey, spec: NormSpec, norm_options: NormOptions, aligned: bool, variant: CastVariant
     ) -> None:
         super().__init__(x_key, norm_options)
-        options, device = variant.options, x_key.device
-        self._outputs = CastOutputs(device, options, x_key.rows, x_key.columns)
-        kernel = normalize_bands_kernel(spec, aligned, options.float8.name.lower(), options.rowwise, variant.has_amax)
+        cast_options, device = variant.options, x_key.device
+        self._outputs = CastOutputs(device, cast_options, x_key.rows, x_key.columns)
+        kernel = normalize_bands_kernel(
+            spec, aligned, cast_options.float8.name.lower(), cast_options.rowwise, variant.has_amax
+        )
         stride, _, stride_t, _ = self._outputs.strides
         scalars = x_key.rows, x_key.columns, norm_options.eps, stride, stride_t
         self._run = launch.Launch(kernel, ceil_div(x_key.rows, BAND), scalars, device).run

@@ -100,7 +100,7 @@ def _observe_plan(device: torch.device, x_plain_key: PlainKey) -> Callable[[Tens
     loader, wide, _ = tensor_loaders("", x_key)
     rows, columns = shape
     kernel, blocks = amax_kernel(wide or loader, True), num_blocks(device, rows, columns)
-    run = launch.bind(kernel, blocks, device, ("x", "scale", "amax"), rows=rows, columns=columns)
+    run = launch.bind(kernel, blocks, device, ("loader_args", "scale_ptr", "amax_ptr"), rows=rows, columns=columns)
     pointer = launch.address_on(device)
     stride = x_key.stride
     checked = CheckedAddresses(device)

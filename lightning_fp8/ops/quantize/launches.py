@@ -140,7 +140,7 @@ class CastLaunches:
             scalars: the parameters that are bound after the shape.
         """
         shape = {"rows": self.rows, "columns": self.columns}
-        return launch.bind(kernel, blocks, self.device, ("x", *addresses), **shape, **scalars)
+        return launch.bind(kernel, blocks, self.device, ("loader_args", *addresses), **shape, **scalars)
 
     def cast(self, loader_args: LoaderArgs, io: CastIO, store_args: LoaderArgs | None = None) -> Outputs:
         """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
@@ -157,7 +157,7 @@ class TensorCast(CastLaunches):
         self._block_amaxes = (blocks,), (1,), torch.float32
         self._find_amax = None
         if not variant.scale_is_known:
-            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale", "amax"))
+            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
         kernel = quantize_tensor_kernel(
             store_loader, options.float8.name.lower(), options.rowwise, options.columnwise, variant.has_amax,
             variant.has_overflow_counts,
@@ -166,7 +166,7 @@ class TensorCast(CastLaunches):
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
-            ("scale", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
+            ("scale_ptr", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
             num_block_amax=blocks,
             **variant.current_scaling._asdict(),
             out_stride=strides.out_stride,

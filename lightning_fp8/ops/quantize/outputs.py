@@ -94,8 +94,8 @@ class CastOutputs:
 
     def allocate(self) -> Outputs:
         """Allocate the four tensors on the current device."""
-        data, scale_inv, data_t, scale_inv_t = self._makers
-        return data(), scale_inv(), data_t(), scale_inv_t()
+        make_data, make_scale_inv, make_data_t, make_scale_inv_t = self._makers
+        return make_data(), make_scale_inv(), make_data_t(), make_scale_inv_t()
 
 
 def with_kernel_strides(reference_op: Op) -> Op:
