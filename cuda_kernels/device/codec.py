@@ -62,6 +62,7 @@ def magnitude(value):
 
 @device
 def largest_of(a, b, c, d):
+    """The largest of four magnitudes, given and returned as bits, which have the same order."""
     return unsigned_max(unsigned_max(a, b), unsigned_max(c, d))
 
 

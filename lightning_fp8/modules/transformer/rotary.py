@@ -157,14 +157,14 @@ def _angles_of_rows(
         if len(position) and not (t.is_cuda or torch.compiler.is_compiling()):  # asking would wait for the card
             _check_positions(freqs, int(position.max()) + 1)
         return freqs[position, 0]
-    rows = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+    length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
     if start_positions is None:
-        _check_positions(freqs, rows)
-        angle = freqs[:rows]  # [s, 1, 1, d]
+        _check_positions(freqs, length)
+        angle = freqs[:length]  # [s, 1, 1, d]
     else:
         starts = start_positions.to(freqs.device)
-        _check_positions(freqs, rows + (int(starts.max()) if len(starts) else 0))
-        angle = freqs[torch.arange(rows, device=freqs.device)[:, None] + starts, 0]  # [s, b, 1, d]
+        _check_positions(freqs, length + (int(starts.max()) if len(starts) else 0))
+        angle = freqs[torch.arange(length, device=freqs.device)[:, None] + starts, 0]  # [s, b, 1, d]
     return angle if tensor_format == "sbhd" else angle.transpose(0, 1)
 
 

@@ -86,10 +86,10 @@ def hidden(band: Band, query_slice: slice, key_slice: slice, lengths: Lengths, p
     queries_of, keys_of = lengths.queries[:, None, None], lengths.keys[:, None, None]
     i = torch.arange(query_slice.start, query_slice.stop, device=queries_of.device)[:, None]
     j = torch.arange(key_slice.start, key_slice.stop, device=keys_of.device)
-    out = (i >= queries_of) | (j >= keys_of)
+    is_hidden = (i >= queries_of) | (j >= keys_of)
     offset = j - i - (keys_of - queries_of if band.bottom_right else 0)
     if band.left is not None:
-        out = out | (offset < -band.left)
+        is_hidden = is_hidden | (offset < -band.left)
     if band.right is not None:
-        out = out | (offset > band.right)
-    return out
+        is_hidden = is_hidden | (offset > band.right)
+    return is_hidden
