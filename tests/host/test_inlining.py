@@ -1,7 +1,8 @@
-"""The faster inliner gives the code that Numba's own gives, and interprets each function once."""
+"""What makes compilation fast: the inliner, which gives the code that Numba's own gives, and no garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -56,6 +57,35 @@ def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "fast_inlining", nullcontext)
     assert ptx_of(KERNELS[name]) == fast
     assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
+
+
+@needs_compilers
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_meanwhile(enabled: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda_kernels.lowering import compiler
+
+    compiled = compiler.cuda.compile
+    collections: list[str] = []
+
+    def compile_or_fail(*args: Any, **options: Any) -> Any:
+        code = compiled(*args, **options)
+        assert not collections
+        if fails:
+            raise RuntimeError("as a compiler's error")
+        return code
+
+    monkeypatch.setattr(compiler.cuda, "compile", compile_or_fail)
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        with pytest.raises(RuntimeError, match="as a compiler's error") if fails else nullcontext():
+            compiler.ltoir(KERNELS["amax"], "90a")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.callbacks.pop()
+        (gc.enable if was_enabled else gc.disable)()
 
 
 @needs_compilers
