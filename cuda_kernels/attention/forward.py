@@ -109,12 +109,8 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     def produce(smem, maps, tile, head, shape):
         group, rows_q, rows_k = shape
         kv_head = quotient(head, group)
-        packed_row, first_key_row, first_tile, last_tile = (
-            tile[TILE_ROW],
-            tile[TILE_OTHERS],
-            tile[TILE_FIRST],
-            tile[TILE_LAST],
-        )
+        packed_row, first_key_row = tile[TILE_ROW], tile[TILE_OTHERS]
+        first_tile, last_tile = tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_q, q_bytes)
         load_rows(smem + q_offset, maps[0], smem + full_q, head * rows_q + packed_row)
         stage_idx, phase = i32(0), i32(0)

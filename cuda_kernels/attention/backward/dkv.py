@@ -233,12 +233,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     def produce(smem, maps, tile, kv_head, shape):
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
-        packed_row, queries, first_tile, last_tile = (
-            tile[TILE_ROW],
-            tile[TILE_OTHERS],
-            tile[TILE_FIRST],
-            tile[TILE_LAST],
-        )
+        packed_row, queries = tile[TILE_ROW], tile[TILE_OTHERS]
+        first_tile, last_tile = tile[TILE_FIRST], tile[TILE_LAST]
         load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):

@@ -96,12 +96,8 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         group, rows_q, rows_k = shape
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics = maps
         map_t = map_qt if is_dk else map_dot
-        packed_row, queries, first_tile, last_tile = (
-            tile[TILE_ROW],
-            tile[TILE_OTHERS],
-            tile[TILE_FIRST],
-            tile[TILE_LAST],
-        )
+        packed_row, queries = tile[TILE_ROW], tile[TILE_OTHERS]
+        first_tile, last_tile = tile[TILE_FIRST], tile[TILE_LAST]
         mbarrier_arrive_expect_tx(smem + full_kv, own_bytes)
         load_rows(smem + k_offset, map_k, smem + full_kv, kv_head * rows_k + packed_row)
         if is_dk:
