@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.attention import Band
-from tests.attention.attention_cases import exact, visible_keys
+from tests.attention.ops.attention_cases import exact, visible_keys
 
 MASKS = {
     "no_mask": Band(),

@@ -15,8 +15,8 @@ from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.benchmarks import cublaslt_stand_in as library
 from tests.benchmarks.cublaslt_stand_in import CublasLt, Refused, stand_in
-from tests.cuda_kernels.gemm_cases import PAIRS, numbers, operand
-from tests.cuda_kernels.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
+from tests.cuda_kernels.cases.gemm_cases import PAIRS, numbers, operand
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 M, N, K = 48, 144, 400
 """All different; two rows of 128 × 128 blocks, and four of k, of which the last is ragged."""

@@ -124,7 +124,7 @@ def in_a_fresh_thread(work: Any) -> None:
 
 def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     """Launches of the test cases: of each kernel's function the first, and of products one for each way to scale."""
-    from tests.cuda_kernels.all_cases import CASES
+    from tests.cuda_kernels.cases.all_cases import CASES
 
     found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
 
@@ -142,7 +142,7 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
 
 def of_attention_ops(start: Executor) -> list[Kernel]:
     """What both ops of attention launch, in order, each handed to ``start``."""
-    from tests.cuda_kernels.attention_op_cases import PROBLEMS, run_ops
+    from tests.cuda_kernels.cases.attention_op_cases import PROBLEMS, run_ops
 
     launched: list[Kernel] = []
 
@@ -164,7 +164,7 @@ if __name__ == "__main__":
     started = Started()
     for launched in one_of_each().values():
         started.start(*launched)
-    from tests.cuda_kernels.attention_op_cases import KERNELS
+    from tests.cuda_kernels.cases.attention_op_cases import KERNELS
 
     assert [kernel.function.__name__ for kernel in of_attention_ops(started.start)] == KERNELS
     print("started")

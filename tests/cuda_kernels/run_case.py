@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from cuda_kernels.host import compile_cache, launch
-from tests.cuda_kernels import (
+from tests.cuda_kernels import emulated
+from tests.cuda_kernels.cases import (
     attention_backward_cases,
     attention_kernel_cases,
     attention_mma_cases,
     attention_op_cases,
-    emulated,
     fused_cases,
     gemm_cases,
     kernel_cases,

@@ -11,8 +11,7 @@ from cuda_kernels.host.launch import Launch
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.quantize import cuda, reference
 from lightning_fp8.scaled import Layout
-from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.cuda_kernels.kernel_cases import (
+from tests.cuda_kernels.cases.kernel_cases import (
     BF16,
     CASES,
     FP16,
@@ -23,6 +22,7 @@ from tests.cuda_kernels.kernel_cases import (
     check_quantize_with_scale,
     sample,
 )
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 

@@ -7,9 +7,10 @@ import re
 import pytest
 
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels import attention_kernel_cases, fused_cases, test_mutated_products
+from tests.cuda_kernels import test_mutated_products
+from tests.cuda_kernels.cases import attention_kernel_cases, fused_cases
+from tests.cuda_kernels.cases.kernel_cases import CASES, Case
 from tests.cuda_kernels.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
-from tests.cuda_kernels.kernel_cases import CASES, Case
 from tests.ptx_on_cpu.mutants import Span, with_mutants
 
 pytestmark = needs_compilers

@@ -27,7 +27,7 @@ def leave() -> None:
 
 
 def run_on_two_ranks(module: str, *args: str, folder: Path) -> list[Any]:
-    """Run ``python -m tests.distributed.<module>`` on ranks 0 and 1; their reports, by rank.
+    """Run ``python -m tests.distributed.scripts.<module>`` on ranks 0 and 1; their reports, by rank.
 
     Raises:
         AssertionError: a rank failed; the message ends with what it printed last.
@@ -44,7 +44,7 @@ def run_on_two_ranks(module: str, *args: str, folder: Path) -> list[Any]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", f"tests.distributed.{module}", *args],
+            [sys.executable, "-m", f"tests.distributed.scripts.{module}", *args],
             cwd=ROOT,
             env={**os.environ, **common, "LOCAL_RANK": str(rank), "RANK": str(rank)},
             stdout=subprocess.PIPE,

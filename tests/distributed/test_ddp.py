@@ -86,7 +86,7 @@ def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> N
 
 def test_processes_that_the_trainer_starts_share_scales(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "tests.distributed.spawned", str(tmp_path)],
+        [sys.executable, "-m", "tests.distributed.scripts.spawned", str(tmp_path)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600,
     )  # fmt: skip
     first, second, parent = (json.loads((tmp_path / f"{who}.json").read_text()) for who in ("0", "1", "parent"))

@@ -21,7 +21,7 @@ from lightning_fp8.doctor import checks, compilers, driver, machine, probes
 from lightning_fp8.doctor.machine import Card, Torch
 from lightning_fp8.doctor.processes import Answer, answer_of
 from lightning_fp8.ops.core import dispatch
-from tests.emulator.ptx_on_cpu_samples import needs_gcc
+from tests.emulator.samples import needs_gcc
 
 FAKE_DRIVER = r"""
 #include <stddef.h>

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.emulator.ptx_on_cpu_samples import needs_gcc
+from tests.emulator.samples import needs_gcc
 
 # Before 3.9, Triton's compiler aborts for clusters. The variable is set where these tests shall run or fail.
 if not os.environ.get("LIGHTNING_FP8_FOREIGN") and (
@@ -19,14 +19,15 @@ if not os.environ.get("LIGHTNING_FP8_FOREIGN") and (
 ):
     pytest.skip('they need Triton 3.9: pip install "triton>=3.9" on Linux', allow_module_level=True)
 
-from tests.cuda_kernels.attention_backward_cases import CASES as ATTENTION_BACKWARD
-from tests.cuda_kernels.attention_kernel_cases import CASES as ATTENTION
-from tests.cuda_kernels.attention_mma_cases import CASES as ATTENTION_MMA
+from tests.cuda_kernels.cases.attention_backward_cases import CASES as ATTENTION_BACKWARD
+from tests.cuda_kernels.cases.attention_kernel_cases import CASES as ATTENTION
+from tests.cuda_kernels.cases.attention_mma_cases import CASES as ATTENTION_MMA
+from tests.cuda_kernels.cases.fused_cases import CASES as FUSED
+from tests.cuda_kernels.cases.gemm_cases import CASES as GEMMS
+from tests.cuda_kernels.cases.kernel_cases import CASES as OURS
 from tests.cuda_kernels.emulated import kernels_of, ptx_of
-from tests.cuda_kernels.fused_cases import CASES as FUSED
-from tests.cuda_kernels.gemm_cases import CASES as GEMMS
-from tests.cuda_kernels.kernel_cases import CASES as OURS
-from tests.foreign.cases import CASES, Case
+from tests.foreign.case import Case
+from tests.foreign.cases import CASES
 from tests.foreign.compiler import Emulated, Noted
 from tests.foreign.opcodes import kinds
 

@@ -26,7 +26,7 @@ from lightning_fp8.ops.attention import (
 )
 from lightning_fp8.ops.attention.launches import PLANS
 from lightning_fp8.ops.core import dispatch
-from tests.cuda_kernels.kernel_cases import BF16, FP16, FP32, Case
+from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case
 from tests.cuda_kernels.run_case import ATTENTION, fits
 
 CARD = torch.device("cuda", 0)

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.quantize import reference
 from lightning_fp8.scaled import Layout
-from tests.cuda_kernels import fused_cases
-from tests.cuda_kernels.kernel_cases import (
+from tests.cuda_kernels.cases import fused_cases
+from tests.cuda_kernels.cases.kernel_cases import (
     BF16,
     CASES,
     RESULTS,
@@ -173,9 +173,9 @@ def test_the_tensors_device_is_used() -> None:
 
 
 SANITIZED = """
-from tests.cuda_kernels import fused_cases
-from tests.cuda_kernels import fused_cases
-from tests.cuda_kernels import kernel_cases
+from tests.cuda_kernels.cases import fused_cases
+from tests.cuda_kernels.cases import fused_cases
+from tests.cuda_kernels.cases import kernel_cases
 for case in [*kernel_cases.CASES, *fused_cases.CASES][::3]:
     case.run("cuda")
 """

@@ -16,8 +16,8 @@ from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.ops.core import dispatch
 from lightning_fp8.recipes import RECIPES
-from tests.cuda_kernels.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
-from tests.cuda_kernels.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
+from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 from tests.gpu.graphs import captured
 
 CARD = torch.device("cuda", 0)

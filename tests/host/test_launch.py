@@ -1,18 +1,12 @@
-"""Compiling, caching and starting kernels, without a card: the driver's part is played by fakes."""
+"""Starting kernels, without a card: the driver's part is played by fakes."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
 import re
 import subprocess
 import sys
 import threading
-import types as python_types
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,103 +18,17 @@ from cuda_kernels.casts.amax import amax_kernel
 from cuda_kernels.casts.quantize import quantize_tensor_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.device.tile import tensor_loader
-from cuda_kernels.gemm import wgmma
-from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import cache_folder, compile_cache, launch, tensor_maps
-from cuda_kernels.host.launch import Launch, NoKernels, bind
-from cuda_kernels.kernel import Kernel, KernelError, compute_capability
-from cuda_kernels.lowering import compiler, entry
-from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.attention import missing_kernel
+from cuda_kernels.host.launch import Launch, bind
+from cuda_kernels.kernel import Kernel, KernelError
 from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.alignment import empty_operand
-from lightning_fp8.ops.quantize import cuda, launches, reference
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.quantize import cuda, launches
+from tests.cuda_kernels.cases.kernel_cases import BF16, sample
 from tests.cuda_kernels.emulated import executing, ptx_of
-from tests.cuda_kernels.kernel_cases import BF16, assert_same, sample
 from tests.cuda_kernels.launch_everything import every_kernel
-from tests.emulator.ptx_on_cpu_samples import needs_gcc
+from tests.emulator.samples import needs_gcc
+from tests.host.card import ADDRESS, KERNEL, Card
 from tests.machine_code.test_compiled_kernels import compiled
-
-KERNEL = amax_kernel(tensor_loader("bfloat16", 4), False)
-
-
-@pytest.fixture
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, on disk and in memory."""
-    monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_folder, "_memory", {})
-    yield tmp_path / "cache"
-    cache_folder._warn_once.cache_clear()
-
-
-def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compile_cache.cubin(KERNEL, "90a")
-    assert code.startswith(b"\x7fELF")
-    monkeypatch.setattr(cache_folder, "_memory", {})
-    monkeypatch.setattr(compiler, "link", None)  # compiling again would fail
-    assert compile_cache.cubin(KERNEL, "90a") == code
-    (file,) = cold.iterdir()
-    assert file.read_bytes()[32:] == code
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[:100], lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]]
-)
-def test_a_damaged_file_is_built_again(cold: Path, damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_folder.cached("key", lambda: b"code of a kernel, to be damaged") == (cold / "key").read_bytes()[32:]
-    whole = (cold / "key").read_bytes()
-    (cold / "key").write_bytes(damage(whole))
-    monkeypatch.setattr(cache_folder, "_memory", {})
-    assert cache_folder.cached("key", lambda: whole[32:]) == whole[32:]
-    assert (cold / "key").read_bytes() == whole
-
-
-def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
-    """Both start before either has finished, as ranks do; both get the kernel, and the file is whole."""
-    program = """
-import sys
-import hashlib
-from cuda_kernels.host import compile_cache
-from cuda_kernels.casts.amax import amax_kernel
-from cuda_kernels.device.tile import tensor_loader
-KERNEL = amax_kernel(tensor_loader("bfloat16", 4), False)
-print("ready", flush=True)
-sys.stdin.readline()
-print(hashlib.sha256(compile_cache.cubin(KERNEL, "90a")).hexdigest(), flush=True)
-"""
-    environment = os.environ | {cache_folder.CACHE_VARIABLE: str(cold)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2],
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    digests = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert digests[0] == digests[1]
-    (file,) = cold.iterdir()
-    assert hashlib.sha256(file.read_bytes()[32:]).hexdigest() == digests[0]
-
-
-def test_a_folder_that_cannot_be_written_warns_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cold.parent.joinpath("file").touch()
-    monkeypatch.setenv(
-        cache_folder.CACHE_VARIABLE, str(cold.parent / "file" / "cache")
-    )  # not a folder: nobody may write
-    with pytest.warns(RuntimeWarning, match=cache_folder.CACHE_VARIABLE) as caught:
-        codes = [cache_folder.cached(key, key.encode) for key in ("a", "b")]
-    assert codes == [b"a", b"b"]
-    assert len(caught) == 1
-    assert cache_folder.cached("a", lambda: pytest.fail("it is in memory")) == b"a"
 
 
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
@@ -133,65 +41,6 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
         for kind in declared:
             end = -(-end // size[kind]) * size[kind] + size[kind]
         assert end == kernel.param_struct.size
-
-
-def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of what is carried does not: it was compiled elsewhere."""
-    key, carried = compile_cache.cache_key(KERNEL, "cubin", "90a"), compile_cache.source_key(KERNEL, "cubin", "90a")
-    assert (
-        len(
-            {key, compile_cache.cache_key(KERNEL, "cubin", "89"), compile_cache.cache_key(KERNEL, "ptx", "89"), carried}
-        )
-        == 4
-    )
-    monkeypatch.setattr(compile_cache, "versions", lambda tools: dict.fromkeys(tools, "of another day"))
-    compile_cache.compilers.cache_clear()
-    assert key != compile_cache.cache_key(KERNEL, "cubin", "90a")
-    assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
-    monkeypatch.undo()
-    compile_cache.compilers.cache_clear()
-
-
-class Card:
-    """A driver that notes launches and reads their parameters."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-        self.contexts = threading.local()
-        self.values: list[tuple[Any, ...]] = []
-        self.kernel = KERNEL
-        driver = python_types.SimpleNamespace(
-            cuLibraryLoadData=lambda code, *rest: (0, code),
-            cuLibraryGetKernel=lambda library, name: (0, 4711),
-            cuLaunchKernel=self.launch,
-            cuKernelGetFunction=lambda kernel: (0, 4712),
-            cuFuncLoad=lambda function: (0,),
-            cuDeviceGet=lambda index: (0, index),
-            cuDevicePrimaryCtxRetain=lambda device: (0, 0xC0 + device),
-            cuCtxGetCurrent=lambda: (0, getattr(self.contexts, "current", 0)),
-            cuCtxSetCurrent=lambda context: (setattr(self.contexts, "current", context), (0,))[1],
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
-        monkeypatch.setattr(launch, "_driver", lambda: driver)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
-        launch.architecture.cache_clear()
-
-    def launch(self, *args: Any) -> tuple[int]:
-        assert self.contexts.current
-        *rest, parameters, extra = args
-        assert not extra
-        kinds = {"q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        addresses = (ctypes.c_void_p * len(self.kernel.struct_codes)).from_address(parameters)
-        read = (kinds[kind].from_address(address) for kind, address in zip(self.kernel.struct_codes, addresses))
-        self.values.append(tuple(value.value for value in read))
-        self.launches.append(tuple(rest))
-        return (0,)
-
-
-ADDRESS = 0x7F00_0000_1000
 
 
 def test_a_launch_hands_its_parameters_to_the_driver(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,123 +181,6 @@ def test_what_is_missing_is_named_for_torchs_cuda(
     kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)
     with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
         Launch(kernel, 7, (140, 264), card.device)
-
-
-def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, kernel = Card(monkeypatch, capability=(8, 0)), amax_kernel(tensor_loader("float16", 1), True)
-    with pytest.raises(NoKernels, match=r"A Card has compute capability 8\.0; .* 8\.9"):
-        Launch(kernel, 1, (1, 1), card.device)
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((10, 3), "100"), ((12, 0), "120"), ((12, 1), "120")],
-)
-def test_architectures(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Card(monkeypatch, capability)
-    assert launch.architecture(0) == arch
-    assert compute_capability("90a") == (9, 0, "a")
-    assert compute_capability("120") == (12, 0)
-
-
-@pytest.mark.parametrize("capability", [(8, 6), (8, 0), (9, 1), (11, 0), (13, 0)])
-def test_a_card_without_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine code for Hopper's own features runs on nothing later."""
-    Card(monkeypatch, capability)
-    with pytest.raises(NoKernels, match=f"compute capability {capability[0]}\\.{capability[1]}"):
-        launch.architecture(0)
-    # Attention of unchanged models, and ours without FP8, ask for a reason on every card.
-    assert f"compute capability {capability[0]}.{capability[1]}; there are" in missing_kernel(Card.device, 64)
-
-
-def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel for Hopper is not compiled for Ada; that it is missing there switches no other kernel off."""
-    card = Card(monkeypatch, (8, 9))
-    hoppers = Kernel("only for Hopper", lambda: None, {}, 32, architectures=("90a",))
-    with pytest.raises(KernelError, match="only for Hopper is for sm_90a, not for sm_89") as caught:
-        Launch(hoppers, 1, (), card.device)
-    assert not isinstance(caught.value, NoKernels)
-
-
-def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dispatch.planned(lambda x: -x)
-    def plan(device: torch.device, size: int) -> Callable[[int], int]:
-        if size == 2:
-            raise KernelError("no registers are left")
-        return lambda x: x * size
-
-    dispatch.clear_plan_cache()
-    cpu = torch.device("cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert [plan(cpu, False, size)(5) for size in (1, 2, 3, 2)] == [5, -5, 15, -5]
-    assert dispatch.runs_kernels(cpu)
-    assert ["no registers are left" in str(each.message) for each in caught] == [True]
-    dispatch.clear_plan_cache()
-
-
-def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The annotation that maps lie in the parameters is lost: what a change of Numba's calling convention would do."""
-    product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
-    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 64, 4))
-    monkeypatch.setattr(entry, "_annotate", lambda *args: None)
-    compiler._made.cache_clear()
-    entry.grid_constant_params.cache_clear()
-    with pytest.raises(KernelError, match="does not read its tensor maps in place"):
-        compile_cache.cubin(kernel, "90a")
-    compiler._made.cache_clear()
-    entry.grid_constant_params.cache_clear()
-
-
-@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
-def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, config = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
-    dispatch.clear_plan_cache()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            actual = cuda.quantize(x, config)
-    assert not dispatch.runs_kernels(x.device)
-    dispatch.clear_plan_cache()
-    assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
-    promised = (
-        *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
-        *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
-    )
-    for a, b, c in zip(actual, reference.quantize(x, config), promised):
-        assert_same(a, b, layout.value)
-        assert not a.numel() or a.stride() == c.stride()
-
-
-def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That card is the current one while memory is taken and kernels start, and while they are made."""
-    current, planned_on = [0], []
-
-    @contextmanager
-    def device(other: torch.device) -> Iterator[None]:
-        before, current[0] = current[0], other.index
-        yield
-        current[0] = before
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-
-    @dispatch.planned(lambda x: pytest.fail("the reference serves"))
-    def plan(device: torch.device, size: int) -> Callable[[int], tuple[int, int]]:
-        planned_on.append(current[0])
-        return lambda x: (x * size, current[0])
-
-    for card in (torch.device("cuda", 1), torch.device("cuda", 0)):
-        for _ in range(2):
-            assert plan(card, current[0], 7)(6) == (42, card.index)
-    assert current == [0]
-    assert planned_on == [1, 0]
-
-
-def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
-    with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
-        cuda.quantize(sample(4, 4, BF16), "e4m3 2x2 rowwise")
-    with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):
-        cuda.quantize(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))
 
 
 def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels.all_cases import CASES
+from tests.cuda_kernels.cases.all_cases import CASES
 from tests.cuda_kernels.emulated import builders, compiled, kernels_of
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of

@@ -18,7 +18,7 @@ from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.registration import past_dispatcher
 from lightning_fp8.scaled import Cast, Layout
-from tests.modules.test_threads import in_a_thread
+from tests.modules.contexts.test_threads import in_a_thread
 
 NAMESPACE = "lightning_fp8_test_calls"
 torch.library.define(f"{NAMESPACE}::double", "(Tensor x, Tensor? y=None, str text='') -> Tensor")

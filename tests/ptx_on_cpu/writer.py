@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tests.ptx_on_cpu.accumulators import accumulators_of
 from tests.ptx_on_cpu.parse import BITS, Function, Instruction, Label, Module, Registers, Scope, Statement, Variable
+from tests.ptx_on_cpu.types import READERS, WRITERS, as_value, signed, unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +43,6 @@ for _i, _axis in enumerate("xyz"):
         f"%cluster_nctaid.{_axis}": f"t->launch->cluster[{_i}]",
     }
 
-# A floating-point value is read from, and written to, the bits of a register.
-READERS = {"f16": "f16_value", "bf16": "bf16_value", "f32": "float_of", "f64": "double_of"}
-WRITERS = {"f16": "f16_from", "bf16": "bf16_from", "f32": "bits_of", "f64": "bits_of_double"}
-
 
 class Unsupported(Exception):
     """What an instruction needs and the emulator lacks."""
@@ -53,31 +50,6 @@ class Unsupported(Exception):
 
 def c_name(ptx_name: str) -> str:
     return re.sub(r"\W", "_", ptx_name)
-
-
-def unsigned(kind: str) -> str:
-    """The C type of a register of that PTX type."""
-    return f"u{max(BITS[kind], 8)}"
-
-
-def signed(kind: str) -> str:
-    return f"s{max(BITS[kind], 8)}"
-
-
-def is_integer(kind: str) -> bool:
-    return kind[0] in "sub" and kind[1:].isdigit()
-
-
-def as_value(bits: str, kind: str) -> str:
-    """The C expression of the number that has these bits."""
-    if kind in READERS:
-        return f"{READERS[kind]}({bits})"
-    return f"(({signed(kind)}){bits})" if kind[0] == "s" else bits
-
-
-def as_bits(value: str, kind: str) -> str:
-    """The C expression of the bits that represent a number."""
-    return f"{WRITERS[kind]}({value})" if kind in WRITERS else f"({unsigned(kind)})({value})"
 
 
 @dataclass(frozen=True)

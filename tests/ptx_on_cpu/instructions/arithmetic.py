@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.ptx_on_cpu.parse import BITS, Instruction
-from tests.ptx_on_cpu.writer import READERS, Unsupported, Writer, instruction, is_integer, signed, unsigned
+from tests.ptx_on_cpu.types import READERS, is_integer, signed, unsigned
+from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction
 
 _INTEGERS = "u16 s16 u32 s32 u64 s64"
 _FLOATS = "f16 bf16 f32 f64 f16x2 bf16x2 f32x2"

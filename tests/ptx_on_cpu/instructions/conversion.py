@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.ptx_on_cpu.parse import BITS, Instruction
-from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction, is_integer
+from tests.ptx_on_cpu.types import is_integer
+from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction
 
 _INTEGERS = "u8 s8 u16 s16 u32 s32 u64 s64"
 _FLOATS = "f16 bf16 f32 f64"

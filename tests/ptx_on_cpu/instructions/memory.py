@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.ptx_on_cpu.parse import BITS, Instruction
-from tests.ptx_on_cpu.writer import Unsupported, Writer, as_bits, as_value, instruction, is_integer, signed, unsigned
+from tests.ptx_on_cpu.types import as_bits, as_value, is_integer, signed, unsigned
+from tests.ptx_on_cpu.writer import Unsupported, Writer, instruction
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
 _SPACES = "global shared shared::* local param param::* const"

@@ -1,0 +1,121 @@
+"""How long calls of unchanged models are reached: failed runs, plugins, threads, models that go, wrappers of others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fp8 import FP8FabricPrecision, convert_module, fp8_autocast
+from tests.attention.models.test_attention_models import (
+    LENGTH,
+    TORCH_SDPA,
+    WIDTH,
+    Attention,
+    Block,
+    Model,
+    Regression,
+    trained,
+)
+
+
+@pytest.mark.usefixtures("no_other_models")
+def test_evaluation_runs_in_fp8_and_a_failed_run_restores() -> None:
+    class Failing(Regression):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            y = self.model(batch)
+            assert not torch.equal(y, plain(batch))
+            raise ArithmeticError
+
+        val_dataloader = Regression.train_dataloader
+
+    torch.manual_seed(0)
+    module = Failing(Model())
+    plain = copy.deepcopy(module.model).bfloat16()
+    with pytest.raises(ArithmeticError):
+        trained(module, skip=("*.qkv", "*.out"))
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    assert {type(m) for m in module.model.modules()} == {
+        Model,
+        nn.ModuleList,
+        Block,
+        nn.LayerNorm,
+        Attention,
+        nn.Linear,
+    }
+
+
+@pytest.mark.usefixtures("no_other_models")
+def test_two_plugins_and_threads() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    one, other = (Model().bfloat16() for _ in range(2))
+    exact = [copy.deepcopy(model)(x) for model in (one, other)]
+    skip = ("*.qkv", "*.out")
+    first = FP8FabricPrecision("tensorwise", attention=True, skip=skip)
+    second = FP8FabricPrecision("tensorwise", attention=True, skip=(*skip, "*.attention"))
+    first.convert_module(one)
+    second.convert_module(other)
+    with first.forward_context():
+        found = one(x)
+        outside: list[Tensor] = []
+        thread = threading.Thread(target=lambda: outside.append(one(x)))
+        thread.start()
+        thread.join()
+    with second.forward_context():
+        assert torch.equal(other(x), exact[1])
+    assert not torch.equal(found, exact[0])
+    assert torch.equal(outside[0], exact[0])
+    first.detach_attention()
+    assert F.scaled_dot_product_attention is not TORCH_SDPA
+    second.detach_attention()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+@pytest.mark.usefixtures("no_other_models")
+def test_the_wrapper_goes_with_the_last_model() -> None:
+    model = convert_module(Model().bfloat16())
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        model(torch.randn(2, LENGTH, WIDTH).bfloat16())
+    assert F.scaled_dot_product_attention is not TORCH_SDPA
+    del model
+    gc.collect()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+@pytest.mark.usefixtures("no_other_models")
+def test_somebody_elses_wrapper_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ours it is what ours stands in front of; around ours it calls ours, which is not put around it again."""
+
+    def wrapping(function: Any) -> Any:
+        return lambda *args, **options: function(*args, **options)
+
+    before = wrapping(TORCH_SDPA)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", before)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    plugins: list[FP8FabricPrecision] = []
+    models = [Model().bfloat16() for _ in range(2)]
+    exact = [copy.deepcopy(model)(x) for model in models]
+    for model in models:
+        plugins.append(FP8FabricPrecision("tensorwise", attention=True, skip=("*.qkv", "*.out")))
+        plugins[-1].convert_module(model)
+        ours = F.scaled_dot_product_attention
+        assert ours is not before
+        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapping(ours))
+    for plugin, model, right in zip(plugins, models, exact):
+        assert torch.equal(model(x), right)
+        with plugin.forward_context():
+            assert not torch.equal(model(x), right)
+        plugin.detach_attention()
+        assert torch.equal(model(x), right)
+    monkeypatch.undo()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    trained(Regression(Model()))
+    assert F.scaled_dot_product_attention is TORCH_SDPA

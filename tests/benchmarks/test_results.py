@@ -1,0 +1,172 @@
+"""What the benchmarks write: JSON, table, README, picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import files, machine, report
+from benchmarks.__main__ import main
+from benchmarks.record import OURS, Result
+from benchmarks.timing import Times
+from tests.benchmarks.test_benchmarks import ROOT
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
+def test_a_result_as_json() -> None:
+    target = {"fraction_of_copy": 0.9, "host_microseconds": 8.0, "milliseconds": 0.02}
+    times = Times(2e-3, 1e-3, 4e-3, 11)
+    errors = {"dq": 0.0123456}
+    result = Result("cast", OURS, (8, 8), "float8_e4m3fn", 10**9, True, errors, target, times, 1e12, 7.123456)
+    assert result.as_json() == {
+        "name": "cast",
+        "by": "lightning_fp8",
+        "shape": [8, 8],
+        "dtype": "float8_e4m3fn",
+        "milliseconds": {"median": 2.0, "low": 1.0, "high": 4.0, "count": 11},
+        "bytes": 10**9,
+        "gigabytes_per_second": 500.0,
+        "fraction_of_copy": 0.5,
+        "teraflops": None,
+        "over": None,
+        "host_microseconds": 7.123,
+        "parts": None,
+        "correct": True,
+        "errors": {"dq": 0.01235},
+        "target": target,
+        "met": {"fraction_of_copy": False, "host_microseconds": True, "milliseconds": False},
+        "note": None,
+        "choice": None,
+    }
+    untimed = Result("cast", OURS, (8, 8), "float8_e4m3fn", target=target, note="absent").as_json()
+    assert untimed["met"] == dict.fromkeys(target)
+
+
+def test_a_failed_write_leaves_the_last_version(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "out.json"
+    files.write({"date": 1}, path)
+    with pytest.raises(TypeError):
+        files.write({"date": object()}, path)
+    assert json.loads(path.read_text()) == {"date": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        name="A card", major=9, minor=0, multi_processor_count=132, total_memory=2**37, L2_cache_size=2**20, uuid="ab-c"
+    )
+    asked: list[str] = []
+
+    def output(*command: str) -> str:
+        asked.extend(command)
+        return "580.1, 1980, 3201, 700.00"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(machine, "_output", output)
+    card = machine.describe()["card"]
+    assert card["name"] == "A card"
+    assert card["driver_version"] == "580.1"
+    assert card["power.limit"] == "700.00"
+    assert asked[:2] == ["nvidia-smi", "--id=GPU-ab-c"]
+
+
+def document(dry: bool = False) -> dict[str, Any]:
+    """A run's results, made up."""
+
+    def entry(
+        name: str, by: str, shape: tuple[int, int], dtype: str, milliseconds: float, **more: Any
+    ) -> dict[str, Any]:
+        times = Times(milliseconds / 1e3, milliseconds / 1.1e3, milliseconds / 0.9e3, 9)
+        numbers: dict[str, Any] = {"bytes": 10**8, "times": times, "copy_bandwidth": 10**9}
+        return Result(name, by, shape, dtype, **{**numbers, **more}).as_json()
+
+    e4m3, wide = "float8_e4m3fn", (16384, 4096)
+    return {
+        "date": "2026-01-02T03:04:05+00:00",
+        "commit": "0123456789abcdef",
+        "machine": {
+            "card": {"name": "A card", "driver_version": "580.1"},
+            "versions": {"torch": "2.11.0", "numba-cuda": "0.30.4"},
+            "sources": "feed",
+        },
+        "arguments": {"only": None, "dry_run": dry},
+        "suites": {
+            "casts": [
+                entry("copy", "torch", (8192, 8192), "bfloat16", 100.0),
+                entry("cast", OURS, (8192, 8192), e4m3, 108.7, target={"fraction_of_copy": 0.9}, correct=True),
+                entry("cast", OURS, (8192, 8192), "float8_e5m2", 109.9),
+                entry("norm", OURS, (8192, 8192), e4m3, 1.0, times=None, note="absent: no op norm_quantize"),
+                entry("cast", OURS, wide, e4m3, 125.0),
+                entry("cast", "torch", (8192, 8192), e4m3, 400.0),
+            ],
+            "training": [entry("training step, bf16", "torch", (16, 129), "bfloat16", 200.0)],
+        },
+        "errors": {"host": "Traceback\nValueError: no"},
+    }
+
+
+def test_the_table() -> None:
+    text = report.table(document())
+    lines = text.splitlines()
+    assert (
+        lines[0]
+        == "A card, driver 580.1, torch 2.11.0, numba-cuda 0.30.4, commit 0123456789, 2026-01-02T03:04:05+00:00"
+    )
+    cast = next(index for index, line in enumerate(lines) if line.startswith("| cast | lightning_fp8"))
+    assert lines[cast] == (
+        "| cast | lightning_fp8 | 108.7000 (98.8200 – 120.8000) | 1 | 0.92 | 0.80 | 0.91 |  | ✓ of copy ≥ 0.9 |"
+    )
+    assert lines[cast + 1].startswith("| cast | torch | 400.0000")
+    assert "other shapes: [16384, 4096]" in text
+    assert "| norm | lightning_fp8 | absent: no op norm_quantize |" in text
+    assert "| training step, bf16 | 200.0 (181.8 – 222.2) | 1.00 |" in text
+    assert "**host broke off**: ValueError: no" in text
+    assert "Dry run" in report.table(document(dry=True))
+
+
+def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
+    results, readme = tmp_path / "card.json", tmp_path / "README.md"
+    files.write(document(), results)
+    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end, without a newline")
+    for _ in range(2):
+        assert main(["table", str(results), "--readme", str(readme)]) == 0
+        before, _, rest = readme.read_text().partition(f"{report.BEGIN}\n")
+        table, _, after = rest.partition(f"\n{report.END}")
+        assert before == "# Title\n\n"
+        assert after == "\n\nThe end, without a newline"
+        assert "| cast | lightning_fp8 |" in table
+        assert "training" not in table
+        assert "old" not in table
+
+
+@pytest.mark.parametrize("text", ["", "{begin}", "{end} {begin}", "{begin} {begin} {end}", "{begin} {end} {end}"])
+def test_markers_that_are_not_there_once_in_order_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        report.insert(text.format(begin=report.BEGIN, end=report.END), "table")
+
+
+def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
+    with pytest.raises(ValueError, match="ran on a card"):
+        report.readme_table(document(dry=True))
+    with pytest.raises(ValueError, match="ran on a card"):
+        report.readme_table({**document(), "suites": {}})
+
+
+def test_results_of_an_earlier_version_are_refused() -> None:
+    with pytest.raises(SystemExit, match="not written by this version"):
+        main(["table", str(ROOT / "benchmarks/results/2026-11-21-cpu.json")])
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    results, picture = tmp_path / "card.json", tmp_path / "docs" / "casts.png"
+    files.write(document(), results)
+    assert main(["plot", str(results), str(results), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,231 @@
+"""What the first training step adds to the table: what ran, why not, and its share of FLOPs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module
+from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.policy import Policy
+from tests.convert.first_step.watched import Attends, Block, Trained, decision, fit
+from tests.small import quiet_trainer
+
+
+def test_a_table_that_holds_is_confirmed() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    assert not fit(module, plugin, epochs=2)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8} == {True}
+    assert {layer.ran for layer in plugin.summary.layers if not layer.fp8} == {None}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)  # the first layer's input has no gradient
+    assert not plugin.summary.idle
+    quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()]).validate(
+        module, DataLoader(torch.randn(4, 16)), verbose=False
+    )
+    assert plugin.summary.share_of_flops is not None  # what is known stays known
+
+
+def test_a_weight_that_is_read_is_named_once_with_its_reader() -> None:
+    module, plugin = Trained(Block(), Block(reads=True)), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin, epochs=2)
+    reason = "Block read its weight and did not call it in the first training step"
+    assert f": blocks.2.fc: {reason}" in said
+    found = decision(plugin.summary, "blocks.2.fc")
+    assert (found.fp8, found.ran, found.precision, found.reason) == (True, False, "BF16", reason)
+    assert plugin.summary.idle == (found,)
+    assert plugin.summary.num_fp8 == 3
+    assert plugin.summary.share_of_parameters == 3 / 8
+    assert plugin.summary.share_of_flops == pytest.approx(9 / 23, abs=1e-9)
+    assert "3 of 8 linear layers run in FP8" in str(plugin.summary)
+
+
+def test_layers_that_are_not_called() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    (said,) = fit(module, plugin)
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
+
+
+def test_layers_that_another_step_of_the_epoch_calls_are_not_named() -> None:
+    class Drops(Trained):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.used = lambda index: index != 1 + batch_idx % 2
+
+    module, plugin = Drops(), FP8Precision("tensorwise")
+    assert not fit(module, plugin)
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
+
+
+def test_a_step_that_calls_nothing_is_not_the_first() -> None:
+    class Skips(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    module, plugin = Skips(), FP8Precision("tensorwise")
+    assert not fit(module, plugin)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8} == {True}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
+
+
+def test_one_step_says_nothing_of_the_others() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()], max_steps=1)
+        trainer.fit(module, DataLoader(torch.randn(8, 16), 4))
+    assert not [warning for warning in caught if "multiplied nothing" in str(warning.message)]
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.1.fc", "blocks.1.out"]
+
+
+def test_flops_of_attention_are_known_after_its_gradients_are_gone() -> None:
+    module = Attends()
+    watched = FirstStep(module, plan_conversion(module, Policy()))
+    module(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    module.zero_grad()
+    assert decision(watched.finish(), "attention.out_proj").flops == 3 * 2 * 2 * 3 * 256
+
+
+def test_copies_that_nobody_trains_or_calls_are_not_named() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.average = copy.deepcopy(module.blocks).requires_grad_(False)
+    assert not fit(module, plugin)
+    assert {layer.ran for layer in plugin.summary.layers if layer.fp8 and "average" in layer.name} == {None}
+    assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
+
+
+def test_a_second_fit_judges_anew() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 1
+    assert len(fit(module, plugin)) == 1
+    assert not fit(module, plugin)  # nothing new
+    module.used = lambda index: True
+    assert not fit(module, plugin)
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "eligible"
+
+
+def test_layers_that_are_called_later_have_run_in_the_end() -> None:
+    class Late(Trained):
+        def on_train_epoch_start(self) -> None:
+            self.used = lambda index: index != 1 or self.current_epoch > 0
+
+    module, plugin = Late(), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin, epochs=2)
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
+    assert not plugin.summary.idle
+    assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
+    assert plugin.summary.num_fp8 == 4
+
+
+def test_a_forward_that_was_replaced_after_conversion() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    plugin.attach_callback()
+    plugin.convert_module(module)
+    layer = module.blocks[1].fc
+    layer.forward = lambda x: F.linear(x, layer.weight)
+    (said,) = fit(module, plugin)
+    assert "blocks.1.fc: its forward was replaced on the instance and does not call ours" in said
+
+
+def test_a_forward_that_was_replaced_and_calls_ours_ran() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    layer = module.blocks[1].fc = Linear(16, 16)
+    ours = layer.forward
+    layer.forward = lambda x: ours(x)
+    assert not fit(module, plugin)
+    assert decision(plugin.summary, "blocks.1.fc").ran
+
+
+def test_a_forward_outside_the_plugins_is_in_high_precision() -> None:
+    class Outside(Trained):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.blocks[2](torch.randn(2, 16, dtype=torch.bfloat16))
+
+    module, plugin = Outside(), FP8Precision("tensorwise")
+    module.used = lambda index: index != 2
+    (said,) = fit(module, plugin)
+    assert "blocks.2.fc, blocks.2.out: it was called outside the plugin's forward" in said
+
+
+def test_layers_in_evaluation_mode_are_not_judged() -> None:
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    module.blocks[1].eval()
+    assert not fit(module, plugin)
+    assert decision(plugin.summary, "blocks.1.fc").ran is None
+    assert plugin.summary.share_of_flops is None
+
+
+def test_many_layers_are_named_briefly() -> None:
+    module, plugin = Trained(*(Block() for _ in range(6))), FP8Precision("tensorwise")
+    module.used = lambda index: index in (0, 7)
+    (said,) = fit(module, plugin)
+    assert "blocks.4.out and 4 more: it was not called" in said
+    assert len(plugin.summary.idle) == 12
+
+
+def test_hooks_go_with_the_step_even_if_it_fails() -> None:
+    class Failing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.hooked = any(module._forward_hooks for module in self.modules())
+            raise RuntimeError("inside")
+
+    module = Failing()
+    with pytest.raises(RuntimeError, match="inside"):
+        fit(module, FP8Precision("tensorwise"))
+    assert module.hooked
+    assert not any(module._forward_hooks for module in module.modules())
+
+
+def test_compiled_models_get_no_hooks() -> None:
+    model = convert_module(Trained())
+    model.blocks[1].compile(backend="eager")
+    FirstStep(model, plan_conversion(model, Policy()))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_fabric() -> None:
+    plugin = FP8FabricPrecision("tensorwise")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = Trained(Block(), Block(reads=True))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1e-3))
+    headings: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            fabric.backward(model(torch.randn(4, 16)).square().mean())
+            headings.append(str(plugin.summary).splitlines()[0])
+            optimizer.step()
+    assert [" to run in " in heading for heading in headings] == [True, False]  # what ran is known after a step
+    assert sum("blocks.2.fc: Block read its weight" in str(warning.message) for warning in caught) == 1
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]
+
+
+def test_two_models_of_fabric_are_judged_at_steps_of_their_own() -> None:
+    plugin = FP8FabricPrecision("delayed")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    first, second = Trained(), Trained(Block(), Block(reads=True))
+    one = fabric.setup(first, torch.optim.SGD(first.parameters(), 1e-3))
+    two = fabric.setup(second, torch.optim.SGD(second.parameters(), 1e-3))
+    said = []
+    for _ in range(2):
+        for model, optimizer in (one, two):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fabric.backward(model(torch.randn(4, 16)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            said.append([str(warning.message) for warning in caught if "multiplied nothing" in str(warning.message)])
+    assert [len(texts) for texts in said] == [0, 1, 0, 0]
+    assert ": blocks.2.fc: Block read its weight" in said[1][0]
+    assert [layer.name for layer in plugin.summary.idle] == ["blocks.2.fc"]

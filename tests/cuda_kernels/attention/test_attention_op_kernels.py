@@ -1,0 +1,167 @@
+"""Attention's ops as a card runs them: which kernels start, in which order, and what they give together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.host import launch, tensor_maps
+from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, BackwardTables, Operands
+from cuda_kernels.host.launchers.attention_tiles import RowSpace
+from lightning_fp8.ops.attention import AttentionCall, cpu, cuda, format_attention_options, launches, missing_kernel
+from lightning_fp8.ops.core.dispatch import clear_plan_cache
+from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, drawn
+from tests.cuda_kernels.cases.kernel_cases import Case
+from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+
+
+@needs_compilers
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case, emulator: Emulator) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case.run("cpu")
+    assert [kernel.function.__name__ for kernel in emulator.launched] == KERNELS
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_caller_changes_nothing(dtype: torch.dtype, emulator: Emulator) -> None:
+    """The Trainer runs a training step under the dtype of the weights."""
+    torch.set_default_dtype(dtype)
+    try:
+        check_ops(PROBLEMS["bshd grouped bottom right"], "cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's allocator gives the memory of one operand to another one later."""
+    shapes: list[Any] = []
+    monkeypatch.setattr(tensor_maps, "is_cuda_device", lambda device: True)
+    monkeypatch.setattr(tensor_maps, "_encoded", lambda tensor, box: tuple(tensor.shape))
+    monkeypatch.setattr(launch.Launch, "run", lambda self, *arguments: shapes.append(arguments))
+    problem = AttentionProblem(
+        AttentionSpec(64, "bfloat16"), (4, 2), RowSpace(1, 128, False), RowSpace(1, 256, False), Visible(), 0.1
+    )
+    strides = 8192, 64, 0
+    with executing(lambda *launched: None):
+        forward = ForwardLaunch(problem, strides, torch.device("cpu"))
+        backward = BackwardLaunch(problem, strides, strides, torch.device("cpu"))
+    memory = torch.zeros(4 * 256 * 64, dtype=torch.uint8)
+
+    def codes(heads: int, rows: int) -> PackedCodes:
+        here = memory[: heads * rows * 64]
+        return PackedCodes(here.view(heads, rows, 64), here.view(heads, 64, rows), torch.ones(heads, rows // 128))
+
+    of_queries, of_keys = codes(4, 128), codes(2, 256)
+    some = torch.zeros(4, 5, 128)
+    forward.run(some, of_queries, of_keys, of_keys, some, some, some)
+    operands = Operands(of_queries, of_queries, of_keys, of_keys)
+    backward.run_dq(BackwardTables(some, some), operands, some, some)
+    backward.run_dkv(BackwardTables(some, some), operands, some, some, some)
+    q, k, q_t, k_t = (512, 64), (512, 64), (256, 128), (128, 256)
+    assert [call[:count] for call, count in zip(shapes, (3, 5, 6))] == [
+        (q, k, k_t),
+        (q, q, k, k, k_t),
+        (k, k, q, q, q_t, q_t),
+    ]
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda x: x.update(q=drawn((2, 20), 3, 64, 0)),
+            "3 query heads cannot share 2 heads",
+        ),
+        (lambda x: x.update(q=drawn((1, 20), 4, 64, 0)), "of as many sequences as queries"),
+        (lambda x: x.update(v=drawn((2, 21), 2, 64, 0)), "are as many as values"),
+        (lambda x: x.update(v=drawn((2, 20), 2, 128, 0)), "one number of channels"),
+        (lambda x: x.update(k=x["k"].float()), "have one dtype"),
+        (lambda x: x.update(k=x["k"].to("meta")), "move them to one device"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change: Change, message: str) -> None:
+    given = {"q": drawn((2, 20), 4, 64, 0), "k": drawn((2, 20), 2, 64, 1), "v": drawn((2, 20), 2, 64, 2)}
+    change(given)
+    with pytest.raises(ValueError, match=message):
+        cuda.attention_forward(**given, call=AttentionCall(format_attention_options("bshd")))
+
+
+def test_lengths_of_queries_alone_are_refused() -> None:
+    q = drawn((2, 20), 2, 64, 0)
+    with pytest.raises(ValueError, match="come together"):
+        cuda.attention_forward(q, q, q, AttentionCall(format_attention_options("bshd"), None, torch.tensor([0, 5, 9])))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim", "message"),
+    [
+        ("90a", 128, None),
+        ("90a", 256, None),
+        ("90a", 80, "forward pass has no kernel for heads of 80 channels"),
+        ("89", 64, None),
+        ("120", 128, None),
+        ("120", 256, None),
+        ("100", 128, "forward pass has no kernel"),
+    ],
+)
+def test_a_card_without_kernels_of_both_passes_is_named(
+    architecture: str, head_dim: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "architecture_of", lambda device: architecture)
+    reason = missing_kernel(torch.device("cpu"), head_dim)
+    assert bool(reason) == bool(message)
+    assert (message or "") in reason
+
+
+def test_a_plan_serves_all_calls_of_its_key() -> None:
+    """Kernels are bound once; what a uniform batch's blocks visit is made once, too."""
+    tables: list[int] = []
+
+    def note(kernel: object, blocks: int, args: tuple[object, ...]) -> None:
+        tables.extend(id(arg) for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
+
+    q, other = (drawn((2, 150), 2, 64, seed) for seed in range(2))
+    call = AttentionCall(format_attention_options("bshd"))
+    clear_plan_cache()
+    with executing(note):
+        cuda.attention_forward(q, q, q, call)
+        once = list(tables)
+        cuda.attention_forward(other, other, q, call)
+    clear_plan_cache()
+    assert set(tables) == set(once)
+
+
+@pytest.mark.parametrize(("rows", "batch"), [((0, 5), 1), ((5, 0), 1), ((5, 5), 0)])
+def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator) -> None:
+    q, k = (torch.randn(batch, each, 2, 64).bfloat16() for each in rows)
+    call = AttentionCall(format_attention_options("bshd"))
+    clear_plan_cache()
+    o, kept = cuda.attention_forward(q, k, k, call)
+    gradients = cuda.attention_backward(q, o, kept, rows[1], call)
+    clear_plan_cache()
+    assert [x.shape for x in (o, *gradients)] == [q.shape, q.shape, k.shape, k.shape]
+    assert not any(x.any() for x in (o, *gradients))
+    assert not emulator.launched
+
+
+def test_heads_that_no_kernel_is_for_say_so(emulator: Emulator) -> None:
+    q, call = drawn((1, 20), 1, 80, 0), AttentionCall(format_attention_options("bshd"))
+    clear_plan_cache()
+    with pytest.warns(RuntimeWarning, match=r"forward pass has no kernel for heads of 80 channels.*fp8_dpa=False"):
+        o, _ = cuda.attention_forward(q, q, q, call)
+    clear_plan_cache()
+    assert torch.equal(o, cpu.attention_forward(q, q, q, call)[0])
+    assert not emulator.launched

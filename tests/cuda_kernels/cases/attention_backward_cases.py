@@ -1,0 +1,290 @@
+"""What attention's backward kernels are tested with: masks, lengths and shared heads, against the specification.
+
+A case runs on the CPU, where kernels are emulated, and on a card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cuda_kernels.attention.backward import statistics as fields
+from cuda_kernels.attention.backward.memory import FLUSH
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
+from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
+from cuda_kernels.host.launchers.attention_tiles import PackedRows
+from lightning_fp8.ops.attention import Band, Codes, Lengths, backward, cast, forward, pack
+from tests.attention.ops.attention_cases import visible_keys
+from tests.cuda_kernels.cases.attention_kernel_cases import cumulated, in_packed_rows, moved, rows_of
+from tests.cuda_kernels.cases.kernel_cases import Case
+
+ALL, CAUSAL = Band(), Band(right=0)
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
+CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
+"""What float32's last bits make of a result, since they move some codes; on a card also about 14 bits of sums."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of attention.
+
+    Attributes:
+        queries, keys: rows of each sequence.
+        heads, sharing: of queries, and how many of them share a head of keys.
+        ragged: the sequences lie one after the other; else in a padded batch.
+        offset: what is added to V and dO, so that sums have a sign.
+        flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: int = 1
+    sharing: int = 1
+    head_dim: int = 128
+    band: Band = ALL
+    out: str = "float32"
+    ragged: bool = False
+    offset: float = 0.0
+    flush: int = FLUSH
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(torch.tensor(self.queries), torch.tensor(self.keys))
+
+    def rows(self, device: str = "cpu") -> tuple[PackedRows, PackedRows]:
+        """Of queries and of keys."""
+        queries, keys = (rows_of(each, None if self.ragged else int(each.max()), device) for each in self.lengths)
+        return queries, keys
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the backward pass gets, and what the specification makes of it; nothing of it is written to.
+
+    Attributes:
+        operands: dO, Q, K, V.
+        right: dQ, dK, dV in float32.
+    """
+
+    problem: Problem
+    operands: tuple[Codes, Codes, Codes, Codes]
+    o: Tensor
+    m: Tensor
+    l: Tensor  # noqa: E741
+    right: tuple[Tensor, ...]
+
+    def in_rows(self, x: Tensor, gap: float) -> Tensor:
+        """Numbers of queries ``[B, H, L]`` in packed rows, ``[H, R]``."""
+        rows, _ = self.problem.rows()
+        out = torch.full((x.shape[1], rows.space.total), gap)
+        for sequence, (length, start) in enumerate(zip(self.problem.queries, rows.starts.tolist())):
+            out[:, start : start + length] = x[sequence, :, :length]
+        return out
+
+    def statistics(self) -> Tensor:
+        """By their definitions, in float64; see :mod:`cuda_kernels.attention.backward.statistics`."""
+        rows, _ = self.problem.rows()
+        do, q, k, v = (x.dequantize().double() for x in self.operands)
+        k, v = (x.repeat_interleave(self.problem.sharing, 1) for x in (k, v))
+        total = torch.where(self.l == 0, torch.inf, self.m.double() + self.l.double().log2())
+        delta = (do * self.o.double()).sum(3)
+        see = torch.zeros(len(q), 1, q.shape[2], k.shape[2], dtype=torch.bool)
+        for sequence, (queries, keys) in enumerate(zip(self.problem.queries, self.problem.keys)):
+            see[sequence, 0, :queries, :keys] = visible_keys(queries, keys, self.problem.band)
+        scores = (q @ k.mT * (self.problem.scale * math.log2(math.e))).masked_fill(~see, -torch.inf)
+        p = torch.exp2(scores - total[..., None])
+        rest = (p * (do @ v.mT - delta[..., None])).sum(3)
+        blocks = (in_packed_rows(each, rows).scale_inv.repeat_interleave(ROWS, 1) for each in self.operands[:2])
+        found = dict(zip((fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV), blocks))
+        found |= {fields.DELTA: self.in_rows(delta, 0.0), fields.TOTAL: self.in_rows(total, torch.inf)}
+        found[fields.CORRECTED] = self.in_rows(delta + rest, 0.0)
+        return torch.stack([found[which] for which in range(fields.STATISTICS)], 1)
+
+
+@cache
+def given(problem: Problem) -> Given:
+    generator = torch.Generator().manual_seed(sum(problem.queries) + problem.head_dim)
+    lengths, shared = problem.lengths, problem.heads // problem.sharing
+
+    def drawn(heads: int, of: Tensor, offset: float = 0.0, centered: bool = False) -> Codes:
+        shape = len(of), heads, int(of.max()), problem.head_dim
+        return cast(torch.randn(shape, generator=generator) + offset, centered, of)
+
+    q, k = drawn(problem.heads, lengths.queries), drawn(shared, lengths.keys, centered=True)
+    v, do = drawn(shared, lengths.keys, problem.offset), drawn(problem.heads, lengths.queries, problem.offset)
+    return with_results(problem, (do, q, k, v))
+
+
+def with_results(problem: Problem, operands: tuple[Codes, Codes, Codes, Codes]) -> Given:
+    do, q, k, v = operands
+    o, m, l = forward(q, k, v, problem.scale, problem.band, problem.lengths)  # noqa: E741
+    right = backward(do, q, k, v, o, m, l, problem.scale, problem.band, problem.lengths, torch.float32)
+    return Given(problem, operands, o, m, l, right)
+
+
+def with_nan(problem: Problem, which: int) -> Given:
+    """Key 0 takes all of every query, so that other weights are 0; and one number of operand ``which`` is NaN."""
+    assert problem.sharing == len(problem.queries) == 1
+    generator = torch.Generator().manual_seed(which)
+    of_queries, of_keys = ((1, problem.heads, rows[0], problem.head_dim) for rows in (problem.queries, problem.keys))
+    do, q, k, v = (
+        torch.randn(shape, generator=generator) for shape in (of_queries, of_queries, of_keys, of_keys)
+    )  # fmt: skip
+    q, k = 8 + q, k / 8
+    k[:, :, 0] = 8
+    operands = [cast(x) for x in (do, q, k, v)]
+    data, scale_inv = operands[which]
+    data[0, -1, 100, 5] = torch.nan
+    operands[which] = Codes(data, scale_inv)
+    do_codes, *others = operands
+    return with_results(problem, (do_codes, *others))  # type: ignore[arg-type]
+
+
+def nan_by_definition(given: Given) -> list[Tensor]:
+    """Where dQ, dK and dV are NaN by torch's own attention in float64; without a mask."""
+    do, *operands = (x.dequantize().double() for x in given.operands)
+    q, k, v = (x.requires_grad_() for x in operands)
+    o = scaled_dot_product_attention(q, k, v, scale=given.problem.scale)
+    return [x.isnan() for x in torch.autograd.grad(o, (q, k, v), do)]
+
+
+class OnDevice:
+    """The launch of a problem's kernels on a device, their operands, and memory for the results."""
+
+    def __init__(self, given: Given, device: str) -> None:
+        self.given, self.problem, self.device = given, given.problem, device
+        problem = given.problem
+        queries, keys = problem.rows()
+        self.dq, self.dk, self.dv = (self.empty(x, getattr(torch, problem.out)) for x in given.right)
+        self.operands = Operands(*(
+            moved(in_packed_rows(x, rows), device) for x, rows in zip(given.operands, (queries, queries, keys, keys))
+        ))  # fmt: skip
+        self.launch = BackwardLaunch(
+            AttentionProblem(
+                AttentionSpec(problem.head_dim, problem.out), (problem.heads, problem.heads // problem.sharing),
+                queries.space, keys.space,
+                Visible(problem.band.left, problem.band.right, problem.band.bottom_right), problem.scale,
+            ),
+            self.strides(self.dq), self.strides(self.dk), self.dq.device, problem.flush,
+        )  # fmt: skip
+        self.tables = self.launch.tables(*problem.rows(device))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """``[B, H, L, D]`` as a model has it: ``[B, L, H, D]``, or ``[T, H, D]``."""
+        if self.problem.ragged:
+            lengths = self.problem.lengths
+            of = lengths.queries if x.shape[1:3] == self.given.o.shape[1:3] else lengths.keys
+            return pack(x, cumulated(of))
+        return x.transpose(1, 2).contiguous()
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Nothing in it is 0."""
+        return torch.full_like(self.packed(like), torch.nan, dtype=dtype, device=self.device)
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """From a sequence, a row and a head to the next."""
+        return (0 if self.problem.ragged else x.stride(0), x.stride(-3), x.stride(-2))
+
+    def delta(self) -> Tensor:
+        o = self.packed(self.given.o).to(self.device)
+        m, l = self.given.in_rows(self.given.m, -torch.inf), self.given.in_rows(self.given.l, 0.0)  # noqa: E741
+        return self.launch.run_delta(self.tables, self.operands, o, m.to(self.device), l.to(self.device))
+
+    def run_dq(self, statistics: Tensor) -> None:
+        self.launch.run_dq(self.tables, self.operands, statistics, self.dq)
+
+    def run_dkv(self, statistics: Tensor) -> None:
+        self.launch.run_dkv(self.tables, self.operands, statistics, self.dk, self.dv)
+
+    def assert_near(self, *names: str) -> None:
+        for name, right in zip(("dq", "dk", "dv"), self.given.right):
+            if name in names:
+                actual = getattr(self, name)
+                assert actual.dtype == getattr(torch, self.problem.out)
+                tolerance = ROUNDING[self.problem.out] + CODES_THAT_MOVE[self.device.split(":")[0]]
+                found = error(actual, self.packed(right))
+                assert found <= tolerance, f"{name}: {found}"
+
+
+def error(actual: Tensor, right: Tensor) -> float:
+    """Relative, by Frobenius' norm; NaN if one of them has some."""
+    return float((actual.cpu().double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
+
+
+def check_delta(problem: Problem, device: str) -> None:
+    on = OnDevice(given(problem), device)
+    actual, right = on.delta().cpu(), given(problem).statistics()
+    for which in (fields.DELTA, fields.TOTAL, fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV):
+        torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5)
+
+
+def check_dq(problem: Problem, device: str) -> None:
+    on = OnDevice(given(problem), device)
+    right = given(problem).statistics()
+    statistics = right.to(device, copy=True)
+    statistics[:, fields.CORRECTED] = torch.nan
+    on.run_dq(statistics)
+    on.assert_near("dq")
+    tolerance = 1e-4 * float(right[:, fields.CORRECTED].abs().max())
+    torch.testing.assert_close(statistics.cpu(), right, rtol=1e-4, atol=tolerance)
+
+
+def check_dkv(problem: Problem, device: str) -> None:
+    on = OnDevice(given(problem), device)
+    on.run_dkv(given(problem).statistics().to(device))
+    on.assert_near("dk", "dv")
+
+
+def check_all(problem: Problem, device: str) -> None:
+    on = OnDevice(given(problem), device)
+    statistics = on.delta()
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
+    on.assert_near("dq", "dk", "dv")
+
+
+def check_nan(problem: Problem, device: str, which: int = 0) -> None:
+    """NaN in operand ``which``, dO by default, goes where torch's attention in float64 has it."""
+    damaged = with_nan(problem, which)
+    on = OnDevice(damaged, device)
+    statistics = on.delta()
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
+    for actual, truth in zip((on.dq, on.dk, on.dv), nan_by_definition(damaged)):
+        assert truth.any()
+        assert torch.equal(actual.cpu().isnan(), on.packed(truth))
+
+
+def _case(check: Callable[[Problem, str], None], kernel: str, words: str, problem: Problem) -> Case:
+    return Case(f"attention_{kernel}-{problem.head_dim}-{words}", partial(check, problem))
+
+
+WINDOW = Band(left=40, right=20, bottom_right=True)
+CASES = [
+    _case(check_all, "backward", "causal", Problem((256,), (256,), band=CAUSAL, out="bfloat16")),
+    _case(check_all, "backward", "grouped causal", Problem((200,), (200,), 4, 2, band=CAUSAL, out="bfloat16")),
+    _case(check_all, "backward", "empty", Problem((0, 70, 50), (60, 0, 130), band=CAUSAL, out="bfloat16")),
+    _case(check_all, "backward", "ragged", Problem((1, 140), (260, 3), 2, band=WINDOW, out="bfloat16", ragged=True)),
+    _case(check_all, "backward", "cross", Problem((300,), (130,), 2, 2, head_dim=96, out="float16", flush=128)),
+    _case(check_all, "backward", "window", Problem((150,), (140,), head_dim=256, band=WINDOW, out="bfloat16")),
+    _case(check_nan, "backward", "nan", Problem((130,), (140,), out="bfloat16")),
+    _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
+    _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
+    _case(check_dkv, "dkv", "many queries", Problem((780,), (128,), 2, 2, head_dim=64)),
+    _case(check_dq, "dq", "many keys", Problem((20,), (400,), head_dim=256)),
+    _case(check_dkv, "dkv", "many queries", Problem((300,), (20,), 2, 2, head_dim=256, flush=128)),
+    _case(check_dq, "dq", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
+    _case(check_dkv, "dkv", "window", Problem((200, 130), (300, 90), 2, 2, head_dim=64, band=WINDOW)),
+]
+"""The last ones are of one kernel each."""

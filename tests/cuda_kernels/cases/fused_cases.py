@@ -1,0 +1,287 @@
+"""What the kernels of the fused ops are tested with; see :mod:`tests.cuda_kernels.cases.kernel_cases`.
+
+Kernel and reference both compute in float32, in another order and with other exponentials: where a value lies that
+close to the middle between two codes, either code is right. ReLU forms have one order and must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.activation import cuda as activation_cuda
+from lightning_fp8.ops.activation import cuda_gated
+from lightning_fp8.ops.activation import reference as activation_reference
+from lightning_fp8.ops.activation.schema import format_activation_options, is_gated
+from lightning_fp8.ops.norm import cuda as norm_cuda
+from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
+from lightning_fp8.ops.norm import reference as norm_reference
+from lightning_fp8.ops.norm.schema import format_norm_options
+from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.scaled import Cast, Layout
+from tests.cuda_kernels.cases.kernel_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    Case,
+    assert_padded_with_zeros,
+    assert_same,
+)
+
+NEIGHBOURS = 0.005
+"""Share of the codes that may differ, by one."""
+
+
+def steps(codes: Tensor) -> Tensor:
+    """FP8 codes as integers in the order of their values; -0 and 0 are one."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def assert_close_codes(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for few neighbours; NaN where NaN is expected."""
+    actual, expected = actual.cpu(), expected.cpu()
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    missing = expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), missing), f"{what}: NaN elsewhere"
+    apart = (steps(actual) - steps(expected)).abs()[~missing]
+    assert apart.numel() == 0 or int(apart.max()) <= 1, f"{what}: {int((apart > 1).sum())} codes are not neighbours"
+    assert int((apart > 0).sum()) <= max(1, NEIGHBOURS * apart.numel()), f"{what}: {int((apart > 0).sum())} differ"
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for the order of a sum and the last rounding."""
+    relative = {FP32: 2e-5, FP16: 2.0**-10, BF16: 2.0**-7}[expected.dtype]
+    absolute = 2e-5 * float(expected.float().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(actual.cpu(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
+
+
+def assert_operands(actual: Sequence[Tensor], expected: Sequence[Tensor], exact: bool) -> None:
+    for at, name in enumerate(("data", "scale_inv", "data_t", "scale_inv_t")):
+        codes = expected[at].element_size() == 1
+        if exact or (codes and expected[at].dtype == torch.float8_e8m0fnu):
+            assert_same(actual[at], expected[at], name)
+        elif codes:
+            assert_close_codes(actual[at], expected[at], name)
+        else:
+            torch.testing.assert_close(actual[at].cpu(), expected[at], rtol=1e-6, atol=0.0)
+    assert_padded_with_zeros(actual[0])
+    assert_padded_with_zeros(actual[2])
+
+
+def moved(x: Any, device: str) -> Any:
+    """A tensor ``x`` on ``device`` with its strides; anything else as it is."""
+    if not isinstance(x, Tensor) or device == "cpu":
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def sides_of(op: str) -> tuple[ModuleType, ModuleType]:
+    """The modules with the op that starts kernels, and with its reference."""
+    if op.startswith("norm"):
+        return norm_cuda, norm_reference
+    return cuda_gated if op.startswith("gated") else activation_cuda, activation_reference
+
+
+def check_cast(
+    op: str,
+    tensors: Sequence[Any],
+    computed: str,
+    device: str,
+    fp8: torch.dtype = E4M3,
+    layout: Layout = Layout.TENSOR,
+    *,
+    scale: float | None = None, amax: float | None = None, power_2: bool = False, epsilon: float = 0.0,
+    rowwise: bool = True, columnwise: bool = True, count: bool = False, nonzero: bool = False, exact: bool = False,
+) -> None:  # fmt: skip
+    """A fused op gives what the reference of the same name does: operands, what is beside them, amax and counts."""
+    cast = Cast(float8_of(fp8), layout, power_2, epsilon)
+    config = f"{computed}, {format_quantize_options(cast, rowwise, columnwise, nonzero)}"
+    results, collected = [], []
+    for module, on in zip(sides_of(op), (device, "cpu")):
+        given = None if scale is None else torch.tensor(scale, device=on)
+        largest = None if amax is None else torch.tensor(amax, device=on)
+        overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
+        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), config, given, largest, overflow_counts))
+        collected.append((largest, overflow_counts))
+    actual, expected = results
+    assert_operands(actual[:4], expected[:4], exact)
+    for index in range(4, len(expected)):
+        assert_close(actual[index], expected[index], f"result {index}")
+    (largest, overflow_counts), (expected_largest, expected_counts) = collected
+    if largest is not None:
+        torch.testing.assert_close(largest.cpu(), expected_largest, rtol=0.0 if exact else 1e-6, atol=0.0)
+    if overflow_counts is not None:
+        # The amax is saturated by its own scale, or not, with its last bit.
+        assert int((overflow_counts.cpu() - expected_counts).abs().max()) <= (0 if exact else 2)
+
+
+def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
+    """Numbers whose size differs from row to row, as activations' do, with zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
+    x[torch.rand(rows, columns, generator=generator) < 0.02] = 0.0
+    x[torch.rand(rows, columns, generator=generator) < 0.02] = -0.0
+    return x.to(dtype)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers as the middle columns of a wider tensor."""
+    wide = torch.full((x.shape[0], x.shape[1] + 32), torch.nan, dtype=x.dtype)
+    wide[:, 16:-16] = x
+    return wide[:, 16:-16]
+
+
+def norm_inputs(
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, rms: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    x = strided(values(*shape, dtype) + (0.0 if rms else 3.0))
+    weight = values(1, shape[1], weight_dtype, seed=1)[0]
+    return x, weight, None if rms else values(1, shape[1], weight_dtype, seed=2)[0]
+
+
+def check_norm(
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, device: str, *,
+    rms: bool = False, zero_centered: bool = False, **config: Any,
+) -> None:  # fmt: skip
+    inputs = norm_inputs(shape, dtype, weight_dtype, rms)
+    check_cast("norm_quantize", inputs, format_norm_options(rms, 1e-5, zero_centered), device, **config)
+
+
+def check_norm_backward(
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, dy_dtype: torch.dtype, device: str, *,
+    rms: bool = False, zero_centered: bool = False,
+) -> None:  # fmt: skip
+    x, weight, _ = norm_inputs(shape, dtype, weight_dtype, rms)
+    dy = values(*shape, dy_dtype, seed=3)
+    mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
+    rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
+    arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
+    config = format_norm_options(rms, 0.0, zero_centered, not rms)
+    actual = norm_cuda_backward.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
+    expected = norm_reference.norm_backward(*arguments, config)
+    for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
+        assert_close(a, b, name)
+
+
+def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
+    """``shape``: of the values."""
+    columns = 2 * shape[1] if is_gated(name) else shape[1]
+    x = strided(values(shape[0], columns, dtype, spread=2.0))
+    check_cast("activation_quantize", (x,), name, device, exact="relu" in name or "reglu" in name, **config)
+
+
+def check_activation_backward(
+    name: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    dy_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    device: str,
+    **config: Any,
+) -> None:
+    """``shape``: of dy."""
+    columns = 2 * shape[1] if is_gated(name) else shape[1]
+    x, dy = values(shape[0], columns, dtype, spread=2.0), strided(values(*shape, dy_dtype, seed=1))
+    exact = "relu" in name or "reglu" in name
+    check_cast(
+        "activation_backward_quantize",
+        (dy, x),
+        format_activation_options(name, bias_dtype),
+        device,
+        exact=exact,
+        **config,
+    )
+
+
+def check_gated(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
+    """The product and, with ``backward``, the gradient of what is activated; one tensor is part of a wider one."""
+    x, factor, dy = (values(*shape, dtype, seed=seed, spread=2.0) for seed in range(3))
+    op, tensors = ("gated_quantize", (x, strided(factor)))
+    if config.pop("backward", False):
+        op, tensors = "gated_backward_quantize", (dy, *tensors)
+    check_cast(op, tensors, name, device, exact=name == "relu", **config)
+
+
+ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
+"""More than one tile each way, the last of them not full; LONG's rows take two or more warps each,
+and each block has several; FULL's fill the registers of theirs."""
+
+
+def _norm(name: str, *args: Any, **config: Any) -> Case:
+    return Case(f"norm-{name}", lambda device: check_norm(*args, device, **config))
+
+
+def _norm_backward(name: str, *args: Any, **config: Any) -> Case:
+    return Case(f"norm_backward-{name}", lambda device: check_norm_backward(*args, device, **config))
+
+
+def _activation(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"{name}-{note}", lambda device: check_activation(name, *args, device, **config))
+
+
+def _activation_backward(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"{name}_backward-{note}", lambda device: check_activation_backward(name, *args, device, **config))
+
+
+def _gated(name: str, note: str, *args: Any, **config: Any) -> Case:
+    return Case(f"gated-{name}-{note}", lambda device: check_gated(name, *args, device, **config))
+
+
+_ROWS = {"columnwise": False}
+_GIVEN = {"scale": 20.0, "amax": 0.5}
+_KNOWN = {"nonzero": True, "columnwise": False}
+
+CASES: list[Case] = [
+    _norm("rms-bf16-given", ALIGNED, BF16, BF16, rms=True, zero_centered=True, **_GIVEN, **_ROWS),
+    _norm("rms-bf16-scale=0", ALIGNED, BF16, BF16, rms=True, zero_centered=True, scale=0.0, amax=0.5, **_ROWS),
+    _norm("rms-bf16-long-known", LONG, BF16, FP32, rms=True, **_GIVEN, **_ROWS, nonzero=True),
+    _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, amax=1e9, **_ROWS),
+    _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, nonzero=True),
+    _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, nonzero=True),
+    _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, nonzero=True),
+    _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
+    _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
+    _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
+    _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, amax=1e9, count=True),
+    _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
+    _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, amax=0.5, count=True),
+    _norm("layer-fp16-ragged-rows", RAGGED, FP16, FP16, layout=Layout.ROW),
+    _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
+    _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),
+    _norm("rms-fp16-128x128", ALIGNED, FP16, FP32, rms=True, layout=Layout.BLOCK_128X128, rowwise=False),
+    _norm_backward("rms-bf16-long", LONG, BF16, BF16, BF16, rms=True, zero_centered=True),
+    _norm_backward("layer-bf16-long", LONG, BF16, FP32, FP32),
+    _norm_backward("layer-fp32-ragged", RAGGED, FP32, BF16, FP16),
+    _norm_backward("rms-bf16-full", FULL, BF16, BF16, BF16, rms=True),
+    _norm_backward("layer-bf16-full", FULL, BF16, FP32, BF16),
+    _norm_backward("rms-bf16-1024-threads", (9, 8320), BF16, BF16, BF16, rms=True),
+    _norm_backward("rms-bf16-wide", (17, 16400), BF16, BF16, BF16, rms=True),
+    _activation("swiglu", "bf16-given", ALIGNED, BF16, **_GIVEN),
+    _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
+    _activation("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
+    _activation("relu", "fp16-rows", ALIGNED, FP16, layout=Layout.ROW),
+    _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, count=True, nonzero=True),
+    _activation_backward("swiglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN),
+    _activation_backward("swiglu", "bf16-scale=0-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, scale=0.0, amax=0.0),
+    _activation_backward("geglu", "fp32-known-bias", ALIGNED, FP32, FP32, FP16, fp8=E5M2, **_GIVEN, **_KNOWN),
+    _activation_backward("silu", "bf16-rows-bias", ALIGNED, BF16, FP32, FP32, layout=Layout.ROW),
+    _activation_backward("srelu", "bf16-ragged-1x128-bias", RAGGED, BF16, BF16, BF16, layout=Layout.BLOCK_1X128),
+    _activation_backward("reglu", "bf16-ragged-128x128", RAGGED, BF16, BF16, None, layout=Layout.BLOCK_128X128),
+    _activation_backward("qgeglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN, **_KNOWN),
+    _activation_backward("glu", "bf16-ragged-rows", RAGGED, BF16, BF16, None, layout=Layout.ROW, columnwise=False),
+    _activation_backward("relu", "fp16-1x32", ALIGNED, FP16, BF16, None, layout=Layout.MX_1X32),
+    _gated("silu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
+    _gated("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
+    _gated("silu", "bf16-backward-scale=0", ALIGNED, BF16, fp8=E5M2, backward=True, scale=0.0, amax=0.0),
+    _gated("gelu", "fp32-backward-1x128", ALIGNED, FP32, backward=True, layout=Layout.BLOCK_1X128),
+    _gated("relu", "bf16-backward-ragged-rows", RAGGED, BF16, backward=True, layout=Layout.ROW),
+]

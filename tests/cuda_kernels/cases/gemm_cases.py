@@ -1,0 +1,192 @@
+"""What the products are tested with: every scaling, epilogue and shape, against float64; see ``kernel_cases``.
+
+Values are small integers times powers of two, so that sums are exact and a result is the exact one, rounded once; where
+scales are no powers of two, it is within float32's rounding of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.core.options import DTYPE_NAMES
+from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops.gemm.options import format_scaled_mm_options
+from lightning_fp8.ops.gemm.problem import aligned_operand
+from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from tests.cuda_kernels.cases.fused_cases import moved
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
+
+PAIRS = {
+    "tensor": ("tensor", "tensor"),
+    "row": ("row", "row"),
+    "block": ("1x128", "128x128"),
+    "blocks": ("1x128", "1x128"),
+}
+
+
+def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
+    """Integers up to 3, or normal numbers; every 128 of every row of another size."""
+    generator = torch.Generator().manual_seed(1000 * rows + columns + seed)
+    if exact:
+        return torch.randint(-3, 4, (rows, columns), generator=generator).float()
+    x = torch.randn(rows, columns, generator=generator)
+    sizes = torch.exp2(torch.randn(rows, -(-columns // 128), generator=generator))
+    return x * sizes.repeat_interleave(128, 1)[:, :columns]
+
+
+def operand(x: Tensor, dtype: torch.dtype, layout: str, power_2: bool) -> ScaledTensor:
+    """``x`` as the reference casts it."""
+    options = format_quantize_options(Cast(float8_of(dtype), Layout(layout), power_2))
+    data, scale_inv, *_ = reference.quantize(x, options)
+    return ScaledTensor(data, scale_inv, Layout(layout))
+
+
+def check_product(
+    scaling: str,
+    shape: tuple[int, int, int],
+    device: str,
+    *,
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    out: torch.dtype = BF16,
+    bias: torch.dtype | None = None,
+    accumulate: bool = False,
+    fast: bool = False,
+    amax: bool = False,
+    exact: bool = True,
+) -> None:
+    """``shape``: m, n and k."""
+    m, n, k = shape
+    a, b = (
+        operand(numbers(rows, k, seed, exact), dtype, layout, exact)
+        for rows, seed, dtype, layout in zip((m, n), (0, 1), formats, PAIRS[scaling])
+    )
+    added = None if bias is None else numbers(1, n, 2, exact)[0].to(bias)
+    before = numbers(m, n, 3, exact) if accumulate else None
+    right = a.dequantize().double() @ b.dequantize().double().t()
+    size = float(right.abs().max())
+    for more in (added, before):
+        right = right if more is None else right + more.double()
+    on = [aligned_operand((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)]
+    operands = *on[0], *on[1], format_scaled_mm_options(a.layout, b.layout, out, fast)
+    if before is not None:
+        actual = moved(before.clone(), device)
+        gemm.scaled_mm_accumulate(actual, *operands)
+    else:
+        largest = torch.tensor(0.5, device=device) if amax else None
+        with_bias = *operands, moved(added, device)
+        actual = gemm.scaled_mm(*with_bias) if largest is None else gemm.scaled_mm_observed(*with_bias, largest)
+        if largest is not None:
+            assert torch.equal(largest, actual.abs().max().float()), (largest, actual.abs().max())
+    assert actual.dtype == out
+    assert actual.is_contiguous()
+    if exact:
+        assert torch.equal(actual.cpu(), right.to(out)), mismatch(actual.cpu(), right.to(out))
+    else:
+        relative = {FP32: 2.0**-22, FP16: 2.0**-11, BF16: 2.0**-8}[out]
+        torch.testing.assert_close(actual.cpu().double(), right, rtol=relative, atol=size * (k + 2) * 2.0**-24)
+
+
+def mismatch(actual: Tensor, right: Tensor) -> str:
+    wrong = (actual != right).nonzero()
+    first = wrong[0].tolist()
+    return f"{len(wrong)} of {right.numel()} differ, first at {first}: {actual[tuple(first)]} for {right[tuple(first)]}"
+
+
+@contextmanager
+def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
+    """Products run in tiles that are made of these numbers, or the case fails: warpgroups, times 64 rows, columns,
+    cluster and whether they alternate on Hopper, else rows and columns."""
+
+    def chosen(problem: GemmProblem, *rest: object) -> GemmChoice:
+        for choice in legal_choices(problem):
+            if isinstance(choice, GemmConfig):
+                made_of = choice.mma_warpgroups, choice.waves, choice.tile_n, choice.cluster, int(choice.pingpong)
+                if made_of == (*numbers, 0)[:5]:
+                    return choice
+            if isinstance(choice, MmaConfig) and (choice.tile_m, choice.tile_n) == numbers:
+                return choice
+        raise AssertionError(f"{numbers} is not legal for {problem}")
+
+    dispatch.clear_plan_cache()
+    with (
+        patch.object(gemm_selection, "choose_gemm", chosen),
+        patch.object(launch, "architecture_of", lambda device: architecture),
+    ):
+        yield
+    dispatch.clear_plan_cache()
+
+
+def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **options: Any) -> Case:
+    words = [f"{key}={DTYPE_NAMES.get(value, value)}" for key, value in options.items() if key != "formats"]
+    words += ["e5m2*e4m3"] * (options.get("formats") == (E5M2, E4M3)) + ["e4m3*e5m2"] * (
+        options.get("formats") == (E4M3, E5M2)
+    )
+    name = "-".join(["product", scaling, "x".join(map(str, shape)), "/".join(map(str, tile)), *words])
+
+    def run(device: str) -> None:
+        with multiplying("90a" if len(tile) > 2 else "89", *tile):
+            check_product(scaling, shape, device, **options)
+
+    return Case(name, run)
+
+
+WIDE, RAGGED, EVEN = (300, 264, 700), (133, 131, 77), (70, 130, 150)
+"""Several tiles each way, the ring of places turned, nothing a multiple of a tile; rows that lie anywhere; in pairs."""
+
+CASES = [
+    _case((2, 1, 256, 2), "tensor", WIDE, fast=True),
+    _case((2, 1, 256, 1), "tensor", WIDE, fast=True, bias=BF16, exact=False),
+    _case((1, 1, 256, 2), "tensor", WIDE, fast=True, formats=(E4M3, E5M2)),
+    _case((2, 2, 128, 2), "tensor", (600, 264, 1300), formats=(E5M2, E4M3)),
+    _case((2, 2, 128, 2), "tensor", WIDE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
+    _case((2, 1, 128, 1), "tensor", WIDE, out=FP16, bias=FP32),
+    _case((2, 1, 128, 1, 1), "tensor", (300, 264, 1300), fast=True),
+    _case((2, 1, 256, 2, 1), "row", (600, 264, 1300), fast=True, bias=BF16, amax=True),
+    _case((1, 1, 64, 1), "tensor", (16, 16, 16), out=FP16),
+    _case((2, 1, 128, 1), "tensor", RAGGED, bias=FP16, amax=True),
+    _case((1, 1, 64, 1), "tensor", RAGGED, out=FP32, accumulate=True),
+    _case((1, 1, 128, 1), "tensor", EVEN, fast=True),
+    _case((1, 1, 64, 1), "tensor", (1, 1, 1)),
+    _case((2, 1, 256, 2), "row", WIDE, fast=True, bias=BF16, exact=False),
+    _case((2, 2, 128, 2), "row", WIDE, out=FP16, exact=False),
+    _case((1, 1, 128, 1), "row", RAGGED, out=FP32, bias=BF16, amax=True),
+    _case((2, 2, 128, 2), "block", WIDE, bias=BF16, exact=False),
+    _case((2, 2, 128, 1), "block", WIDE, out=FP32),
+    _case((1, 1, 64, 1), "block", (1, 16, 4096)),
+    _case((2, 1, 64, 2), "block", EVEN, exact=False),
+    _case((2, 2, 128, 2), "blocks", WIDE, out=FP32, accumulate=True),
+    _case((2, 1, 128, 2), "blocks", WIDE, amax=True, exact=False),
+    _case((2, 1, 128, 1), "blocks", RAGGED, out=FP32, accumulate=True, exact=False),
+    _case((2, 1, 192, 2), "tensor", WIDE, fast=True, bias=BF16),
+    _case((2, 1, 192, 1), "tensor", WIDE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
+    _case((2, 1, 192, 2), "block", (140, 704, 700), bias=FP32),
+    _case((2, 1, 192, 1), "blocks", (140, 264, 700), exact=False),
+    _case((2, 1, 160, 2), "block", (140, 704, 700), exact=False),
+    _case((2, 1, 160, 1), "block", (70, 336, 4300), out=FP16),
+    _case((2, 1, 160, 1), "blocks", (140, 264, 700), out=FP32, accumulate=True),
+    _case((2, 1, 160, 2), "row", (300, 392, 700), fast=True, bias=BF16, amax=True),
+    _case((128, 128), "tensor", WIDE, fast=True, formats=(E4M3, E5M2)),
+    _case((128, 128), "tensor", WIDE, bias=BF16, exact=False),
+    _case((64, 64), "tensor", RAGGED, out=FP16, bias=FP32, amax=True, formats=(E5M2, E4M3)),
+    _case((64, 64), "tensor", (1, 1, 1), out=FP32),
+    _case((128, 128), "row", WIDE, out=FP16, bias=BF16),
+    _case((64, 64), "row", RAGGED, fast=True, exact=False),
+    _case((128, 128), "block", WIDE, bias=FP16, exact=False),
+    _case((64, 64), "block", (1, 16, 4096)),
+    _case((128, 128), "blocks", WIDE, out=FP32, accumulate=True),
+    _case((64, 64), "blocks", RAGGED, exact=False),
+]
+"""Hopper's, and those of ``mma.sync``."""

@@ -1,0 +1,109 @@
+"""Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes, and reports.
+
+``python -m tests.distributed.scripts.model_parallel FOLDER``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_fp8 import Linear
+from tests.distributed.launch import leave
+from tests.small import Regression, fp8_trainer, regression_data
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Sharded(Regression):
+    def __init__(self, shard_linears: bool) -> None:
+        super().__init__()
+        self.shard_linears = shard_linears
+        self.net = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(16, 4))
+        self.net = nn.Sequential(nn.Sequential(*list(self.net)[:4]), self.net[4])
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for module in list(self.net.modules()):
+            if isinstance(module, nn.Linear if self.shard_linears else Block):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def train(epochs: int, sharded_file: bool, shard_linears: bool, ckpt_path: Path | None = None) -> tuple[L.Trainer, Any]:
+    L.seed_everything(1)
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=sharded_file
+    )
+    trainer = fp8_trainer("delayed", strategy=strategy, devices=2, max_epochs=epochs)
+    model = Sharded(shard_linears)
+    trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def of(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any]:
+    """What a training that is resumed gives, with either file and either module sharded."""
+    folder.mkdir(exist_ok=True)
+    options = (sharded_file, shard_linears)
+    straight_trainer, straight = train(3, *options)
+    first, half = train(1, *options)
+    first.save_checkpoint(folder / "half.ckpt")
+    trainer, resumed = train(3, *options, ckpt_path=folder / "half.ckpt")
+    differs = None
+    if not sharded_file:
+        if trainer.global_rank == 0:
+            file = torch.load(folder / "half.ckpt", weights_only=True)
+            del file["FP8Precision"]
+            torch.save(file, folder / "bare.ckpt")
+        trainer.strategy.barrier()
+        _, bare = train(3, *options, ckpt_path=folder / "bare.ckpt")
+        differs = half.losses + bare.losses != straight.losses
+    one, two = full_weights(straight), full_weights(resumed)
+    return {
+        "losses": half.losses + resumed.losses == straight.losses,
+        "differs_without_state": differs,
+        "count": len(resumed.losses),
+        "falls": sum(straight.losses[-2:]) < sum(straight.losses[:2]),
+        "weights": all(torch.equal(one[name], two[name]) for name in one),
+        "scales": trainer.precision_plugin.histories["model"].scale.tolist(),
+        "straight_scales": straight_trainer.precision_plugin.histories["model"].scale.tolist(),
+        "num_fp8": trainer.precision_plugin.summary.num_fp8,
+        "converted": sum(isinstance(module, Linear) for module in resumed.modules()),
+        "classes": sorted({type(module).__name__ for module in resumed.modules() if isinstance(module, Linear)}),
+        "is_folder": (folder / "half.ckpt").is_dir(),
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    report = {
+        f"{file} {sharded}": of(folder / f"{file} {sharded}", file == "sharded", sharded == "linears")
+        for file in ("full", "sharded")
+        for sharded in ("blocks", "linears")
+    }
+    (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    leave()
