@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import choice, machine, report
-from benchmarks.files import write
-from benchmarks.plan import Plan
-from benchmarks.record import OURS
+from benchmarks import choice
+from benchmarks.measuring import machine, report
+from benchmarks.measuring.files import write
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS
 from cuda_kernels.kernel import ARCHITECTURES
 
 SUITES = ("casts", "products", "attention", "hardware", "host", "training")
@@ -75,7 +76,7 @@ def _run(only: list[str] | None, dry: bool, libraries: bool, path: Path | None) 
     failed = False
     for name in only or SUITES:
         try:
-            suite = importlib.import_module(f"benchmarks.{name}")
+            suite = importlib.import_module(f"benchmarks.suites.{name}")
             reason = suite.unavailable(plan)
             if reason and only:
                 raise RuntimeError(f"suite {name} {reason}")

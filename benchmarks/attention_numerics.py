@@ -31,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import attention_data, machine
-from benchmarks.attention_data import DRAWN, LATE, LIMITS, Inputs
-from benchmarks.files import write
+from benchmarks.contenders import attention_data
+from benchmarks.contenders.attention_data import DRAWN, LATE, LIMITS, Inputs
+from benchmarks.measuring import machine
+from benchmarks.measuring.files import write
 from lightning_fp8.ops.attention import Band, Codes, backward, cast, forward, rows_of_mean
 
 NAMES = ("O", "dQ", "dK", "dV")

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, attention_problems, casts, hardware, layers, operations, products
-from benchmarks.attention_contenders import NoKernel
-from benchmarks.attention_launches import Launches
-from benchmarks.plan import Plan
+from benchmarks.contenders import attention_problems, operations
+from benchmarks.contenders.attention_contenders import NoKernel
+from benchmarks.contenders.attention_launches import Launches
+from benchmarks.measuring.plan import Plan
+from benchmarks.suites import attention, casts, hardware, layers, products
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.gemm_selection import builds_of

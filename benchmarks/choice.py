@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import write
+from benchmarks.measuring.files import write
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, shipped_file
 from cuda_kernels.host.gemm_measurements import document as measurements
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.files import write, write_text
 from benchmarks.first_report import FINE, LEFT_OUT, NOT_DONE, WAITING, report
+from benchmarks.measuring.files import write, write_text
 
 ROOT = Path(__file__).parent.parent
 BUDGET = 1800

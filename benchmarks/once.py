@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention, casts, operations, products
-from benchmarks.attention_contenders import Ops
-from benchmarks.attention_problems import BACKWARD, FORWARD, inputs
-from benchmarks.operations import Call
-from benchmarks.plan import Plan
+from benchmarks.contenders import operations
+from benchmarks.contenders.attention_contenders import Ops
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, inputs
+from benchmarks.contenders.operations import Call
+from benchmarks.measuring.plan import Plan
+from benchmarks.suites import attention, casts, products
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.gemm.options import format_scaled_mm_options
 from lightning_fp8.scaled import Layout

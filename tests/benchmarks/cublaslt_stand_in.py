@@ -241,7 +241,7 @@ def scales(mode: int, address: int, rows: int, k: int) -> Tensor:
 
 
 def stand_in(enums: Any = None) -> SimpleNamespace:
-    """What :func:`benchmarks.cublaslt.bindings` gives; ``enums``: the same of the real package."""
+    """What :func:`benchmarks.contenders.cublaslt.bindings` gives; ``enums``: the same of the real package."""
     cublas = SimpleNamespace(ComputeType=ComputeType, Operation=Operation) if enums is None else enums.cublas
     types = cudaDataType if enums is None else enums.cudaDataType
     return SimpleNamespace(cublas=cublas, cublasLt=CublasLt(enums and enums.cublasLt), cudaDataType=types)

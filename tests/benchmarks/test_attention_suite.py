@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import attention, attention_contenders, attention_problems, carried, report
+from benchmarks import carried
 from benchmarks.__main__ import main
-from benchmarks.attention_launches import Launches
-from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Problem, exact, inputs
-from benchmarks.host import _a_card as a_card
-from benchmarks.record import OURS
+from benchmarks.contenders import attention_contenders, attention_problems
+from benchmarks.contenders.attention_launches import Launches
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, Problem, exact, inputs
+from benchmarks.measuring import report
+from benchmarks.measuring.record import OURS
+from benchmarks.suites import attention
+from benchmarks.suites.host import _a_card as a_card
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.cli.kernels import noted
 from lightning_fp8.ops.core import dispatch

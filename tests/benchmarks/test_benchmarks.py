@@ -13,10 +13,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from benchmarks import casts, host, operations, report
 from benchmarks.__main__ import main
-from benchmarks.operations import Operation
-from benchmarks.record import OURS, Result
+from benchmarks.contenders import operations
+from benchmarks.contenders.operations import Operation
+from benchmarks.measuring import report
+from benchmarks.measuring.record import OURS, Result
+from benchmarks.suites import casts, host
 from lightning_fp8.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]

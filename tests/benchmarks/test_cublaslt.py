@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import cublaslt
-from benchmarks.cublaslt import Matmul
+from benchmarks.contenders import cublaslt
+from benchmarks.contenders.cublaslt import Matmul
 from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.benchmarks import cublaslt_stand_in as library

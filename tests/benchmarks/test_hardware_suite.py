@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import hardware, report
 from benchmarks.__main__ import main
-from benchmarks.hardware_kernels import CHAIN, copy_rate_kernel, product_rate_kernel
-from benchmarks.record import OURS
+from benchmarks.contenders.hardware_kernels import CHAIN, copy_rate_kernel, product_rate_kernel
+from benchmarks.measuring import report
+from benchmarks.measuring.record import OURS
+from benchmarks.suites import hardware
 from cuda_kernels.attention import forward
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import compile_cache

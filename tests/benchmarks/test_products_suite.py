@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import casts, cublaslt, files, once, products, report
+from benchmarks import once
 from benchmarks.__main__ import main
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Result
-from benchmarks.timing import Contender, Times
+from benchmarks.contenders import cublaslt
+from benchmarks.measuring import files, report
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Result
+from benchmarks.measuring.timing import Contender, Times
+from benchmarks.suites import casts, products
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
 from tests.benchmarks.cublaslt_stand_in import CublasLt, stand_in

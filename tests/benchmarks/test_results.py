@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import files, machine, report
 from benchmarks.__main__ import main
-from benchmarks.record import OURS, Result
-from benchmarks.timing import Times
+from benchmarks.measuring import files, machine, report
+from benchmarks.measuring.record import OURS, Result
+from benchmarks.measuring.timing import Times
 from tests.benchmarks.test_benchmarks import ROOT
 
 # --- What is written --------------------------------------------------------------------------------------------------

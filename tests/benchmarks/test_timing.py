@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import check, operations, timing
-from benchmarks.operations import Call
-from benchmarks.timing import Contender, CudaClock, HostClock, Times, measure
+from benchmarks.contenders import operations
+from benchmarks.contenders.operations import Call
+from benchmarks.measuring import check, timing
+from benchmarks.measuring.timing import Contender, CudaClock, HostClock, Times, measure
 
 # --- What is computed -------------------------------------------------------------------------------------------------
 

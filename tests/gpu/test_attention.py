@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Inputs, inputs
-from benchmarks.attention_problems import Problem as Measured
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, Inputs, inputs
+from benchmarks.contenders.attention_problems import Problem as Measured
 from cuda_kernels.host.launch import architecture_of
 from lightning_fp8 import DotProductAttention, fp8_autocast
 from lightning_fp8.ops.attention import (

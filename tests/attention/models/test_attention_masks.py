@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention_data import Inputs
+from benchmarks.contenders.attention_data import Inputs
 from lightning_fp8.ops.attention import (
     Band,
     Lengths,

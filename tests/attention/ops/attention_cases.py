@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.attention_data import Inputs
+from benchmarks.contenders.attention_data import Inputs
 from lightning_fp8.ops.attention import (
     Band,
     Codes,

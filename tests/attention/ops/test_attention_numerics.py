@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import attention_data, attention_numerics
+from benchmarks import attention_numerics
 from benchmarks.attention_numerics import NAMES, SCHEMES, exact, main
+from benchmarks.contenders import attention_data
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])

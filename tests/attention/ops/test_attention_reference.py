@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attention_data
-from benchmarks.attention_data import Inputs
+from benchmarks.contenders import attention_data
+from benchmarks.contenders.attention_data import Inputs
 from lightning_fp8.ops.attention import (
     KEYS,
     QUERIES,

@@ -132,6 +132,6 @@ def history_of(plugin: FP8FabricPrecision) -> AmaxHistory:
     return plugin.histories["model"]
 
 
-def collate_with_gradient(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def differentiable_collate(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     x, y = (torch.stack(column) for column in zip(*rows))
     return [x.bfloat16().requires_grad_(), y]

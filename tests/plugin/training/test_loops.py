@@ -23,8 +23,8 @@ from tests.plugin.training.models import (
     Regression,
     assert_falls,
     assert_same_bits,
-    collate_with_gradient,
     dataset,
+    differentiable_collate,
     fit,
     fp8_modules,
     history_of,
@@ -45,7 +45,7 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool, recipe: str, g
     for module in (plain, recomputed):
         gemms.clear()
         # The reentrant kind needs an input with a gradient, else it trains nothing.
-        data = DataLoader(dataset(), batch_size=32, collate_fn=collate_with_gradient)
+        data = DataLoader(dataset(), batch_size=32, collate_fn=differentiable_collate)
         plugins.append(fit(module, data, steps=12, plugin=FP8Precision(recipe, first_last_layers_bf16=False)))
         counts.append(sum(gemms.values()))
     assert len(fp8_modules(recomputed)) == 6
@@ -66,7 +66,7 @@ def test_checkpointing_of_compiled_blocks_recomputes_in_fp8(reentrant: bool) -> 
     recomputed.load_state_dict(plain.state_dict())
     for block in recomputed.model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    data = DataLoader(dataset(), batch_size=32, collate_fn=collate_with_gradient)
+    data = DataLoader(dataset(), batch_size=32, collate_fn=differentiable_collate)
     plugins = [fit(module, data, steps=5) for module in (plain, recomputed)]
     assert len(fp8_modules(recomputed)) == 2
     assert recomputed.losses == plain.losses

@@ -3,7 +3,6 @@
 from tests.ptx_on_cpu.instructions import (
     arithmetic,
     bits,
-    comparison,
     control,
     conversion,
     copies,
@@ -17,7 +16,6 @@ from tests.ptx_on_cpu.instructions import (
 __all__ = [
     "arithmetic",
     "bits",
-    "comparison",
     "control",
     "conversion",
     "copies",

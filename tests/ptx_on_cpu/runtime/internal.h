@@ -47,6 +47,11 @@ void thread_main(Thread *t); /* what a fiber runs; it does not return */
 void wait_for_change(Thread *t, const u32 *counter, u32 seen, const char *what);
 u64 random_number(Cluster *cluster);
 
+/* cluster.c */
+void cluster_build(Cluster *cluster);
+void cluster_begin(Cluster *cluster, const u32 *id);
+void cluster_destroy(Cluster *cluster);
+
 /* memory.c */
 Block *block_of_rank(Thread *t, u64 rank);
 Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offset);

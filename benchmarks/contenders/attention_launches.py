@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.attention_contenders import only_kernels
-from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
+from benchmarks.contenders.attention_contenders import only_kernels
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Inputs, Problem
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.ops.attention import AttentionCall, Band, cuda, format_attention_options
 

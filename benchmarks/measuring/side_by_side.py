@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks.plan import Plan
-from benchmarks.record import Candidate, Result
-from benchmarks.timing import clock_of, measure
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import Candidate, Result
+from benchmarks.measuring.timing import clock_of, measure
 
 
 def timed(plan: Plan, candidates: Sequence[Candidate], yardsticks: Sequence[str], seconds: float) -> Iterator[Result]:

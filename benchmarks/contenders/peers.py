@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.operations import SCALE
+from benchmarks.contenders.operations import SCALE
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.quantize import reference
 
@@ -89,6 +89,6 @@ def _triton(device: torch.device) -> ModuleType:
     """The kernels in Triton. Raises ImportError without Triton, which torch brings even where it finds no driver."""
     if device.type != "cuda":
         raise ImportError("Triton runs on cards")
-    from benchmarks import triton_casts
+    from benchmarks.contenders import triton_casts
 
     return triton_casts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.cublaslt import Matmul, scales_where_read
+from benchmarks.contenders.cublaslt import Matmul, scales_where_read
 from lightning_fp8.scaled import ScaledTensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.timing import Contender, Times
+from benchmarks.measuring.timing import Contender, Times
 
 OURS = "lightning_fp8"
 

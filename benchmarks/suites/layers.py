@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Candidate, Result, said
-from benchmarks.timing import Contender
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Candidate, Result, said
+from benchmarks.measuring.timing import Contender
 from lightning_fp8 import FP8FabricPrecision, make_recipe
 from lightning_fp8.cli.bench import gemms_of, has_kernels
 from lightning_fp8.recipes import RECIPES

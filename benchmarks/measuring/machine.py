@@ -41,7 +41,7 @@ def clocks() -> dict[str, str] | None:
 def commit() -> str | None:
     """The commit of this source tree, ``-dirty`` where files differ from it; None outside a repository."""
     return _output(
-        "git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"
+        "git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"
     )
 
 

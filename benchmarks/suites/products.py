@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import libraries
-from benchmarks.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Candidate, Result, said
-from benchmarks.side_by_side import timed
-from benchmarks.timing import Contender, clock_of, measure
+from benchmarks.contenders import libraries
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Candidate, Result, said
+from benchmarks.measuring.side_by_side import timed
+from benchmarks.measuring.timing import Contender, clock_of, measure
+from benchmarks.suites.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.ops.gemm.launches import build_gemm

@@ -39,7 +39,7 @@ class Operation:
         op: name in ``torch.ops.lightning_fp8``.
         dtype: of the codes, or of the input where there are none.
         arguments: the op's arguments by name, from the tensor that it reads; others take the schema's defaults.
-        target: what it shall reach; see :class:`benchmarks.record.Result`.
+        target: what it shall reach; see :class:`benchmarks.measuring.record.Result`.
         exact: whether its results are the reference's to the bit; otherwise nearly all of their values are.
         repeating: how many of the results repeat when the input's rows do; None for all.
     """

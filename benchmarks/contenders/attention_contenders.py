@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_problems import BACKWARD, FORWARD, Inputs, Problem
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Inputs, Problem
 from lightning_fp8.ops.attention import (
     AttentionCall,
     Band,

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.attention_contenders import BACKENDS, CUDNN, OTHERS, NoKernel, Ops, Other, Refused
-from benchmarks.attention_launches import PRODUCTS, Launches
-from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Inputs, Problem, inputs
-from benchmarks.check import poisoned
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Candidate, Result, said
-from benchmarks.side_by_side import timed
-from benchmarks.timing import Contender
+from benchmarks.contenders.attention_contenders import BACKENDS, CUDNN, OTHERS, NoKernel, Ops, Other, Refused
+from benchmarks.contenders.attention_launches import PRODUCTS, Launches
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, Inputs, Problem, inputs
+from benchmarks.measuring.check import poisoned
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Candidate, Result, said
+from benchmarks.measuring.side_by_side import timed
+from benchmarks.measuring.timing import Contender
 from cuda_kernels.host.launch import architecture_of
 
 SECONDS = 0.1

@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import operations
-from benchmarks.operations import Call, Operation
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Result
-from benchmarks.timing import measure_on_host
+from benchmarks.contenders import operations
+from benchmarks.contenders.operations import Call, Operation
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Result
+from benchmarks.measuring.timing import measure_on_host
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.activation import cuda as activation
 from lightning_fp8.ops.core import dispatch

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks import operations
-from benchmarks.check import close, poisoned, same
-from benchmarks.operations import Call, Operation
-from benchmarks.peers import Peer, peers
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Candidate, Result, said
-from benchmarks.timing import Clock, Contender, clock_of, measure, measure_on_host
+from benchmarks.contenders import operations
+from benchmarks.contenders.operations import Call, Operation
+from benchmarks.contenders.peers import Peer, peers
+from benchmarks.measuring.check import close, poisoned, same
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Candidate, Result, said
+from benchmarks.measuring.timing import Clock, Contender, clock_of, measure, measure_on_host
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops.core import dispatch
 

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.attention_contenders import NoKernel, Ops
-from benchmarks.attention_launches import Launches
-from benchmarks.attention_problems import BACKWARD, FORWARD, Exam, Inputs, Problem, inputs
-from benchmarks.hardware_kernels import (
+from benchmarks.contenders.attention_contenders import NoKernel, Ops
+from benchmarks.contenders.attention_launches import Launches
+from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, Inputs, Problem, inputs
+from benchmarks.contenders.hardware_kernels import (
     CHAIN,
     COPY_COLUMNS,
     COPY_ROWS,
@@ -25,10 +25,10 @@ from benchmarks.hardware_kernels import (
     copy_rate_kernel,
     product_rate_kernel,
 )
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Candidate, Result, said
-from benchmarks.side_by_side import timed
-from benchmarks.timing import Contender
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Candidate, Result, said
+from benchmarks.measuring.side_by_side import timed
+from benchmarks.measuring.timing import Contender
 from cuda_kernels.attention import forward
 from cuda_kernels.device.language import device
 from cuda_kernels.host.launch import Launch, address_on, architecture_of, multiprocessors

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.plan import Plan
-from benchmarks.record import OURS, Result
-from benchmarks.timing import Contender, HostClock, measure
+from benchmarks.measuring.plan import Plan
+from benchmarks.measuring.record import OURS, Result
+from benchmarks.measuring.timing import Contender, HostClock, measure
 from examples.train_gpt import GPT, StdlibBytes
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.recipes import RECIPES
