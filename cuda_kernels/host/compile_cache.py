@@ -207,9 +207,7 @@ def _bytecode_of(code: CodeType) -> str:
 def source_hash(module_name: str) -> str:
     """A hash of a module's file and of those of this package that it imports, found without importing them."""
     sources = {imported: _file_of(imported).read_bytes() for imported in sorted(_with_imports(module_name))}
-    return _hashed(
-        " ".join(f"{module_name} {hashlib.sha256(source).hexdigest()}" for imported, source in sources.items())
-    )
+    return _hashed(" ".join(f"{imported} {hashlib.sha256(source).hexdigest()}" for imported, source in sources.items()))
 
 
 def _with_imports(module_name: str) -> set[str]:

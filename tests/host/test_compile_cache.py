@@ -100,3 +100,16 @@ def test_the_key_names_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert carried == compile_cache.source_key(KERNEL, "cubin", "90a")
     monkeypatch.undo()
     compile_cache.compilers.cache_clear()
+
+
+def test_a_hash_of_sources_knows_which_file_has_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hash_of(**texts: str) -> str:
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(compile_cache, "_with_imports", lambda module_name: set(texts))
+        monkeypatch.setattr(compile_cache, "_file_of", lambda name: tmp_path / name)
+        return compile_cache.source_hash.__wrapped__("any")
+
+    hashes = [hash_of(a="1", b="2"), hash_of(a="2", b="1"), hash_of(a="1", c="2"), hash_of(a="1", b="2")]
+    assert len(set(hashes)) == 3
+    assert hashes[0] == hashes[3]
