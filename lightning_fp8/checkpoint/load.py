@@ -76,7 +76,7 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
     model_params = model.state_dict()
     file_params = remapped.state_dict
     missing = sorted(model_params.keys() - file_params.keys())
-    unexpected = sorted(file_params.keys() - model_params.keys())
+    unexpected = sorted({*file_params.keys() - model_params.keys(), *remapped.beside})
     problems = [
         f"{key} has shape {tuple(file_params[key].shape)} in the file and {tuple(value.shape)} in the model"
         for key, value in model_params.items()
@@ -85,7 +85,12 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
         and file_params[key].shape != value.shape
     ]
     if strict:
-        problems += [f"the file lacks {key}" for key in missing] + [f"the model lacks {key}" for key in unexpected]
+        problems += [f"the file lacks {key}" for key in missing]
+        problems += [
+            f"{key} lies beside the part of the file that is the model's" if key in remapped.beside
+            else f"the model lacks {key}"
+            for key in unexpected
+        ]  # fmt: skip
     if problems:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         advice = "; strict=False loads what fits" if strict and (missing or unexpected) else ""

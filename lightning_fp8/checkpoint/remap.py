@@ -47,11 +47,13 @@ class Remapped:
         state_dict: parameters under the model's keys, without Transformer Engine's states.
         fp8_state: as ``AmaxHistory.state_dict`` gives it; ``None`` where the file has no state for the model.
         report: what became of each state.
+        beside: names of the file beside the part that is the model's, which are those of parameters in it.
     """
 
     state_dict: dict[str, Any]
     fp8_state: dict[str, Any] | None
     report: LoadReport
+    beside: tuple[str, ...] = ()
 
 
 def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) -> Remapped:
@@ -72,10 +74,13 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
 
     parameters: dict[str, Any] = {}
     te_values: list[tuple[str, str, Any]] = []
+    beside: list[str] = []
     passthrough: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = rename(clean_name(key))
-        if not is_state(name):
+        if name is None:
+            beside.append(key)
+        elif not is_state(name):
             parameters[name] = value
         elif _keeps_its_own_extra_state(modules.get(name.rpartition(".")[0])):
             passthrough[key] = value
@@ -96,7 +101,7 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
     result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
-    return Remapped(result, _history_state(tensor_states), LoadReport(tuple(entries)))
+    return Remapped(result, _history_state(tensor_states), LoadReport(tuple(entries)), tuple(beside))
 
 
 def states_by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, int]:

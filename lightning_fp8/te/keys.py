@@ -152,11 +152,12 @@ def stem_of(leaf: str) -> str:
 # --- Prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str]:
+def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str | None]:
     """A function from a name of the file to one of the model: it strips a leading path and prepends another.
 
     The pair is the one that lets most names fit; where none does better, names stay as they are. So do names without
-    the leading path, which most names have: a metric's or a loss's beside ``model.``.
+    the leading path, which most names have: a metric's or a loss's beside ``model.``. One of them that another name
+    becomes has no name in the model, None: a LightningModule's own ``head.weight`` beside ``model.head.weight``.
     """
     strips = ["", *_leading_paths(file_names)]
     prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
@@ -174,7 +175,8 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
     strip, prepend = max(
         ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
     )
-    return lambda name: renamed(name, strip, prepend)
+    taken = {renamed(name, strip, prepend) for name in file_names if name.startswith(strip)}
+    return lambda name: None if not name.startswith(strip) and name in taken else renamed(name, strip, prepend)
 
 
 def _leading_paths(names: list[str]) -> list[str]:

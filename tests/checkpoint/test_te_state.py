@@ -85,6 +85,21 @@ def test_names_beside_the_model_do_not_hide_its_prefix(files: Any) -> None:
     assert "not in the file, and as they were: 0.fc.bias\n  not in the model: loss.weight, metric.total" in str(report)
 
 
+def test_a_name_beside_the_model_is_not_taken_for_one_inside(files: Any) -> None:
+    """A LightningModule's own ``0.fc.weight``, of the shape of ``model.0.fc.weight``, first in the file or last."""
+    written, state_dict = files["2.18"]
+    inside = {f"model.{key}": value for key, value in state_dict.items()}
+    beside = {"0.fc.weight": torch.full_like(state_dict["0.fc.weight"], 7.0)}
+    for file in (beside | inside, inside | beside):
+        model = blocks()
+        with pytest.raises(CheckpointError, match="0.fc.weight lies beside the part of the file that is the model's"):
+            load_te_state_dict(model, file)
+        report = load_te_state_dict(model, file, strict=False)
+        assert (report.missing_keys, report.unexpected_keys) == ((), ("0.fc.weight",))
+        assert torch.equal(model.state_dict()["0.fc.weight"], written["parameters"]["0.fc.weight"])
+        assert_rows(model, expected_rows(written["states"]))
+
+
 def test_into_a_model_inside_a_model_and_a_compiled_one(files: Any) -> None:
     written, state_dict = files["2.18"]
     outer = nn.ModuleDict({"model": blocks()})
