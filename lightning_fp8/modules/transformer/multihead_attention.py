@@ -261,15 +261,20 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
             of_q, of_k = angles_of_both(rotary)
-            starts_q, starts_kv = _starts(call, "q"), _starts(call, "kv")
+            (starts_q, lengths_q), (starts_kv, lengths_kv) = (
+                _starts_and_lengths(call, *names) for names in (("q", "kv"), ("kv", "q"))
+            )
             position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"
             if batch is not None and self.qkv_format == "thd":
                 starts_q = batch.cu_seqlens_q(q.device)
-                starts_kv = starts_q if own else starts_kv
+                lengths_q = None
+                if own:
+                    starts_kv, lengths_kv = starts_q, None
             layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
-            q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q)
-            k = apply_rotary_pos_emb(k, of_k, layout, position if own else None, interleaved, starts_kv)
+            q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q, lengths_q)
+            position_k = position if own else None
+            k = apply_rotary_pos_emb(k, of_k, layout, position_k, interleaved, starts_kv, lengths_kv)
         return (q, k) if self.qk_norm_before_rope else self._head_norms(q, k)
 
     def _head_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,7 +304,15 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         return f"attention_type={self.attention_type!r}, fuse_qkv_params={self.fuse_qkv_params}"
 
 
-def _starts(call: Mapping[str, Any], of: str) -> Tensor | None:
-    """Where sequences of ``"q"`` or ``"kv"`` start."""
-    padded: Tensor | None = call.get(f"cu_seqlens_{of}_padded")
-    return call.get(f"cu_seqlens_{of}") if padded is None else padded
+def _starts_and_lengths(call: Mapping[str, Any], of: str, other: str) -> tuple[Tensor | None, Tensor | None]:
+    """Where sequences of ``"q"`` or ``"kv"`` start, and their lengths where padding follows them.
+
+    Those that are given alone hold for both, as in ``DotProductAttention``.
+    """
+    both = all(call.get(f"cu_seqlens_{name}") is not None for name in (of, other))
+    added_up, padded = (
+        next((given for name in names if (given := call.get(f"cu_seqlens_{name}{suffix}")) is not None), None)
+        for names in [(of,) if both else (of, other)]
+        for suffix in ("", "_padded")
+    )
+    return (added_up, None) if padded is None or added_up is None else (padded, added_up.diff())

@@ -100,6 +100,7 @@ def apply_rotary_pos_emb(
     start_positions: Tensor | None = None,
     interleaved: bool = False,
     cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Turn pairs of channels of ``t`` by angles, computed in float32 at least, in t's dtype.
 
@@ -108,7 +109,9 @@ def apply_rotary_pos_emb(
         freqs: angles ``[s2, 1, 1, d2]``, of positions from 0 on; channels from ``d2`` on stay as they are.
         start_positions: integers ``[b]``, the position of each sequence's first row; None is 0.
         interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + d2 / 2``.
-        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start.
+        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start. Rows behind the last one are padding and
+            turned by any angle.
+        lengths: integers ``[b]``, rows of each sequence of ``"thd"`` where padding follows it; None: up to the next.
 
     Raises:
         TypeError: ``freqs`` is no tensor.
@@ -125,7 +128,7 @@ def apply_rotary_pos_emb(
             f"rotary_pos_emb has shape {list(freqs.shape)}; it must be [positions, 1, 1, channels] with an even number "
             f"of at most {t.shape[-1]} channels, as RotaryPositionEmbedding gives it"
         )
-    angle = _angles_of_rows(t, freqs.to(t.device), tensor_format, start_positions, cu_seqlens)
+    angle = _angles_of_rows(t, freqs.to(t.device), tensor_format, start_positions, cu_seqlens, lengths)
     wide = torch.promote_types(torch.promote_types(t.dtype, freqs.dtype), torch.float32)
     angle = angle.to(wide)
     x = t[..., :turning].to(wide)
@@ -142,7 +145,12 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _angles_of_rows(
-    t: Tensor, freqs: Tensor, tensor_format: str, start_positions: Tensor | None, cu_seqlens: Tensor | None
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str,
+    start_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
 ) -> Tensor:
     """The angles of each row of t, broadcastable to it."""
     if tensor_format == "thd":
@@ -152,11 +160,13 @@ def _angles_of_rows(
         starts = cu_seqlens.to(t.device)
         sequence = (torch.searchsorted(starts, row.to(starts.dtype), right=True) - 1).clamp(0, len(starts) - 2)
         position = row - starts[sequence]
+        ends = starts.diff() if lengths is None else lengths.to(t.device)
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
-        if len(position) and not (t.is_cuda or torch.compiler.is_compiling()):  # asking would wait for the card
-            _check_positions(freqs, int(position.max()) + 1)
-        return freqs[position, 0]
+            ends = ends + start_positions.to(t.device)
+        if len(ends) and not (t.is_cuda or torch.compiler.is_compiling()):  # asking would wait for the card
+            _check_positions(freqs, int(ends.max()))
+        return freqs[position.clamp(0, len(freqs) - 1), 0]  # padding has no position
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
     if start_positions is None:
         _check_positions(freqs, length)
