@@ -113,6 +113,8 @@ class WeightCachingModule(FP8Module):
         if computed is not None and any(name in computed for name in parameter_names):  # type: ignore[operator]
             return None  # a weight that is computed anew has nothing to keep
         parameters = [getattr(self, name) for name in parameter_names]
+        if any(parameter.is_inference() for parameter in parameters):
+            return None  # changes of such leave no trace
         # Where optimizers step DTensors and FSDP2 gathers, no version advances, but the number of steps does.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
         made_from: tuple[Any, ...] = (recipe, optimizer_step_number(), *versions)

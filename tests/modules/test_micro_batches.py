@@ -141,3 +141,12 @@ def test_fully_sharded_weights(options: dict[str, bool], one_rank: Any, casts: l
         optimizer.zero_grad()
     assert linear.history is not None
     assert linear.history.steps == 3
+
+
+def test_weights_made_for_inference() -> None:
+    with torch.inference_mode():
+        linear, x = Linear(32, 32), torch.randn(4, 32)
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            assert torch.equal(linear(x, is_first_microbatch=True), linear(x))
+            linear.weight.mul_(2)
+            assert torch.equal(linear(x, is_first_microbatch=False), linear(x))
