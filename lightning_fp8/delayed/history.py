@@ -26,7 +26,8 @@ from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
 
 PATIENCE = 1000
-"""Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
+"""Training forwards without any optimizer step, or steps without an update, after which a warning says so; more than
+steps have micro-batches."""
 
 _not_for_inference = torch.inference_mode(False)
 """Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
@@ -50,7 +51,7 @@ class AmaxHistory:
         forwards_since_update: training forwards since the last update, as far as somebody counts them.
         trained_in_eval: whether since the last update weights had gradients taken in eval mode.
         unobserved_updates: updates in a row that found nothing because of it.
-        is_eval_told, is_standstill_told: whether a warning said so, and that no optimizer steps.
+        is_eval_told, is_standstill_told: whether a warning said so, and that no optimizer steps or nobody updates.
         owners: by ``id`` the modules whose parameters tell an optimizer that steps these amaxes; any does where they
             have none.
         recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
@@ -201,6 +202,21 @@ class AmaxHistory:
                 "recipe='tensorwise'",
                 stacklevel=2,
             )
+
+    def count_step(self) -> None:
+        """Count an optimizer step since the last update, and warn once when there are too many and nobody updates."""
+        self.steps = (self.steps or 0) + 1
+        self.stepped = True
+        # Who enters no region either, as attention that follows every optimizer, observes nothing that waits.
+        if self.is_standstill_told or self.steps < self.patience or self.after_step or self.recipe is None:
+            return
+        self.is_standstill_told = True
+        warnings.warn(
+            f"the FP8 scales stand still: {self.steps} optimizer steps since update {self.updates}. They are updated "
+            "where an outermost fp8_autocast begins with gradients enabled: enter it anew for each step, or take a "
+            "recipe without state, fp8_recipe='tensorwise'",
+            stacklevel=2,
+        )
 
     @_not_for_inference
     def resize(self, length: int) -> None:

@@ -271,8 +271,7 @@ def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     stepped = _stepped(optimizer)
     for history in stepped:
-        history.steps = (history.steps or 0) + 1
-        history.stepped = True
+        history.count_step()
     for update in dict.fromkeys(history.after_step for history in stepped if history.after_step is not None):
         update()
 

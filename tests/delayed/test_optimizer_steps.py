@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_fp8 import (
     FP8Callback,
     FP8FabricPrecision,
     FP8Precision,
+    convert_module,
     fp8_autocast,
 )
 from lightning_fp8.delayed.history import AmaxHistory
@@ -307,6 +309,25 @@ def test_standing_scales_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=rf"{PATIENCE} training forwards since update 0.*update_scales\(\)") as caught:
         fitted(model, epochs=PATIENCE // 2)
     assert sum("stand still" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize("region_for_each_step", [True, False])
+def test_steps_without_an_update_are_told(region_for_each_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AmaxHistory, "patience", PATIENCE)
+    model = mlp()
+    convert_module(model, first_last_layers_bf16=False)
+    optimizer = SGD(model.parameters(), 0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with nullcontext() if region_for_each_step else fp8_autocast():
+            for _ in range(2 * PATIENCE):
+                with fp8_autocast():
+                    loss = model(torch.randn(8, 16)).mean()
+                loss.backward()
+                optimizer.step()
+    told = [str(warning.message) for warning in caught if "stand still" in str(warning.message)]
+    assert len(told) == (0 if region_for_each_step else 1)
+    assert all(f"{PATIENCE} optimizer steps since update" in message for message in told)
 
 
 def test_training_and_evaluation_are_not_told() -> None:
