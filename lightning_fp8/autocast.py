@@ -52,6 +52,10 @@ DISABLED = FP8Context(DelayedScaling(), enabled=False)
 """The context of code outside every region."""
 
 
+NO_BACKWARD = -1
+"""What autograd calls the backward pass of code that runs in none."""
+
+
 class _Thread(threading.local):
     """One thread's current context. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
 
@@ -61,6 +65,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.context = DISABLED
         self.active_regions = 0
+        self.backward = NO_BACKWARD
+        """The backward pass in which the innermost region was entered."""
 
 
 _thread = _Thread()
@@ -77,33 +83,44 @@ def current_context() -> FP8Context:
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread, as it is while activation checkpointing recomputes a forward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return _current_backward() != NO_BACKWARD
+
+
+def is_repeating() -> bool:
+    """Whether a forward runs again inside a backward pass, and no region that was entered there says how."""
+    return in_backward() and _thread.backward != _current_backward()
+
+
+def _current_backward() -> int:
+    """The number of the backward pass that autograd is running on this thread."""
+    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 @contextmanager
 def fp8_context(context: FP8Context) -> Iterator[None]:
     """Make ``context`` the current one inside; updates no scales."""
-    previous = _thread.context
+    previous, backward = _thread.context, _thread.backward
     active = context.enabled or context.calibrating
     _thread.context = context
+    _thread.backward = _current_backward()
     _thread.active_regions += active
     forget_inputs()
     try:
         yield
     finally:
         forget_inputs()
-        _thread.context = previous
+        _thread.context, _thread.backward = previous, backward
         _thread.active_regions -= active
 
 
 class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
-    The backward pass and the recomputation of checkpointed activations belong outside; they follow the context of
-    their forward. Regions nest, the innermost rules; a region is its thread's. Where no plugin looks after the model,
-    entering the outermost active region with gradients enabled updates the delayed scales from what was seen since the
-    last update, once after each step of a ``torch.optim.Optimizer`` that holds parameters of the model; before the
-    first such step, and where there is no such optimizer, in every region.
+    The backward pass and the recomputation of checkpointed activations belong outside; they follow the context of their
+    forward, unless they enter a region themselves. Regions nest, the innermost rules; a region is its thread's. Where
+    no plugin looks after the model, entering the outermost active region with gradients enabled updates the delayed
+    scales from what was seen since the last update, once after each step of a ``torch.optim.Optimizer`` that holds
+    parameters of the model; before the first such step, and where there is no such optimizer, in every region.
 
     Args:
         enabled: False runs modules in high precision, also inside an enabled region.
@@ -143,7 +160,7 @@ class fp8_autocast(ContextDecorator):
             reached = [prepare() for prepare in before_attention]
             self._reaches_attention = any(reached)
         noted = False
-        if not _thread.active_regions and (recipe := self._observing):
+        if not _thread.active_regions and not in_backward() and (recipe := self._observing):
             if torch.is_grad_enabled():
                 update_without_plugin(recipe, self.context.group)
                 noted = True

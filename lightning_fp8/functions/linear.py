@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed.slot import Slot
@@ -169,10 +170,25 @@ def weight_gradient(dy8: Quantized, x_t: ScaledTensor, main_grad: Tensor | None,
     """``dyᵀ x`` in ``dtype``; None where it was added to ``main_grad``."""
     if main_grad is None:
         return ops.scaled_mm(present(dy8.columnwise), x_t, out_dtype=dtype)
-    if not torch.compiler.is_compiling() and main_grad.__dict__.pop(_STALE, False):
-        main_grad.zero_()
+    _forget_if_stale(main_grad)
     ops.scaled_mm_accumulate(main_grad, present(dy8.columnwise), x_t)
     return None
+
+
+class MainGradFunction(torch.autograd.Function):
+    """A weight of a product in high precision, whose gradient is added to ``main_grad`` instead."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw: Tensor) -> tuple[None, None]:
+        _forget_if_stale(ctx.main_grad)
+        ctx.main_grad.add_(dw)
+        return None, None
 
 
 def mark_stale(main_grad: Tensor) -> None:
@@ -181,6 +197,11 @@ def mark_stale(main_grad: Tensor) -> None:
     Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
     """
     setattr(main_grad, _STALE, True)
+
+
+def _forget_if_stale(main_grad: Tensor) -> None:
+    if not torch.compiler.is_compiling() and main_grad.__dict__.pop(_STALE, False):
+        main_grad.zero_()
 
 
 def place_in_graph(x: Tensor) -> tuple[Tensor] | None:

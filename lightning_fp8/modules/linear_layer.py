@@ -15,6 +15,7 @@ from lightning_fp8.arguments.parallel import refuse_sharded
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,
+    MainGradFunction,
     ObserveGradFunction,
     Slots,
     mark_stale,
@@ -80,6 +81,7 @@ class LinearLayer(WeightCachingModule):
     ) -> Tensor:
         if context.enabled and self.fp8:
             return self._fp8_forward(input, weight, bias, context, is_first_microbatch)
+        weight = self._in_main_grad(weight, is_first_microbatch)
         if context.calibrating and not context.enabled and self.fp8:
             return self._calibrating_forward(input, weight, bias)
         return self._high_precision(input, weight, bias)
@@ -101,7 +103,7 @@ class LinearLayer(WeightCachingModule):
             if context.enabled and self.fp8:
                 note_traced(*self.features)
             return context
-        # Recomputation runs in the backward pass, outside every region: it repeats what its forward did, and counted.
+        # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
         context = self.running_context()
         if autocast.in_backward():
             return context
@@ -114,7 +116,7 @@ class LinearLayer(WeightCachingModule):
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would run under now, outside compiled code."""
         context = autocast.current_context()
-        return (self._last_context or context) if autocast.in_backward() else context
+        return (self._last_context or context) if autocast.is_repeating() else context
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
@@ -187,6 +189,12 @@ class LinearLayer(WeightCachingModule):
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
+
+    def _in_main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        """The weight of a product in high precision; a view that passes wgrad on where that goes to ``main_grad``."""
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
+        view: Tensor = weight if main_grad is None else MainGradFunction.apply(weight, main_grad)
+        return view
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
         """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8 import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
 
 Call = Callable[[Linear, Tensor, bool], Tensor]
 MICRO_BATCHES = 3
@@ -103,3 +105,34 @@ def test_a_forward_alone_leaves_main_grad() -> None:
         with torch.no_grad():
             linear.eval()(x, is_first_microbatch=True)
     assert bool((linear.weight.main_grad == 7.0).all())
+
+
+def calibrating(module: Any) -> Any:
+    return fp8_autocast(enabled=False, calibrating=True)
+
+
+def left_in_high_precision(module: Any) -> Any:
+    module.fp8 = False
+    return fp8_autocast(fp8_recipe="tensorwise")
+
+
+@pytest.mark.parametrize("surroundings", [lambda module: nullcontext(), calibrating, left_in_high_precision])
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_high_precision(kind: Any, surroundings: Any, compiled: bool) -> None:
+    """As everywhere else: it starts anew with the first micro-batch, and ``grad`` stays empty."""
+    module, alike = (kind(16, 16, fuse_wgrad_accumulation=fused) for fused in (True, False))
+    alike.load_state_dict(module.state_dict(), strict=False)
+    weights = [name for name, value in module.named_parameters() if value.dim() == 2]
+    for name in weights:
+        module.get_parameter(name).main_grad = torch.full((16, 16), 7.0)
+    call = torch.compile(module, backend="aot_eager") if compiled else module
+    for first in (True, False):
+        x, dy = torch.randn(4, 16), torch.randn(4, 16)
+        with surroundings(module):
+            call(x, is_first_microbatch=first).backward(dy)
+        alike(x).backward(dy)
+    for name, value in module.named_parameters():
+        expected = alike.get_parameter(name).grad
+        assert (value.grad is None) == (name in weights), name
+        torch.testing.assert_close(value.main_grad if name in weights else value.grad, expected)

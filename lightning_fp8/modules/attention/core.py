@@ -53,7 +53,7 @@ class CoreAttention(FP8Module):
         """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
         context = autocast.current_context()
         recomputing = autocast.in_backward()
-        if recomputing:  # it repeats what its forward did, outside every region
+        if autocast.is_repeating():  # what its forward did, outside every region
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
         if recipe_wants_fp8 and self.fp8 and context.enabled and reason:

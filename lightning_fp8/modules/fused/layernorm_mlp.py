@@ -157,7 +157,8 @@ class LayerNormMLP(NormedLayer):
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
             calibrating = context.calibrating and not context.enabled and self.fp8
-            y, normalized = self._in_high_precision(inp, weights, calibrating)
+            w1, w2 = (self._in_main_grad(weight, is_first_microbatch) for weight in weights)
+            y, normalized = self._in_high_precision(inp, (w1, w2), calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
     def _fused(

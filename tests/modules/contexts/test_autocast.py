@@ -206,6 +206,60 @@ def test_backward_follows_the_forwards_recipe(monkeypatch: pytest.MonkeyPatch) -
     assert len(used) == 4  # x, w; dy, w again
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_enters_its_own_regions(use_reentrant: bool) -> None:
+    """A layer in FP8 and in high precision, and called elsewhere before the backward pass."""
+    layer, x = Linear(32, 32), torch.randn(8, 32)
+
+    def twice(x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            h = layer(x)
+        with fp8_autocast(enabled=False):
+            return layer(h)
+
+    def gradients(run: Any) -> tuple[Tensor | None, ...]:
+        given = x.clone().requires_grad_()
+        layer.zero_grad()
+        y = run(given)
+        with torch.no_grad():
+            layer(x)
+        y.backward(torch.ones_like(y))
+        return given.grad, layer.weight.grad
+
+    plain = gradients(twice)
+    again = gradients(lambda x: checkpoint(twice, x, use_reentrant=use_reentrant))
+    for expected, found in zip(plain, again):
+        assert torch.equal(found, expected)
+
+
+def test_a_hook_of_a_backward_pass_enters_its_own_region() -> None:
+    layer, x = Linear(32, 32), torch.randn(8, 32)
+    found: list[Tensor] = []
+
+    def hook(grad: Tensor) -> None:
+        with torch.no_grad(), fp8_autocast(enabled=False):
+            found.append(layer(x))
+
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        y = layer(x)
+    y.register_hook(hook)
+    y.sum().backward()
+    assert torch.equal(found[0], layer(x))
+    assert not torch.equal(found[0], y)
+
+
+def test_recomputation_updates_no_scales() -> None:
+    layer, x = Linear(32, 32), torch.randn(8, 32, requires_grad=True)
+
+    def in_a_region(x: Tensor) -> Tensor:
+        with fp8_autocast():
+            y: Tensor = layer(x)
+        return y
+
+    checkpoint(in_a_region, x, use_reentrant=False).sum().backward()
+    assert layer.history.updates == 1
+
+
 def test_reduce_amax_is_a_setting_of_the_recipe() -> None:
     linear, x = Linear(16, 8), torch.randn(4, 16)
     recipe = DelayedScaling(reduce_amax=False, margin=1)
