@@ -166,7 +166,7 @@ class CastLaunch:
         head_dim: channels of a head, side by side.
         dtype: of the tensor, by its name.
         heads: of the tensor.
-        rows: of the batch.
+        space: the rows of the batch.
         strides: of the tensor.
         copies: whether there is a row copy, and a transposed one.
         mean_blocks: entries of :attr:`CastTables.summed`, if each channel's mean of them is subtracted first; else 0.

@@ -80,7 +80,7 @@ class Packing:
     """Heads side by side, ``[B, H, L, ...]``, to packed rows and back; :class:`Kept` is in them.
 
     Args:
-        rows: of the batch.
+        packed: the rows of the batch.
     """
 
     def __init__(self, packed: PackedRows) -> None:
