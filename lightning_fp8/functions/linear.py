@@ -180,14 +180,16 @@ class MainGradFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.main_grad = main_grad
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dw: Tensor) -> tuple[None, None]:
-        _forget_if_stale(ctx.main_grad)
-        ctx.main_grad.add_(dw)
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[None, None]:
+        if dw is not None:  # who has no part in the loss leaves it as it is
+            _forget_if_stale(ctx.main_grad)
+            ctx.main_grad.add_(dw)
         return None, None
 
 

@@ -16,7 +16,7 @@ import torch
 
 import lightning_fp8
 from tests.small import assert_raises
-from tests.transformer.te_arguments import CONSTRUCTORS, FORWARDS, FUNCTIONS, Refused
+from tests.transformer.te.te_arguments import CONSTRUCTORS, FORWARDS, FUNCTIONS, Refused
 
 POSITIONAL: dict[str, tuple[int, ...]] = {
     "LayerNorm": (32,),
