@@ -78,14 +78,6 @@ def require_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a positive integer")
 
 
-def require_init_method(name: str, value: Any) -> None:
-    """Raises:
-    TypeError: ``value`` is neither a function nor None.
-    """
-    if value is not None and not callable(value):
-        raise TypeError(f"{name}={value!r} must be a function that fills a tensor in place, or None")
-
-
 def one_of(name: str, value: Any, known: Collection[str]) -> str:
     """Raises:
     ValueError: another value.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -104,15 +103,6 @@ class SetsNoGroups:
             NotImplementedError: any group.
         """
         refuse_what_is_not_here({"cp_group": cp_group}, {"cp_group": NO_CONTEXT_PARALLELISM})
-
-
-def initialization_rng(arguments: ParallelArguments) -> AbstractContextManager[Any]:
-    """The context in which weights are initialized: Megatron's ``get_rng_state_tracker().fork()`` where it is given."""
-    tracker, name = arguments.get("get_rng_state_tracker"), arguments.get("rng_tracker_name")
-    if tracker is None:
-        return nullcontext()
-    fork: AbstractContextManager[Any] = tracker().fork() if name is None else tracker().fork(name)
-    return fork
 
 
 def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from lightning_fp8.arguments import (
     plain,
     refuse_in_forward,
     require_bools,
-    require_init_method,
     require_positive,
     rows_by_name,
 )
-from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, initialization_rng, refuse_parallel
+from lightning_fp8.arguments.initialization import Initialization, InitMethod, require_init_method
+from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.linear_layer import LinearLayer
 
 
@@ -33,7 +33,7 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         in_features: columns of x.
         out_features: columns of y.
         bias: whether there is a bias.
-        init_method: called on each weight; ``None`` is ``torch.nn.Linear``'s.
+        init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
@@ -46,13 +46,15 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         NotImplementedError: a parallel argument that is not at its default.
     """
 
+    initialization = Initialization()
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         return_bias: bool = False,
@@ -72,12 +74,27 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        if init_method is not None:
-            with torch.no_grad(), initialization_rng(parallel):
-                init_method(self.weight)
         if split_rows is not None:
             self._split_parameters(split_rows)
+        self.initialization = Initialization.told(init_method, None, parallel)
+        self.initialization.fill(*self.weights_and_biases())
         self.ensure_slots()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+
+        Weights and biases are ``torch.nn.Linear``'s; ``init_method`` then fills the weights.
+
+        Raises:
+            RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
+        """
+        weights, biases = self.weights_and_biases()
+        bound = 1 / math.sqrt(self.in_features)
+        for weight, bias in zip(weights, biases):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+        self.initialization.fill(weights, biases)
 
     def forward(  # type: ignore[override]
         self,

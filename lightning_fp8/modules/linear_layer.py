@@ -130,6 +130,10 @@ class LinearLayer(WeightCachingModule):
         self.weight_names = tuple(f"{name}_weight" for name in split_rows)
         self.bias_names = tuple(f"{name}_bias" for name in split_rows)
 
+    def weights_and_biases(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights and the biases, as they are registered."""
+        return [getattr(self, name) for name in self.weight_names], [getattr(self, name) for name in self.bias_names]
+
     def _parameter(self, names: tuple[str, ...]) -> Any:
         if len(names) == 1:
             return getattr(self, names[0])

@@ -116,9 +116,15 @@ class DotProductAttention(SetsNoGroups, CoreAttention):
         self.center_keys = center_keys
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(self.sizes.heads, dtype=torch.float32))
+            self.softmax_offset = nn.Parameter(torch.empty(self.sizes.heads, dtype=torch.float32))
+        self.reset_parameters()
         self.reason = self.why_not_in_training()
         self.use_history(AmaxHistory(self.history_slots()))
+
+    def reset_parameters(self) -> None:
+        """Begin with ``softmax_offset``, where it is learned, at 0."""
+        if self.softmax_type == "learnable":
+            nn.init.zeros_(self.softmax_offset)
 
     def forward(
         self,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import one_of, require_bool, require_number
-from lightning_fp8.arguments.parallel import ParallelArguments, initialization_rng
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.scaling import FLOAT32_MAX
-
-InitMethod = Callable[[Tensor], Any]
-"""Fills a weight in place."""
 
 
 def checked_norm(normalization: str, eps: float, zero_centered_gamma: bool) -> Norm:
@@ -38,15 +33,6 @@ def reset_norm(module: Any, norm: Norm) -> None:
     nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered else 1.0)
     if module.layer_norm_bias is not None:
         nn.init.zeros_(module.layer_norm_bias)
-
-
-def initialize(weight: Tensor, init_method: InitMethod | None, parallel: ParallelArguments) -> None:
-    """Fill a weight; without ``init_method`` by Transformer Engine's, normal with deviation 0.023."""
-    with torch.no_grad(), initialization_rng(parallel):
-        if init_method is None:
-            nn.init.normal_(weight, 0.0, 0.023)
-        else:
-            init_method(weight)
 
 
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:

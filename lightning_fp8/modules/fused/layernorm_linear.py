@@ -11,14 +11,13 @@ from typing_extensions import Unpack
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, refuse_in_forward, refuse_transforms, require_bools, rows_by_name
+from lightning_fp8.arguments.initialization import Initialization, InitMethod, default_init_method
 from lightning_fp8.arguments.parallel import ParallelArguments
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.modules.fused.arguments import (
-    InitMethod,
     checked_norm,
     detached,
-    initialize,
     register_norm,
     reset_norm,
 )
@@ -39,7 +38,7 @@ class LayerNormLinear(NormedLayer):
         bias: whether there is a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
-        init_method: called on the weight; ``None`` is normal with deviation 0.023. The bias starts at 0.
+        init_method: called on each weight; ``None`` is normal with deviation 0.023. The bias starts at 0.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: as in :class:`lightning_fp8.Linear`.
         return_bias: give the bias beside y, not added.
@@ -87,12 +86,21 @@ class LayerNormLinear(NormedLayer):
         self.norm = checked_norm(normalization, eps, zero_centered_gamma)
         register_norm(self, self.norm, self.in_features, **factory)
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **factory)) if bias else None)
-        reset_norm(self, self.norm)
-        initialize(self.weight, init_method, parallel)
+        self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features, **factory)) if bias else None)
         if split_rows is not None:
             self._split_parameters(split_rows)
+        self.initialization = Initialization.told(init_method or default_init_method, nn.init.zeros_, parallel)
+        self.reset_parameters()
         self.ensure_slots()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+
+        Raises:
+            RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
+        """
+        reset_norm(self, self.norm)
+        self.initialization.fill(*self.weights_and_biases())
 
     def forward(  # type: ignore[override]
         self,

@@ -12,15 +12,14 @@ from typing_extensions import Unpack
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, refuse_transforms, require_bool, require_bools, require_positive_or_none
+from lightning_fp8.arguments.initialization import Initialization, InitMethod, default_init_method
 from lightning_fp8.arguments.parallel import ParallelArguments
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.modules.fused.activations import activate, activation_named
 from lightning_fp8.modules.fused.arguments import (
-    InitMethod,
     checked_norm,
     detached,
-    initialize,
     register_norm,
     reset_norm,
 )
@@ -118,11 +117,23 @@ class LayerNormMLP(NormedLayer):
         register_norm(self, self.norm, self.hidden_size, **factory)
         for name, (rows, columns) in self.matrices.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(rows, **factory)) if bias else None)
-        reset_norm(self, self.norm)
-        initialize(self.fc1_weight, init_method, parallel)
-        initialize(self.fc2_weight, output_layer_init_method, parallel)
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
+        self.initializations = tuple(
+            Initialization.told(method or default_init_method, nn.init.zeros_, parallel)
+            for method in (init_method, output_layer_init_method)
+        )
+        self.reset_parameters()
         self.ensure_slots()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+
+        Raises:
+            RuntimeError: an ``init_method`` was left out of a pickle, of which this module was loaded.
+        """
+        reset_norm(self, self.norm)
+        for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
+            initialization.fill([weight], [bias])
 
     @property
     def features(self) -> tuple[int, ...]:

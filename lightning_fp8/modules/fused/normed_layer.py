@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.arguments import plain, require_bools, require_init_method, require_positive
+from lightning_fp8.arguments import plain, require_bools, require_positive
+from lightning_fp8.arguments.initialization import require_init_method
 from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import Slots

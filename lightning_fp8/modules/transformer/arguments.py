@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fp8.arguments import require_positive
 from lightning_fp8.modules.attention.arguments import Sizes, sizes_of
 from lightning_fp8.modules.transformer.inference import InferenceParams
 
-InitMethod = Callable[[Tensor], Any]
 Mask = Tensor | tuple[Tensor, Tensor]
 
 
@@ -128,8 +127,3 @@ def head_sizes(
             )
         kv_channels = hidden_size // num_attention_heads
     return sizes_of(num_attention_heads, kv_channels, num_gqa_groups)
-
-
-def default_init_method(weight: Tensor) -> None:
-    """Transformer Engine's: normal with a standard deviation of 0.023."""
-    nn.init.normal_(weight, 0.0, 0.023)

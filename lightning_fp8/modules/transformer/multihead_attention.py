@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import one_of, require_bools, require_number, require_positive_or_none
+from lightning_fp8.arguments.initialization import InitMethod, default_init_method
 from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention import DotProductAttention
 from lightning_fp8.modules.attention.arguments import check_layer_number
@@ -18,12 +20,10 @@ from lightning_fp8.modules.fused.arguments import checked_norm
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.transformer.arguments import (
     AttentionArguments,
-    InitMethod,
     Mask,
     angles_of_both,
     check_call,
     check_encoder_output,
-    default_init_method,
     head_sizes,
     mask_type_over_cache,
 )
@@ -191,9 +191,10 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             return_bias=return_bias,
             **shared,
         )
-        for name, parameter in self.named_parameters():
-            if name.rpartition(".")[2].endswith("bias"):
-                nn.init.zeros_(parameter)
+        for layer in self.children():
+            if isinstance(layer, Linear):
+                layer.initialization = replace(layer.initialization, bias=nn.init.zeros_)
+                layer.initialization.fill((), layer.weights_and_biases()[1])
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from lightning_fp8.arguments import (
     require_number,
     require_positive_or_none,
 )
+from lightning_fp8.arguments.initialization import InitMethod, default_init_method
 from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
 from lightning_fp8.modules.attention.arguments import check_layer_number, tell
 from lightning_fp8.modules.attention.masks import checked_window, mask_type
@@ -23,11 +24,9 @@ from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.transformer.arguments import (
     AttentionArguments,
-    InitMethod,
     Mask,
     check_call,
     check_encoder_output,
-    default_init_method,
 )
 from lightning_fp8.modules.transformer.multihead_attention import MultiheadAttention
 from lightning_fp8.modules.transformer.residual import add_branch

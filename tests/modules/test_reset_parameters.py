@@ -1,0 +1,151 @@
+"""``reset_parameters`` of the layers: what they began with, also for those that were made on meta."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import (
+    DotProductAttention,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    TransformerLayer,
+    fp8_autocast,
+)
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "linear": lambda **device: Linear(48, 32, **device),
+    "linear with a method": lambda **device: Linear(48, 32, init_method=nn.init.xavier_normal_, **device),
+    "norm and linear": lambda **device: LayerNormLinear(48, 32, **device),
+    "zero-centered": lambda **device: LayerNormLinear(48, 32, zero_centered_gamma=True, **device),
+    "no bias": lambda **device: LayerNormLinear(48, 32, bias=False, normalization="RMSNorm", **device),
+    "mlp": lambda **device: LayerNormMLP(48, 64, activation="swiglu", **device),
+    "two methods": lambda **device: LayerNormMLP(
+        48, 64, init_method=nn.init.ones_, output_layer_init_method=nn.init.xavier_normal_, **device
+    ),
+    "split norm and linear": lambda **device: LayerNormLinear(48, 96, parameters_split=["q", "k", "v"], **device),
+    "attention": lambda **device: MultiheadAttention(32, 2, input_layernorm=True, **device),
+    "decoder": lambda **device: TransformerLayer(32, 64, 2, layer_type="decoder", **device),
+}
+
+
+def spoiled(module: nn.Module) -> nn.Module:
+    """What an allocation may hold."""
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, math.nan)
+    return module
+
+
+def reset(module: nn.Module) -> None:
+    """As Lightning and FSDP do it: each module that has parameters of its own."""
+    for part in module.modules():
+        if any(True for _ in part.parameters(recurse=False)):
+            part.reset_parameters()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_made_on_meta_begins_as_one_that_was_not(name: str) -> None:
+    torch.manual_seed(3)
+    expected = LAYERS[name]()
+    module = spoiled(LAYERS[name](device="meta").to_empty(device="cpu"))
+    assert all(parameter.isnan().all() for parameter in module.parameters())
+    torch.manual_seed(3)
+    reset(module)
+    for (key, parameter), other in zip(module.named_parameters(), expected.parameters()):
+        assert torch.equal(parameter, other), key
+        assert not key.endswith("bias") or name.startswith("linear") or not parameter.any(), key
+
+
+def test_a_layer_that_was_on_meta_trains_in_fp8() -> None:
+    module = TransformerLayer(32, 64, 2, hidden_dropout=0, attention_dropout=0, device="meta").to_empty(device="cpu")
+    reset(spoiled(module))
+    x = torch.randn(16, 2, 32)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        y = module(x)
+    y.square().mean().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(y, module(x), rtol=0.2, atol=0.2)
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+def test_linear_without_a_method_is_torchs() -> None:
+    torch.manual_seed(5)
+    expected = nn.Linear(48, 32)
+    torch.manual_seed(5)
+    module = Linear(48, 32)
+    assert torch.equal(module.weight, expected.weight)
+    assert torch.equal(module.bias, expected.bias)
+    torch.manual_seed(6)
+    expected.reset_parameters()
+    torch.manual_seed(6)
+    module.reset_parameters()
+    assert torch.equal(module.weight, expected.weight)
+    assert torch.equal(module.bias, expected.bias)
+
+
+def test_parts_of_a_split_weight_are_filled_like_the_whole() -> None:
+    module = spoiled(Linear(400, 96, parameters_split={"q": 64, "kv": 32}))
+    module.reset_parameters()  # type: ignore[operator]
+    for parameter in module.parameters():  # uniform within ±1/sqrt(in_features), of variance bound²/3
+        assert parameter.abs().max() <= 1 / math.sqrt(400)
+        assert parameter.var().item() == pytest.approx(1 / 400 / 3, rel=0.5)
+
+
+@pytest.mark.parametrize("layer", [Linear, LayerNormLinear])
+def test_a_method_is_called_on_each_part(layer: type[Any]) -> None:
+    seen: list[Tensor] = []
+
+    def init_method(weight: Tensor) -> None:
+        seen.append(weight)
+        nn.init.constant_(weight, len(seen))
+
+    module = layer(16, 12, parameters_split={"q": 8, "kv": 4}, init_method=init_method)
+    assert [id(weight) for weight in seen] == [id(module.q_weight), id(module.kv_weight)]
+    module.reset_parameters()
+    assert (module.q_weight == 3).all()
+    assert (module.kv_weight == 4).all()
+
+
+def test_the_tracker_is_forked_again() -> None:
+    class Tracker:
+        forked: list[str] = []  # noqa: RUF012
+
+        def fork(self, name: str) -> Any:
+            self.forked.append(name)
+            return torch.random.fork_rng()
+
+    tracker = Tracker()
+    options = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "weights"}
+    module = Linear(16, 8, init_method=nn.init.normal_, **options)  # type: ignore[arg-type]
+    module.reset_parameters()
+    assert tracker.forked == ["weights", "weights"]
+
+
+def test_learned_offsets_begin_at_zero() -> None:
+    module = spoiled(DotProductAttention(4, 16, softmax_type="learnable"))
+    module.reset_parameters()  # type: ignore[operator]
+    assert torch.equal(module.softmax_offset, torch.zeros(4))  # type: ignore[arg-type]
+
+
+def test_a_method_that_cannot_be_pickled_is_missed_only_where_it_is_needed() -> None:
+    module = LayerNormMLP(16, 32, init_method=lambda weight: nn.init.constant_(weight, 0.5))
+    loaded = pickle.loads(pickle.dumps(module))
+    x = torch.randn(4, 16)
+    assert torch.equal(loaded(x), module(x))
+    with pytest.raises(RuntimeError, match=r"was pickled, and <function .*<lambda>.*cannot be"):
+        loaded.reset_parameters()
+    kept = spoiled(copy.deepcopy(module))
+    kept.reset_parameters()  # type: ignore[operator]
+    assert (kept.fc1_weight == 0.5).all()  # type: ignore[union-attr]
+    other = pickle.loads(pickle.dumps(Linear(16, 8, init_method=nn.init.ones_)))
+    other.reset_parameters()
+    assert (other.weight == 1).all()
