@@ -136,8 +136,15 @@ class AmaxHistory:
         self.has_unequal_readers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
-        """Slots of the same names that start empty: a copy that is only evaluated would keep its scales for ever."""
-        return AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
+        """Slots of the same names that start empty: a copy that is only evaluated would keep its scales for ever.
+
+        A model that is copied with its layers owns the copy, too; layers say so themselves.
+        """
+        copied = AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
+        for owner in instances.living(self.owners):
+            if id(owner) in memo:
+                copied.add_owner(memo[id(owner)])
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
         without = ("owners", "after_step", "_slot_tensors", "_marks", "observing_threads")

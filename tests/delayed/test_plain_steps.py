@@ -101,11 +101,13 @@ def test_closures_of_a_plain_loop_are_one_step_from_the_first_on() -> None:
     assert (history(model).amax_history[-1] > 0).all()
 
 
-def test_an_optimizer_of_adapters_alone_steps_the_model() -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_of_adapters_alone_steps_the_model(copied: bool) -> None:
     """Low-rank adapters train while every FP8 weight is frozen."""
     recipe, model = DelayedScaling(amax_history_len=WINDOW), mlp()
     model.append(nn.Linear(4, 4))
     convert_module(model, first_last_layers_bf16=False, skip=("7",))
+    model = copy.deepcopy(model) if copied else model
     for parameter in model[:-1].parameters():
         parameter.requires_grad_(False)
     optimizer = SGD(model[-1].parameters(), 0.1)
