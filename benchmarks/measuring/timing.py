@@ -107,7 +107,8 @@ def measure(
 ) -> list[Times]:
     """Times of each contender, in rounds for about ``seconds`` per contender; the first rounds only warm up."""
     rounds: list[list[float]] = []
-    gc.collect()
+    if seconds:
+        gc.collect()
     gc.disable()
     try:
         for _ in range(WARM_UP_ROUNDS):
