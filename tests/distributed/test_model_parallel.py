@@ -1,4 +1,5 @@
-"""ModelParallelStrategy (FSDP2) on two processes: FP8 layers inside sharded blocks, exact resume, both file formats."""
+"""ModelParallelStrategy (FSDP2) on two processes: FP8 layers inside sharded blocks, exact resume, both file formats,
+parameters that are made on meta."""
 
 from __future__ import annotations
 
@@ -31,3 +32,24 @@ def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, ranks: list[Any
         assert min(report["scales"]) > 0
         assert report["is_folder"] == (file == "sharded")
         assert report["classes"] == (["FSDPLinear"] if sharded == "linears" else ["Linear"])
+
+
+def test_a_model_made_on_meta_is_filled_and_trains(ranks: list[Any]) -> None:
+    first, second = (rank["meta"] for rank in ranks)
+    for name, deviation in first["deviations"].items():
+        if name.endswith("layer_norm_weight"):
+            expected = (1, 0)
+        elif name.endswith("weight") and name.startswith(("net.layer", "net.mlp")):
+            expected = (0, 0.023)
+        elif name.startswith(("net.split", "net.plain", "net.head")):  # torch.nn.Linear's: uniform within a quarter
+            expected = (0, 0.25 / 3**0.5)
+        else:
+            expected = (0, 0)  # biases, and offsets of the softmax
+        few = 4 if name.endswith("bias") else 1  # values
+        assert first["means"][name] == pytest.approx(expected[0], abs=0.25 * few * expected[1]), name
+        assert deviation == pytest.approx(expected[1], rel=0.2 * few), name
+    assert first["num_fp8"] == 7  # all linear layers but the head
+    assert first["losses"][-1] < 0.7 * first["losses"][0]
+    for key in ("means", "deviations", "scales"):
+        assert first[key] == second[key]
+    assert min(first["scales"][6:]) > 0  # behind those of attention, which runs in high precision

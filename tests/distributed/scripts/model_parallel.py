@@ -1,4 +1,4 @@
-"""Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes, and reports.
+"""Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes, and reports; and a model made on meta.
 
 ``python -m tests.distributed.scripts.model_parallel FOLDER``
 """
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_fp8 import Linear
+from lightning_fp8 import LayerNormMLP, Linear, TransformerLayer
 from tests.distributed.launch import leave
 from tests.small import Regression, fp8_trainer, regression_data
 
@@ -47,6 +47,52 @@ class Sharded(Regression):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, softmax_type="learnable")
+        self.mlp = LayerNormMLP(16, 32, activation="swiglu")
+        self.split = Linear(16, 16, parameters_split=["a", "b"])
+        self.plain, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.layer(x.unsqueeze(0)).squeeze(0))
+        return self.head(x + self.plain(self.split(x)))
+
+
+class OnMeta(Regression):
+    """Lightning fills its parameters, by ``reset_parameters`` of each module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Identity()
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = Net()
+        for module in (self.net.layer, self.net.mlp, self.net.split, self.net.plain, self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def on_fit_start(self) -> None:
+        self.start = full_weights(self)
+
+
+def from_meta() -> dict[str, Any]:
+    """How a model begins that is made on meta, and what its training gives."""
+    L.seed_everything(1)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = fp8_trainer("delayed", strategy=strategy, devices=2, max_epochs=3)
+    model = OnMeta()
+    trainer.fit(model, regression_data())
+    return {
+        "means": {name: weight.mean().item() for name, weight in model.start.items()},
+        "deviations": {name: weight.std(correction=0).item() for name, weight in model.start.items()},
+        "losses": model.losses,
+        "scales": trainer.precision_plugin.histories["model"].scale.tolist(),
+        "num_fp8": trainer.precision_plugin.summary.num_fp8,
+    }
 
 
 def train(epochs: int, sharded_file: bool, shard_linears: bool, ckpt_path: Path | None = None) -> tuple[L.Trainer, Any]:
@@ -105,5 +151,6 @@ if __name__ == "__main__":
         for file in ("full", "sharded")
         for sharded in ("blocks", "linears")
     }
+    report["meta"] = from_meta()
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()
