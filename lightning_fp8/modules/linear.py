@@ -33,12 +33,12 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         in_features: columns of x.
         out_features: columns of y.
         bias: whether there is a bias.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
         init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
+        return_bias: return ``(y without bias, bias)``.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
-        return_bias: return ``(y without bias, bias)``.
-        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
         parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
 
     Raises:
@@ -54,11 +54,11 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         out_features: int,
         bias: bool = True,
         *,
+        fuse_wgrad_accumulation: bool = False,
         init_method: InitMethod | None = None,
+        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
-        return_bias: bool = False,
-        fuse_wgrad_accumulation: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **parallel: Unpack[ParallelArguments],

@@ -1,4 +1,4 @@
-"""Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes, and reports; and a model made on meta.
+"""Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes and reports; and a model on meta.
 
 ``python -m tests.distributed.scripts.model_parallel FOLDER``
 """
