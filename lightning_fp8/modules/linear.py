@@ -34,8 +34,8 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         out_features: columns of y.
         bias: whether there is a bias.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
-        init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
         return_bias: return ``(y without bias, bias)``.
+        init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
@@ -55,8 +55,8 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         bias: bool = True,
         *,
         fuse_wgrad_accumulation: bool = False,
-        init_method: InitMethod | None = None,
         return_bias: bool = False,
+        init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         device: torch.device | str | None = None,
