@@ -95,6 +95,7 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
         self.initialization.fill(weights, biases)
+        self.forget_weight()
 
     def forward(  # type: ignore[override]
         self,

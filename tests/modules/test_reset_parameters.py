@@ -149,3 +149,18 @@ def test_a_method_that_cannot_be_pickled_is_missed_only_where_it_is_needed() -> 
     other = pickle.loads(pickle.dumps(Linear(16, 8, init_method=nn.init.ones_)))
     other.reset_parameters()
     assert (other.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda **how: LayerNormLinear(32, 32, **how), lambda **how: LayerNormMLP(32, 64, **how)]
+)
+def test_a_weight_that_is_filled_anew_is_cast_anew(layer: Callable[..., nn.Module]) -> None:
+    """Also by a method that leaves no trace on the tensor."""
+    module = layer(init_method=lambda weight: weight.data.normal_(0, 0.1))
+    x = torch.randn(16, 32)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        before = module(x, is_first_microbatch=True)
+        module.reset_parameters()  # type: ignore[operator]
+        after = module(x, is_first_microbatch=False)
+        assert torch.equal(after, module(x))
+    assert not torch.equal(after, before)

@@ -101,6 +101,7 @@ class LayerNormLinear(NormedLayer):
         """
         reset_norm(self, self.norm)
         self.initialization.fill(*self.weights_and_biases())
+        self.forget_weight()
 
     def forward(  # type: ignore[override]
         self,

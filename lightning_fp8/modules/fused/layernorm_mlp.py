@@ -134,6 +134,7 @@ class LayerNormMLP(NormedLayer):
         reset_norm(self, self.norm)
         for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
             initialization.fill([weight], [bias])
+        self.forget_weight()
 
     @property
     def features(self) -> tuple[int, ...]:
